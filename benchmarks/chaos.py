@@ -40,7 +40,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "tests" / "support"))
 
 import chaos_jobs  # noqa: E402
-from chaos_jobs import KEEP, ROLES, SETTINGS, Log, Scene, names, records  # noqa: E402
+from chaos_jobs import KEEP, NAMES, SETTINGS, Scene, play, records  # noqa: E402
 from chaos_observer import Observer  # noqa: E402
 from fault_proxy import LATE_S, Faults, faulty  # noqa: E402
 from server_kinds import BUCKET  # noqa: E402
@@ -90,21 +90,14 @@ def in_child(work: Callable[[], Any]) -> Any:
     return json.loads(text)
 
 
-def play(scene: Scene, name: str) -> None:
-    """One process of a run."""
-    tempfile.tempdir = str(scene.folder / "tmp")
-    log = Log(scene, name)
-    ROLES[name.partition("-")[0]](scene, log, name)
-
-
 class Troupe:
     """The processes of a round, by name."""
 
-    def __init__(self, scene: Scene, cast: list[str], rng: random.Random) -> None:
+    def __init__(self, scene: Scene, rng: random.Random) -> None:
         self.scene, self.rng = scene, rng
         self.counts: Counter[str] = Counter()
         self.failed: list[str] = []
-        self._pids = {name: spawn(lambda n=name: play(scene, n)) for name in cast}
+        self._pids = {name: spawn(lambda n=name: play(scene, n)) for name in NAMES}
         self._wake: dict[str, float] = {}
 
     def disturb(self, longest: float) -> None:
@@ -155,7 +148,7 @@ def play_round(scene: Scene, number: int, seconds: float, calm: float) -> dict[s
     time.sleep(2)  # stores tell whole seconds
     (scene.folder / "began").write_text(str(time.time() - 1))
     rng = random.Random(f"{scene.seed}-{number}")
-    troupe = Troupe(scene, list(names(3)), rng)
+    troupe = Troupe(scene, rng)
     eye = spawn(lambda: watch(scene))
     until = time.monotonic() + seconds
     while time.monotonic() < until:
@@ -171,59 +164,52 @@ def play_round(scene: Scene, number: int, seconds: float, calm: float) -> dict[s
 
 def watch(scene: Scene) -> None:
     """The observer's part in a round."""
-    observer, path = Observer(scene), scene.folder / "observer.json"
-    observer.load(path)
+    observer = Observer(scene)
     while not scene.is_over:
         observer.look()
         time.sleep(0.2)
-    observer.save(path)
+    observer.save()
 
 
-def look_back(scene: Scene) -> dict[str, Any]:
-    """Checks the dataset after all processes have ended."""
-    observer, path = Observer(scene), scene.folder / "observer.json"
-    observer.load(path)
-    verified = observer.verify_all()
-    observer.save(path)
-    return {"verified_at_the_end": verified, "newest": max(observer.seen, default=0)}
+def sweep(scene: Scene) -> int:
+    """Verifies again after all processes have ended, 50 versions at most, and cleans twice at once.
 
-
-def sweep(scene: Scene) -> list[str]:
-    """Cleans twice at once, with no age and no writers; returns what is still there and why."""
-    tmp = str(scene.folder / "tmp")
-    tempfile.tempdir = tmp
+    That is with no age and no writers: nothing but the versions that are kept may remain. Returns
+    the newest version.
+    """
+    tempfile.tempdir = str(scene.folder / "tmp")
+    observer = Observer(scene)
+    there = observer.look()
+    for version in there[:: max(len(there) // 50, 1)]:
+        observer.verify(version)
     how: dict[str, Any] = {"keep_versions": KEEP, "older_than": 0, "no_writers": True}
-    how |= {"storage_options": scene.options(False)}
-    problems: list[str] = []
+    how["storage_options"] = scene.options()
 
     def run() -> None:
         try:
             clean(scene.url, delete=True, **how)
         except Exception as error:
-            problems.append(f"clean: {type(error).__name__}: {error}")
+            observer.note(f"clean: {type(error).__name__}: {error}")
 
     threads = [threading.Thread(target=run) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    left = [f"{x.path}: {x.why}" for x in clean(scene.url, **how).leftovers]
-    observer, path = Observer(scene), scene.folder / "observer.json"
-    observer.load(path)
-    there = observer.look()
-    wanted = {p for v in there for p in observer.seen[v].files}
-    files = [f for f in observer.raw.files() if "/manifest-" not in f]
-    left += [f"{f}: no version names it" for f in files if f not in wanted]
-    observer.save(path)
-    return problems + [f"after clean: {x}" for x in left]
+    for leftover in clean(scene.url, **how).leftovers:
+        observer.note(f"after clean: {leftover.path}: {leftover.why}")
+    wanted = {path for version in observer.look() for path in observer.seen[version].files}
+    for path in observer.raw.files().keys() - wanted:
+        if "/manifest-" not in path:
+            observer.note(f"after clean: {path}: no version names it")
+    observer.save()
+    return max(observer.seen, default=0)
 
 
 def report_of(scene: Scene) -> dict[str, Any]:
-    """Merges the counts of the logs and of the observer."""
+    """The counts of the logs, and all problems."""
     observer = Observer(scene)
-    observer.load(scene.folder / "observer.json")
-    told = observer.check_logs()
-    return {**told, "problems": observer.problems}
+    return {**observer.check_logs(), "problems": list(observer.problems)}
 
 
 def run(scene: Scene, commits: int, seconds: float, round_s: float, calm: float) -> dict[str, Any]:
@@ -231,25 +217,22 @@ def run(scene: Scene, commits: int, seconds: float, round_s: float, calm: float)
     for name in ("logs", "inputs", "tmp"):
         (scene.folder / name).mkdir(parents=True)
     in_child(lambda: prepare(scene))
-    began, number, signals = time.monotonic(), 0, Counter[str]()
-    wrong: list[str] = []
-    newest = 0
+    began, number, newest = time.monotonic(), 0, 0
+    signals, wrong = Counter[str](), list[str]()
     while newest < commits and (left := seconds - (time.monotonic() - began)) > 0:
-        found = play_round(scene, number, min(round_s, max(left, 1)), calm)
-        signals.update(found["signals"])
-        wrong += found["failed"]
-        newest = in_child(lambda: look_back(scene))["newest"]
-        wrong += in_child(lambda: sweep(scene))
+        told = play_round(scene, number, min(round_s, max(left, 1)), calm)
+        signals.update(told["signals"])
+        wrong += told["failed"]
+        newest = in_child(lambda: sweep(scene))
         number += 1
         print(f"round {number}: {newest} versions, {len(wrong)} problems", file=sys.stderr)
-    found = in_child(lambda: report_of(scene))
-    problems = wrong + found.pop("problems")
-    unnamed = found.pop("unnamed")
+    report = in_child(lambda: report_of(scene))
+    problems, unnamed = wrong + report.pop("problems"), report.pop("unnamed")
     return {
         "seed": scene.seed,
         "rounds": number,
         "seconds": round(time.monotonic() - began, 1),
-        **found,
+        **report,
         "signals": dict(signals),
         "unnamed_errors": len(unnamed),
         "problems": len(problems),
@@ -260,7 +243,7 @@ def run(scene: Scene, commits: int, seconds: float, round_s: float, calm: float)
 
 def prepare(scene: Scene) -> None:
     """The first version."""
-    options = scene.options(False)
+    options = scene.options()
     packstore.pack(records(scene, 0), scene.url, storage_options=options, **SETTINGS)
 
 
@@ -291,7 +274,7 @@ def warm_up(folder: Path) -> None:
     import botocore.session  # noqa: F401
     import s3fs  # noqa: F401
 
-    scene = Scene("warm", folder, 0)
+    scene = Scene(folder, 0)
     (folder / "began").write_text("0")
     packstore.pack(records(scene, 0), scene.url, **SETTINGS)
     sum(1 for _ in chaos_jobs.PackedDataset(scene.url))
@@ -326,14 +309,14 @@ def main() -> int:
         warm_up(folder / "warm")
         for place in args.places:
             with contextlib.ExitStack() as stack:
-                scene = Scene("chaos-ds", folder / place, seed)
+                scene = Scene(folder / place, seed)
                 if place != "local":
                     endpoint = args.endpoint or stack.enter_context(
                         serving(place, folder / "servers" / place)
                     )
                     store = Store(place, BUCKET, f"chaos-{os.getpid()}-{seed}", endpoint)
                     proxy = stack.enter_context(proxied(endpoint, args.rate, seed))
-                    scene = Scene("chaos-ds", folder / place, seed, store, proxy)
+                    scene = Scene(folder / place, seed, store, proxy)
                 report[place] = run(scene, args.commits, args.seconds, args.round, args.calm)
             if args.out:
                 args.out.write_text(json.dumps(report, indent=1) + "\n")

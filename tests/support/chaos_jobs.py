@@ -6,11 +6,14 @@ had begun when it was killed. Signals and faults come from outside.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
+import tempfile
 import time
 import traceback
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,12 +29,8 @@ from packstore.io.maintain.clean import clean
 from packstore.io.store import operations
 from packstore.torch import PackedDataset
 
-SETTINGS: dict[str, Any] = {
-    "pack_size": 32,
-    "row_group_tokens": 64,
-    "shard_tokens": 1,
-    "num_workers": 0,
-}
+SETTINGS: dict[str, Any] = {"pack_size": 32, "row_group_tokens": 64, "shard_tokens": 1}
+SETTINGS |= {"num_workers": 0, "overwrite": True}
 FIRST_MARKER = 1000
 KEEP = 3
 """Newest versions that a cleaner keeps."""
@@ -45,24 +44,24 @@ class Scene:
     """The place of a chaos run.
 
     Attributes:
-        name: of the dataset: every error must name it.
         folder: local, with inputs, logs and temporary files, and the dataset if it is local.
         seed: of all choices.
         store: of the dataset; None on a local disk.
         proxy: the endpoint of a proxy before the store; empty: none.
+        name: of the dataset: every error must name it.
     """
 
-    name: str
     folder: Path
     seed: int
     store: Store | None = None
     proxy: str = ""
+    name: str = "chaos-ds"
 
     @property
     def url(self) -> str:
         return f"{self.store.url}/{self.name}" if self.store else str(self.folder / self.name)
 
-    def options(self, proxied: bool) -> dict[str, Any]:
+    def options(self, proxied: bool = False) -> dict[str, Any]:
         """Storage options, over the proxy or not."""
         if self.store is None:
             return {}
@@ -73,23 +72,35 @@ class Scene:
     def is_over(self) -> bool:
         return (self.folder / "stop").exists()
 
+    def log_of(self, name: str) -> list[dict[str, Any]]:
+        """The whole lines of the log of a process."""
+        path = self.folder / "logs" / f"{name}.jsonl"
+        lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else []
+        return [json.loads(line) for line in lines[:-1]]
+
 
 class Log:
     """Lines that survive the process; each is one system call."""
 
     def __init__(self, scene: Scene, name: str) -> None:
+        self._scene = scene
         path = scene.folder / "logs" / f"{name}.jsonl"
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
 
     def tell(self, event: str, **more: Any) -> None:
-        line = json.dumps({"at": time.time(), "event": event, **more}) + "\n"
-        os.write(self._file, line.encode())
+        os.write(self._file, (json.dumps({"event": event, **more}) + "\n").encode())
 
-
-def read_log(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a log."""
-    lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else []
-    return [json.loads(line) for line in lines[:-1]]
+    @contextlib.contextmanager
+    def errors(self, **more: Any) -> Iterator[None]:
+        """A context that logs all errors, and lets only the end of the process leave it."""
+        try:
+            yield
+        except Exception as error:
+            text = "\n".join([str(error), *getattr(error, "__notes__", ())])
+            named = isinstance(error, PackstoreError) and self._scene.name in text
+            trace = "" if named else "".join(traceback.format_exception(error))[-3000:]
+            name = type(error).__name__
+            self.tell("error", name=name, text=text[:800], named=named, trace=trace, **more)
 
 
 def records(scene: Scene, job: int) -> list[dict[str, list[int]]]:
@@ -121,128 +132,75 @@ def run_job(scene: Scene, job: int, log: Log) -> None:
     source.write_text("".join(json.dumps(r) + "\n" for r in records(scene, job)))
     kind, options = kind_of(scene, job), scene.options(rng.random() < 0.4)
     log.tell("begin", job=job, kind=kind)
-    with reported(scene, log, job=job):
+    there: dict[str, Any] = {"storage_options": options}
+    with log.errors(job=job):
         if kind == "append":
-            done = packstore.append(scene.url, str(source), storage_options=options, num_workers=0)
+            done = packstore.append(scene.url, str(source), num_workers=0, **there)
         elif kind == "concat":
-            other = scene.folder / "inputs" / f"other-{job}"
-            packstore.pack(str(source), str(other), overwrite=True, **SETTINGS)
-            newest = packstore.open(scene.url, options)
-            parts = [newest, packstore.open(str(other))]
-            done = packstore.concat(parts, scene.url, overwrite=True, storage_options=options)
+            other = packstore.pack(str(source), source.with_suffix(""), **SETTINGS)
+            parts = [packstore.open(scene.url, options), other]
+            done = packstore.concat(parts, scene.url, overwrite=True, **there)
         else:
-            partitions = rng.choice((1, 1, 2))
-            done = packstore.pack(
-                str(source),
-                scene.url,
-                storage_options=options,
-                overwrite=True,
-                partitions=partitions,
-                **SETTINGS,
-            )
-        log.tell(
-            "done", job=job, version=done.version, shards=[s.path for s in done.manifest.shards]
-        )
+            there["partitions"] = rng.choice((1, 1, 2))
+            done = packstore.pack(str(source), scene.url, **there, **SETTINGS)
+        shards = [shard.path for shard in done.manifest.shards]
+        log.tell("done", job=job, version=done.version, shards=shards)
 
 
-class reported:
-    """A context that logs all errors, and lets only the end of the process leave it."""
-
-    def __init__(self, scene: Scene, log: Log, **more: Any) -> None:
-        self._scene, self._log, self._more = scene, log, more
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
-        if error is None:
-            return True
-        if not isinstance(error, Exception):
-            return False
-        text = "\n".join([str(error), *getattr(error, "__notes__", ())])
-        place = self._scene.name in text
-        named = isinstance(error, PackstoreError) and place
-        told = "" if named else "".join(traceback.format_exception(error))[-3000:]
-        name = type(error).__name__
-        self._log.tell("error", name=name, text=text[:800], named=named, trace=told, **self._more)
-        return True
-
-
-def write(scene: Scene, log: Log, name: str) -> None:
+def write(scene: Scene, log: Log, name: str, rng: random.Random) -> None:
     """Runs job after job; mostly begins a killed one again."""
-    number = int(name.rpartition("-")[2])
-    earlier = read_log(scene.folder / "logs" / f"{name}.jsonl")
-    last = next((e for e in reversed(earlier) if "job" in e), None)
-    begun = sum(e["event"] == "begin" for e in earlier)
-    job = number * 100_000 + begun
-    if last and last["event"] == "begin" and random.Random(job).random() < 0.7:
-        run_job(scene, last["job"], log)
+    earlier = [event for event in scene.log_of(name) if "job" in event]
+    begun = sum(event["event"] == "begin" for event in earlier)
+    job = int(name.rpartition("-")[2]) * 100_000 + begun
+    if earlier and earlier[-1]["event"] == "begin" and rng.random() < 0.7:
+        run_job(scene, earlier[-1]["job"], log)
         job += 1
     while not scene.is_over:
         run_job(scene, job, log)
         job += 1
 
 
-def tidy(scene: Scene, log: Log, name: str) -> None:
+def tidy(scene: Scene, log: Log, rng: random.Random) -> None:
     """Cleans; files from before this round count as old."""
-    rng = random.Random(f"{scene.seed}-{name}-{os.getpid()}")
     began = float((scene.folder / "began").read_text())
-
-    class Clock:
-        """A clock that stands still: all files of this round stay younger than an hour."""
-
-        @staticmethod
-        def time() -> float:
-            return began + CLEAN_AGE
-
-    operations.time = Clock  # type: ignore[assignment]
-    while not scene.is_over:
-        with reported(scene, log):
-            report = clean(
-                scene.url,
-                delete=True,
-                keep_versions=KEEP,
-                older_than=CLEAN_AGE,
-                storage_options=scene.options(rng.random() < 0.5),
-            )
-            gone = [int(x.why[8:]) for x in report.removable if x.why.startswith("version ")]
-            log.tell("cleaned", files=len(report.removable), versions=gone)
-        time.sleep(rng.uniform(0, 1.0))
+    # A clock that stands still: all files of this round stay younger than an hour.
+    operations.time = types.SimpleNamespace(time=lambda: began + CLEAN_AGE)  # type: ignore[assignment]
+    how: dict[str, Any] = {"delete": True, "keep_versions": KEEP, "older_than": CLEAN_AGE}
+    how["storage_options"] = scene.options(rng.random() < 0.5)
+    removed = clean(scene.url, **how).removable
+    versions = [int(item.why[8:]) for item in removed if item.why.startswith("version ")]
+    log.tell("cleaned", files=len(removed), versions=versions)
 
 
-def load(scene: Scene, log: Log, name: str) -> None:
-    """Epochs of the loader: every pack once."""
-    rng = random.Random(f"{scene.seed}-{name}-{os.getpid()}")
-    while not scene.is_over:
-        options = scene.options(rng.random() < 0.5)
-        with reported(scene, log):
-            dataset = packstore.open(scene.url, options)
-            packs = sum(1 for _ in PackedDataset(dataset, seed=rng.randrange(9)))
-            log.tell("epoch", packs=packs, right=packs == len(dataset), version=dataset.version)
-        time.sleep(rng.uniform(0, 0.5))
+def load(scene: Scene, log: Log, rng: random.Random) -> None:
+    """An epoch of the loader: every pack once."""
+    dataset = packstore.open(scene.url, scene.options(rng.random() < 0.5))
+    packs = sum(1 for _ in PackedDataset(dataset, seed=rng.randrange(9)))
+    log.tell("epoch", packs=packs, right=packs == len(dataset), version=dataset.version)
 
 
-def look(scene: Scene, log: Log, name: str) -> None:
-    """Opens the newest version: its number never falls."""
-    rng, newest = random.Random(f"{scene.seed}-{name}-{os.getpid()}"), 0
-    while not scene.is_over:
-        with reported(scene, log):
-            # Listings over the proxy may be stale.
-            version = packstore.open(scene.url, scene.options(False)).version
-            log.tell("opened", version=version, right=version >= newest)
-            newest = max(newest, version)
-        time.sleep(rng.uniform(0, 0.5))
+def look(scene: Scene, log: Log, rng: random.Random) -> None:
+    """Opens the newest version. Listings over the proxy may be stale."""
+    log.tell("opened", version=packstore.open(scene.url, scene.options()).version)
 
 
-ROLES: dict[str, Callable[[Scene, Log, str], None]] = {
-    "writer": write,
+LOOPS: dict[str, Callable[[Scene, Log, random.Random], None]] = {
     "cleaner": tidy,
     "reader": load,
     "opener": look,
 }
+NAMES = ("writer-1", "writer-2", "writer-3", "cleaner-1", "cleaner-2", "reader-1", "opener-1")
+"""The processes of a run: role and number, no number twice."""
 
 
-def names(writers: int) -> Iterator[str]:
-    """Roles of the processes of a run; the number behind a role is not used twice."""
-    yield from (f"writer-{n}" for n in range(1, writers + 1))
-    yield from ("cleaner-1", "cleaner-2", "reader-1", "opener-1")
+def play(scene: Scene, name: str) -> None:
+    """One process of a run."""
+    tempfile.tempdir = str(scene.folder / "tmp")
+    log, rng = Log(scene, name), random.Random(f"{scene.seed}-{name}-{os.getpid()}")
+    role = name.partition("-")[0]
+    if role == "writer":
+        write(scene, log, name, rng)
+    while not scene.is_over:
+        with log.errors():
+            LOOPS[role](scene, log, rng)
+        time.sleep(rng.uniform(0, 0.5))

@@ -10,66 +10,60 @@ import contextlib
 import hashlib
 import json
 import os
+import pickle
 import re
 from collections import Counter, defaultdict
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from chaos_jobs import KEEP, Scene, kind_of, markers_of, read_log, records
+from chaos_jobs import KEEP, NAMES, Scene, kind_of, markers_of, records
 
 import packstore
 from packstore.errors import DatasetNotFoundError, PackstoreError
 
-MANIFEST = re.compile(r"manifest-([0-9]{6,})\.json")
+MANIFEST = "_packstore/manifest-{:06d}.json"
 
 
 class Raw:
     """Files of a dataset, without packstore."""
 
     def __init__(self, scene: Scene) -> None:
-        self._scene = scene
-        self._client = scene.store.client() if scene.store else None
+        self._store, self._url = scene.store, scene.url
+        if scene.store:
+            self._client = scene.store.client()
+            self._prefix = f"{scene.store.path}/{scene.name}/"
 
     def files(self) -> dict[str, tuple[int, str]]:
         """Path -> bytes, and what changes when it is replaced, of all that lies there now."""
-        if self._client is None:
-            found = {}
-            for folder, _, names in os.walk(self._scene.url):  # passes over what is removed
-                for path in (os.path.join(folder, name) for name in names):
-                    with contextlib.suppress(FileNotFoundError):
-                        told = os.stat(path)
-                        tag = f"{told.st_ino}-{told.st_mtime_ns}"
-                        found[os.path.relpath(path, self._scene.url)] = (told.st_size, tag)
+        found = {}
+        if self._store:
+            pages = self._client.get_paginator("list_objects_v2")
+            for page in pages.paginate(Bucket=self._store.bucket, Prefix=self._prefix):
+                for e in page.get("Contents", ()):
+                    tag = f"{e['ETag']} {e['LastModified']}"
+                    found[e["Key"][len(self._prefix) :]] = (e["Size"], tag)
             return found
-        prefix = self._prefix
-        pages = self._client.get_paginator("list_objects_v2")
-        entries = (
-            entry
-            for page in pages.paginate(Bucket=self._scene.store.bucket, Prefix=prefix)
-            for entry in page.get("Contents", ())
-        )
-        return {
-            e["Key"][len(prefix) :]: (e["Size"], f"{e['ETag']} {e['LastModified']}")
-            for e in entries
-        }
+        for folder, _, names in os.walk(self._url):  # passes over what is removed
+            for path in (os.path.join(folder, name) for name in names):
+                with contextlib.suppress(FileNotFoundError):
+                    stat = os.stat(path)
+                    tag = f"{stat.st_ino}-{stat.st_mtime_ns}"
+                    found[os.path.relpath(path, self._url)] = (stat.st_size, tag)
+        return found
 
     def read(self, path: str) -> bytes | None:
         """The bytes of a file; None if it is not there."""
-        if self._client is None:
+        if not self._store:
             try:
-                return Path(self._scene.url, path).read_bytes()
+                return Path(self._url, path).read_bytes()
             except FileNotFoundError:
                 return None
         try:
-            bucket = self._scene.store.bucket
-            return self._client.get_object(Bucket=bucket, Key=self._prefix + path)["Body"].read()
+            place = {"Bucket": self._store.bucket, "Key": self._prefix + path}
+            return self._client.get_object(**place)["Body"].read()
         except self._client.exceptions.NoSuchKey:
             return None
-
-    @property
-    def _prefix(self) -> str:
-        return f"{self._scene.store.path}/{self._scene.name}/"
 
 
 @dataclass
@@ -85,85 +79,71 @@ class Seen:
     markers: dict[int, int] = field(default_factory=dict)
 
 
-def manifest_path(version: int) -> str:
-    return f"_packstore/manifest-{version:06d}.json"
-
-
 class Observer:
-    """Watches from the start of a run to its end, over all rounds."""
+    """Watches from the start of a run to its end, over all rounds, in one process after another."""
 
     def __init__(self, scene: Scene) -> None:
-        self.scene, self.raw = scene, Raw(scene)
+        self.scene, self.raw, self._kept = scene, Raw(scene), scene.folder / "observer"
         self.seen: dict[int, Seen] = {}
-        self.problems: list[str] = []
+        self.problems: dict[str, None] = {}
+        if self._kept.exists():
+            self.seen, self.problems = pickle.loads(self._kept.read_bytes())
 
-    def save(self, path: Path) -> None:
-        """Keeps what was seen for the observer of the next round."""
-        seen = {version: asdict(found) for version, found in self.seen.items()}
-        path.write_text(json.dumps({"seen": seen, "problems": self.problems}))
+    def save(self) -> None:
+        """Keeps what was seen for the observer of the next process."""
+        self._kept.write_bytes(pickle.dumps((self.seen, self.problems)))
 
-    def load(self, path: Path) -> None:
-        """Goes on from what another has kept, if it has."""
-        if path.exists():
-            kept = json.loads(path.read_text())
-            self.problems = kept["problems"]
-            for version, found in kept["seen"].items():
-                markers = {int(job): n for job, n in found.pop("markers").items()}
-                self.seen[int(version)] = Seen(**found, markers=markers)
+    def note(self, problem: str) -> None:
+        self.problems[problem] = None
 
-    def look(self) -> set[int]:
+    def look(self) -> list[int]:
         """Every manifest is the one that was there before; every version has its files."""
         files = self.raw.files()
-        there = {int(m[1]) for f in files if (m := MANIFEST.fullmatch(f.rpartition("/")[2]))}
-        for version in sorted(there):
-            tag = files[manifest_path(version)][1]
-            if version in self.seen and self.seen[version].tag == tag:
-                continue
-            data = self.raw.read(manifest_path(version))
+        matches = [re.fullmatch(r"_packstore/manifest-(\d{6,})\.json", name) for name in files]
+        there = sorted(int(match[1]) for match in matches if match)
+        for version in there:
+            tag = files[MANIFEST.format(version)][1]
+            known = self.seen.get(version)
+            data = None if known and known.tag == tag else self.raw.read(MANIFEST.format(version))
             if data is None:
                 continue
             sha256 = hashlib.sha256(data).hexdigest()
-            if version not in self.seen:
-                self.seen[version] = Seen(sha256, tag, named(data))
-                self._check_new(version)
-            elif self.seen[version].sha256 != sha256:
-                self._note(f"the manifest of version {version} was replaced")
-        self._check_files(there)
-        top = max(there, default=0)
-        for version in [v for v in self.seen if v not in there and v > top - KEEP]:
-            if self.raw.read(manifest_path(version)) is None:
-                self._note(f"version {version} is gone, and the newest is {top}")
-        return there
-
-    def _note(self, problem: str) -> None:
-        if problem not in self.problems:
-            self.problems.append(problem)
-
-    def _check_files(self, there: set[int]) -> None:
-        """Versions that lack files while their manifest is there, before and after the look."""
+            if known is None:
+                manifest = json.loads(data)
+                named = [*manifest["shards"], *filter(None, [manifest.get("pack_index")])]
+                sizes = {entry["path"]: entry["bytes"] for entry in named}
+                self.seen[version] = Seen(sha256, tag, sizes)
+                self.verify(version)
+            elif known.sha256 != sha256:
+                self.note(f"the manifest of version {version} was replaced")
         files = self.raw.files()
-        for version in there & self.seen.keys():
+        for version in self.seen.keys() & there:  # has its manifest before and after its files
             wanted = self.seen[version].files
             lost = [p for p, size in wanted.items() if files.get(p, (-1, ""))[0] != size]
-            if lost and self.raw.read(manifest_path(version)) is not None:
-                found = f"{len(lost)} of {len(wanted)} files, first {lost[0]}"
-                self._note(f"version {version} lacks {found}")
+            if lost and self.is_there(version):
+                self.note(f"version {version} lacks {len(lost)} of its files, first {lost[0]}")
+        newest = max(there, default=0)
+        for version in self.seen.keys() - set(there):
+            if version > newest - KEEP and not self.is_there(version):
+                self.note(f"version {version} is gone, and the newest is {newest}")
+        return there
 
-    def _check_new(self, version: int) -> None:
+    def is_there(self, version: int) -> bool:
+        return self.raw.read(MANIFEST.format(version)) is not None
+
+    def verify(self, version: int) -> None:
         """Verifies a version, and reads whose records it holds."""
         try:
-            dataset = packstore.open(self.scene.url, self.scene.options(False), version=version)
-            report = dataset.verify(jobs=1)
-            markers = markers_of(dataset) if report.ok else {}
+            dataset = packstore.open(self.scene.url, self.scene.options(), version=version)
+            wrong = [*dataset.verify(jobs=1).problems]
+            markers = {} if wrong else markers_of(dataset)
         except DatasetNotFoundError:
             return
         except PackstoreError as error:
-            report, markers = None, {}
-            told = [str(error)]
-        if report is None or not report.ok:
-            told = list(report.problems) if report else told
-            if self.raw.read(manifest_path(version)) is not None:
-                self._note(f"version {version}: {told[0]}")
+            wrong = [str(error)]
+        if wrong:
+            if self.is_there(version):
+                self.note(f"version {version}: {wrong[0]}")
             return
         self.seen[version].markers = markers
         for job, examples in markers.items():
@@ -171,85 +151,61 @@ class Observer:
             # A killed concat that runs again may read the version that it had committed.
             repeats = examples % whole == 0 and kind_of(self.scene, job) == "concat"
             if job and examples != whole and not repeats:
-                self._note(f"version {version} has {examples} examples of job {job}")
-
-    def verify_all(self) -> int:
-        """Verifies versions that are there once more, 50 at most; returns how many."""
-        there = sorted(self.look())
-        some = there[:: max(len(there) // 50, 1)]
-        for version in some:
-            self._check_new(version)
-        return len(some)
+                self.note(f"version {version} has {examples} examples of job {job}")
 
     def check_logs(self) -> dict[str, Any]:
-        """Compares the logs of the processes with the versions seen."""
+        """Compares the logs of the processes with the versions seen; returns counts."""
         events = defaultdict[str, list[dict[str, Any]]](list)
-        for path in sorted((self.scene.folder / "logs").glob("*.jsonl")):
-            for event in read_log(path):
-                events[event["event"]].append({**event, "by": path.stem})
-        kinds = {e["job"]: e["kind"] for e in events["begin"]}
+        for name in NAMES:
+            for event in self.scene.log_of(name):
+                events[event["event"]].append({**event, "by": name})
         removed = {v for e in events["cleaned"] for v in e["versions"]}
-        self._check_done(events["done"], kinds, removed)
-        for event in events["epoch"] + events["opened"]:
+        self._check_done(events["done"], removed)
+        opened = [event["version"] for event in events["opened"]]
+        if opened != sorted(opened):
+            self.note(f"the newest version fell: {opened}")
+        for event in events["epoch"]:
             if not event["right"]:
-                self._note(f"{event['by']}: {event}")
-        unnamed = [e for e in events["error"] if not e["named"]]
-        done = {e["job"] for e in events["done"]}
-        held = {j for s in self.seen.values() for j in s.markers}
-        beaten = [e for e in events["error"] if "only one writer may commit" in e["text"]]
-        begun = Counter(e["job"] for e in events["begin"])
-        # Not killed jobs that ran again: the first run may have committed before it was killed.
-        lost = {e["job"] for e in beaten if begun[e["job"]] == 1} - done
+                self.note(f"not every pack once: {event}")
+        jobs = {e["job"]: e["kind"] for e in events["begin"]}
+        errors = Counter(f"{e['by'].partition('-')[0]} {e['name']}" for e in events["error"])
         return {
             "commits": max(self.seen, default=0),
-            "jobs": dict(Counter(kinds.values())),
-            "jobs_done": len(done),
+            "jobs": dict(Counter(jobs.values())),
+            "jobs_done": len({e["job"] for e in events["done"]}),
             "versions_seen": len(self.seen),
             "versions_removed": len(removed),
-            "told_lost_but_committed": sorted(lost & held),
             "epochs": len(events["epoch"]),
-            "opened": len(events["opened"]),
-            "cleaned": {
-                "calls": len(events["cleaned"]),
-                "files": sum(e["files"] for e in events["cleaned"]),
-            },
-            "errors": {
-                role: dict(Counter(e["name"] for e in events["error"] if e["by"].startswith(role)))
-                for role in ("writer", "cleaner", "reader", "opener")
-            },
-            "unnamed": [{k: e[k] for k in ("by", "name", "text", "trace")} for e in unnamed],
+            "opened": len(opened),
+            "cleaned": len(events["cleaned"]),
+            "files_removed": sum(e["files"] for e in events["cleaned"]),
+            "errors": dict(errors),
+            "unnamed": [e for e in events["error"] if not e["named"]],
         }
 
-    def _check_done(
-        self, done: list[dict[str, Any]], kinds: dict[int, str], removed: set[int]
-    ) -> None:
+    def _check_done(self, done: list[dict[str, Any]], removed: set[int]) -> None:
         """Each job that told of success has its version, and no other job has the same."""
-        by_version: dict[int, int] = {}
-        top = max(self.seen, default=0)
+        job_of: dict[int, int] = {}
+        newest = max(self.seen, default=0)
         for event in done:
             job, version = event["job"], event["version"]
             seen = self.seen.get(version)
-            if by_version.setdefault(version, job) != job:
-                self._note(f"jobs {by_version[version]} and {job} both got {version}")
+            if job_of.setdefault(version, job) != job:
+                self.note(f"jobs {job_of[version]} and {job} both got {version}")
             if seen is None:
-                if version > top - KEEP or version not in removed | {0}:
-                    self._note(f"version {version} of job {job} is nowhere")
+                if version > newest - KEEP or version not in removed | {0}:
+                    self.note(f"version {version} of job {job} is nowhere")
             elif set(event["shards"]) - seen.files.keys():
-                self._note(f"version {version} is not what job {job} committed")
+                self.note(f"version {version} is not what job {job} committed")
             elif seen.markers and job not in seen.markers:
-                self._note(f"version {version} has nothing of job {job}")
+                self.note(f"version {version} has nothing of job {job}")
         for version, seen in self.seen.items():
-            before, job = self.seen.get(version - 1), by_version.get(version)
-            if job is None or not seen.markers:
-                continue
-            known = {"pack": {}, "append": before.markers if before else None}
-            others = known.get(kinds[job])  # concat was given the version to begin with
-            if others is not None and {**others, job: seen.markers.get(job)} != seen.markers:
-                self._note(f"version {version} lost records of version {version - 1}")
-
-
-def named(data: bytes) -> dict[str, int]:
-    """The files that a manifest names."""
-    manifest = json.loads(data)
-    files = [*manifest["shards"], *filter(None, [manifest.get("pack_index")])]
-    return {f["path"]: f["bytes"] for f in files}
+            before, job = self.seen.get(version - 1), job_of.get(version)
+            if job is None or not seen.markers or kind_of(self.scene, job) == "concat":
+                continue  # concat was given the version to begin with
+            if kind_of(self.scene, job) == "append":
+                kept = before.markers if before else None
+            else:
+                kept = {}
+            if kept is not None and {**kept, job: seen.markers.get(job)} != seen.markers:
+                self.note(f"version {version} lost records of version {version - 1}")
