@@ -24,12 +24,6 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AttentionInterface,
     AttentionMaskInterface,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
 )
 
 from packstore.config import PackConfig
@@ -41,22 +35,23 @@ from packstore.io.store.location import Location
 from packstore.io.write.shard_writer import ShardWriter
 from packstore.pack.fill import fill
 from packstore.testing import random_examples
+from packstore.torch import collate
 from packstore.torch.attention import ATTENTION
 from packstore.torch.models.model import _register
 
 torch.set_num_threads(1)  # threads cost more than they bring on tensors of this size
 
 VOCAB = 50
-MODELS: dict[str, tuple[type, type, dict[str, Any]]] = {
-    "llama": (LlamaForCausalLM, LlamaConfig, {}),
-    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 8}),
-    "mistral": (MistralForCausalLM, MistralConfig, {"head_dim": 8, "sliding_window": 4}),
-}
 
 
 def packed(examples: Examples, sizes: Sequence[int], layout: str) -> Packs:
     """The examples in order, `sizes` of them to each pack."""
     return fill(examples, to_offsets(np.array(sizes)), layout)
+
+
+def row(pairs: int = 2, layout: str = "concat", kind: str = "preference", seed: int = 0) -> Any:
+    """A batch of one pack with so many random examples."""
+    return collate(packed(random_examples(pairs, seed=seed, kind=kind), [pairs], layout), kind)
 
 
 def plain_attention(
@@ -83,160 +78,90 @@ AttentionInterface.register("plain_for_tests", plain_attention)
 AttentionMaskInterface.register("plain_for_tests", lambda *_, **__: None)
 
 
-def tiny_model(name: str = "llama", dtype: torch.dtype = torch.float64, **settings: Any) -> Any:
-    """A random model of two layers, whose norms compute in float64 if it does."""
-    model_class, config_class, special = MODELS[name]
-    config = config_class(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.3,
-        bos_token_id=None,
-        eos_token_id=None,
-        **{**special, **settings},
-    )
-    torch.manual_seed(0)
-    model = model_class(config).to(dtype)
-    if dtype == torch.float64:
-        for parent in list(model.modules()):
-            for child, module in list(parent.named_children()):
-                if type(module).__name__.endswith("RMSNorm"):
-                    exact = nn.RMSNorm(len(module.weight), module.variance_epsilon, dtype=dtype)
-                    setattr(parent, child, exact)
-    return model
-
-
+WINDOWED = ["sliding_attention", "full_attention"]
 MLA = {
-    "head_dim": 4,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 4,
+    **dict.fromkeys(("head_dim", "qk_rope_head_dim", "qk_nope_head_dim"), 4),
     "v_head_dim": 6,
     "q_lora_rank": 8,
     "kv_lora_rank": 8,
     "num_key_value_heads": 4,
 }
 INDEXED = {**MLA, "index_head_dim": 8, "index_n_heads": 2, "index_topk": 8}
-SEQ2SEQ = {
-    "d_model": 32,
-    "decoder_ffn_dim": 48,
-    "decoder_layers": 2,
-    "encoder_layers": 1,
-    **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads"), 4),
-}
-GEMMA4 = {
-    "layer_types": ["sliding_attention", "full_attention"],
+LAYERS = {"d_model": 32, "decoder_layers": 2, "encoder_layers": 1}
+SEQ2SEQ = {**LAYERS, **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads"), 4)}
+DECODER = {"is_decoder": True, "pad_token_id": 0}
+GEMMA = {
+    "layer_types": WINDOWED,
     "num_kv_shared_layers": 0,
     "vocab_size_per_layer_input": VOCAB,
     "hidden_size_per_layer_input": 8,
-    "global_head_dim": 8,
 }
-DECODER = {"is_decoder": True, "pad_token_id": 0}
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
+OTHER_NAMES = dict.fromkeys(("hidden_size", "num_hidden_layers", "num_attention_heads"), ...)
 SPECIAL: dict[str, dict[str, Any]] = {
-    "axk1": MLA,
-    "bailing_hybrid": MLA,
-    **dict.fromkeys(("axk2", "dots3_note_text", "hy_v4"), INDEXED),
-    "bamba": {"mamba_n_heads": 4, "mamba_d_head": 16},
+    **dict.fromkeys(("axk1", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "deepseek_v32"), MLA),
+    **dict.fromkeys(("glm4_moe_lite", "glm_moe_dsa", "kimi_linear", "longcat_flash"), MLA),
+    **dict.fromkeys(("minicpm3", "youtu"), MLA),
+    **dict.fromkeys(("axk2", "hy_v4"), INDEXED),
+    **{n: {"mamba_n_heads": 4, "mamba_d_head": 16} for n in ("bamba", "granitemoehybrid")},
     "bart": {"decoder_layers": 2, "encoder_layers": 1},
-    "camembert": DECODER,
+    **{n: {**SEQ2SEQ, "decoder_ffn_dim": 48} for n in ("blenderbot", "plbart")},
+    **dict.fromkeys(("camembert", "data2vec-text", "roberta", "roberta-prelayernorm"), DECODER),
+    **dict.fromkeys(("xlm-roberta", "xlm-roberta-xl"), DECODER),
+    **{n: {"rotary_dim": 8} for n in ("codegen", "gptj")},
     "cohere_compass_text": {
-        "layer_types": ["sliding_attention", "full_attention"],
-        "rope_parameters": {
-            kind: {"rope_type": "default", "rope_theta": 1e4}
-            for kind in ("sliding_attention", "full_attention")
-        },
+        "layer_types": WINDOWED,
+        "rope_parameters": dict.fromkeys(WINDOWED, ROPE),
     },
     "cwm": {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
-    "data2vec-text": DECODER,
-    "deepseek_v2": MLA,
-    "deepseek_v3": MLA,
-    "deepseek_v32": MLA,
-    **dict.fromkeys(("blenderbot", "plbart"), SEQ2SEQ),
     "falcon": {"head_dim": ...},
-    "gemma3n_text": {
-        "layer_types": ["sliding_attention", "full_attention"],
-        "num_kv_shared_layers": 0,
-        "vocab_size_per_layer_input": VOCAB,
-        "hidden_size_per_layer_input": 8,
-        "laurel_rank": 4,
-        "activation_sparsity_pattern": [0.0, 0.0],
-    },
-    "gemma4_text": GEMMA4,
-    "gemma4_unified_text": GEMMA4,
-    "glm4_moe_lite": MLA,
-    "glm_moe_dsa": MLA,
+    "falcon_h1": {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8},
+    "gemma3_text": {"layer_types": WINDOWED},
+    "gemma3n_text": {**GEMMA, "laurel_rank": 4, "activation_sparsity_pattern": [0.0, 0.0]},
+    **{n: {**GEMMA, "global_head_dim": 8} for n in ("gemma4_text", "gemma4_unified_text")},
     "gpt_neo": {
         "attention_types": [[["global", "local"], 1]],
+        "num_heads": 4,
         "num_layers": 2,
         "num_hidden_layers": ...,
-        "num_heads": 4,
     },
-    "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"]},
-    "granitemoehybrid": {"mamba_n_heads": 4, "mamba_d_head": 16},
-    "kimi_linear": MLA,
     "lfm2_moe": {"layer_types": ["full_attention"] * 2},
-    "longcat_flash": MLA,
-    "codegen": {"rotary_dim": 8},
-    "gptj": {"rotary_dim": 8},
-    "falcon_h1": {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8},
     "mamba2": {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1},
-    "minicpm3": MLA,
     "modernbert-decoder": {
         **dict.fromkeys(("pad_token_id", "cls_token_id", "bos_token_id"), 0),
         **dict.fromkeys(("eos_token_id", "sep_token_id"), 1),
     },
     "nemotron_h": {"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 1},
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "phimoe": {"router_jitter_noise": 0.0, "input_jitter_noise": 0.0},
     "prophetnet": {
-        "num_hidden_layers": ...,
         "num_encoder_layers": 1,
         "num_decoder_layers": 2,
-        "pad_token_id": 0,
-    },
-    "reformer": {
-        "is_decoder": True,
-        "axial_pos_embds": False,
-        "pad_token_id": 0,
-        "attn_layers": ["local", "local"],
         "num_hidden_layers": ...,
+        "pad_token_id": 0,
     },
     "roc_bert": {**DECODER, "pronunciation_vocab_size": VOCAB, "shape_vocab_size": VOCAB},
-    "roberta": DECODER,
-    "roberta-prelayernorm": DECODER,
-    "whisper": {
-        **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
-        "num_attention_heads": ...,
-        "d_model": 32,
-        "decoder_layers": 2,
-        "encoder_layers": 1,
-    },
-    "xlm-roberta": DECODER,
-    "xlm-roberta-xl": DECODER,
+    "whisper": {**SEQ2SEQ, "num_attention_heads": ...},
     "xlm": {
         "causal": True,
         "emb_dim": 32,
         "n_layers": 2,
         "n_heads": 4,
         "pad_token_id": 0,
-        **dict.fromkeys(("hidden_size", "num_hidden_layers", "num_attention_heads"), ...),
+        **OTHER_NAMES,
     },
     "xlnet": {
         "d_model": 32,
         "n_layer": 2,
         "n_head": 4,
         "d_inner": 48,
+        **OTHER_NAMES,
         "max_position_embeddings": ...,
-        **dict.fromkeys(("hidden_size", "num_hidden_layers", "num_attention_heads"), ...),
     },
     "xmod": {**DECODER, "default_language": "en_XX"},
-    "youtu": MLA,
     "zaya": {"num_experts_per_tok": 1},
-    "zamba2": {"layer_types": ["linear_attention", "hybrid"], "num_mem_blocks": 1},
-    "phimoe": {"router_jitter_noise": 0.0, "input_jitter_noise": 0.0},
 }
-"""What a family of transformers needs beyond the settings of all; ``...``: leave it alone."""
+"""Settings of a family of transformers beyond those of all; ``...``: leave it alone."""
 
 SMALL: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -281,6 +206,19 @@ def tiny_family(name: str, dtype: torch.dtype = torch.float64, **settings: Any) 
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # others have no float64
     model.set_attn_implementation("eager")
+    return model
+
+
+def tiny_model(name: str = "llama", dtype: torch.dtype = torch.float64, **settings: Any) -> Any:
+    """A random model as it comes, whose norms compute in float64 if it does."""
+    model = tiny_family(name, dtype, **{"max_position_embeddings": 2048, **settings})
+    model.set_attn_implementation("sdpa")
+    if dtype == torch.float64:
+        for parent in list(model.modules()):
+            for child, module in list(parent.named_children()):
+                if type(module).__name__.endswith("RMSNorm"):
+                    exact = nn.RMSNorm(len(module.weight), module.variance_epsilon, dtype=dtype)
+                    setattr(parent, child, exact)
     return model
 
 
@@ -357,11 +295,8 @@ def short_run(folder: Path, layout: str = "concat") -> dict[str, Any]:
     tiny_model(dtype=torch.float32).save_pretrained(folder / "model")
     packs = packed(random_examples(24, seed=3), [1, 4, 2, 3, 2] * 2, layout)
     write(str(folder / "data"), packs, layout=layout)
-    return {
-        "model": str(folder / "model"),
-        "dataset": str(folder / "data"),
-        "examples_per_step": 8,
-    }
+    files = {"model": str(folder / "model"), "dataset": str(folder / "data")}
+    return {**files, "examples_per_step": 8}
 
 
 @pytest.fixture(scope="session")
@@ -370,6 +305,7 @@ def kit() -> SimpleNamespace:
     return SimpleNamespace(
         VOCAB=VOCAB,
         packed=packed,
+        row=row,
         short_run=short_run,
         tiny_family=tiny_family,
         tiny_model=tiny_model,
