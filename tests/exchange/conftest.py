@@ -10,17 +10,16 @@ import pytest
 
 import packstore
 
-PACK_SIZE = 300
+PLAIN: dict[str, Any] = {"pack_size": 300, "row_group_tokens": 300, "strategy": "sequential"}
+PLAIN |= {"shuffle": False, "num_workers": 0, "max_drop_rate": 1}
 
 
 @pytest.fixture
 def packed(tmp_path: Path) -> Callable[..., packstore.Dataset]:
     """Packs records in their order."""
-    made = iter(range(1000))
+    numbers = iter(range(1000))
 
     def run(records: list[dict[str, Any]], **settings: Any) -> packstore.Dataset:
-        plain: dict[str, Any] = {"pack_size": PACK_SIZE, "row_group_tokens": PACK_SIZE}
-        plain |= {"strategy": "sequential", "shuffle": False, "num_workers": 0, "max_drop_rate": 1}
-        return packstore.pack(records, tmp_path / f"dataset{next(made)}", **{**plain, **settings})
+        return packstore.pack(records, tmp_path / f"dataset{next(numbers)}", **PLAIN | settings)
 
     return run

@@ -26,16 +26,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from server_kinds import BUCKET, KINDS, Unavailable, free_ports, is_ready
+from server_kinds import BUCKET, KINDS, Unavailable, free_ports
 
 # gcsfs asks a server for the type of its buckets over TLS, and waits a minute where there is none.
 os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
 # What whoever runs the tests has set up must not matter.
 os.environ["AWS_EC2_METADATA_DISABLED"] = "true"
 os.environ["AWS_CONFIG_FILE"] = os.environ["AWS_SHARED_CREDENTIALS_FILE"] = os.devnull
-for _name in ("AWS_PROFILE", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
-    os.environ.pop(_name, None)
-for _name in ("AWS_ENDPOINT_URL", "STORAGE_EMULATOR_HOST", "AZURE_STORAGE_CONNECTION_STRING"):
+for _name in ("PROFILE", "ACCESS_KEY_ID", "SECRET_ACCESS_KEY", "SESSION_TOKEN", "ENDPOINT_URL"):
+    os.environ.pop(f"AWS_{_name}", None)
+for _name in ("STORAGE_EMULATOR_HOST", "AZURE_STORAGE_CONNECTION_STRING"):
     os.environ.pop(_name, None)
 for _name in ("NO_PROXY", "no_proxy"):
     os.environ[_name] = ",".join(filter(None, ("127.0.0.1,localhost", os.environ.get(_name))))
@@ -67,8 +67,7 @@ class Store:
     @property
     def options(self) -> dict[str, Any]:
         """Its storage options, with keys."""
-        options: dict[str, Any] = KINDS[self.kind].options(self.endpoint)
-        return options
+        return KINDS[self.kind].options(self.endpoint)  # type: ignore[no-any-return]
 
     def through(self, endpoint: str) -> Store:
         """The same place reached over another endpoint, such as that of a proxy."""
@@ -95,7 +94,7 @@ def serving(kind: str, folder: Path) -> Iterator[str]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     for _ in range(ATTEMPTS):
-        ports = free_ports(len(KINDS[kind].PORTS))
+        ports = free_ports(KINDS[kind].PORTS)
         endpoint = f"http://127.0.0.1:{ports[0]}"
         with open(folder / "log", "ab") as log:
             process = subprocess.Popen(
@@ -112,7 +111,7 @@ def serving(kind: str, folder: Path) -> Iterator[str]:
         try:
             until = time.monotonic() + READY_S
             while time.monotonic() < until and process.poll() is None:
-                if is_ready(kind, endpoint):
+                if KINDS[kind].is_ready(endpoint):
                     yield endpoint
                     return
                 time.sleep(0.1)
@@ -133,13 +132,11 @@ def _die_with_the_tests() -> None:
 def _server_fixture(kind: str) -> Any:
     @pytest.fixture(scope="session", name=f"{kind}_server")
     def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-        with contextlib.ExitStack() as stack:
-            try:
-                folder = tmp_path_factory.mktemp(f"server-{kind}")
-                endpoint = stack.enter_context(serving(kind, folder))
-            except Unavailable as reason:
-                pytest.skip(str(reason))
-            yield endpoint
+        try:
+            with serving(kind, tmp_path_factory.mktemp(f"server-{kind}")) as endpoint:
+                yield endpoint
+        except Unavailable as reason:
+            pytest.skip(str(reason))
 
     return server
 
@@ -147,10 +144,10 @@ def _server_fixture(kind: str) -> Any:
 def _store_fixture(kind: str) -> Any:
     @pytest.fixture(name=kind)
     def store(request: pytest.FixtureRequest) -> Store:
+        """A place on the server that holds nothing yet."""
         endpoint = request.getfixturevalue(f"{kind}_server")
         return Store(kind, BUCKET, uuid.uuid4().hex, endpoint)
 
-    store.__doc__ = f"A place on {type(KINDS[kind]).__name__} that holds nothing yet."
     return store
 
 
