@@ -40,20 +40,13 @@ def example_id(source: int, ordinal: int) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """Consecutive parsed records of one input, with their places.
+    """Consecutive parsed records of one input, with their places."""
 
-    Attributes:
-        source: ordinal of the input file.
-        path: name of the input in error texts.
-        unit: unit of the ordinals: ``line``, ``row`` or ``item``.
-        ordinals: 0-based ordinal of each record in its file.
-        values: the records: dicts, or any other values (the tokenizer's policies handle them).
-    """
-
-    source: int
-    path: str
-    unit: str
-    ordinals: Sequence[int]
+    source: int  # ordinal of the input file
+    path: str  # name of the input in error texts
+    unit: str  # unit of the ordinals: `line`, `row` or `item`
+    ordinals: Sequence[int]  # 0-based ordinal of each record in its file
+    # the records: dicts, or any other values (the tokenizer's policies handle them)
     values: Sequence[object]
 
     def where(self, i: int) -> str:
@@ -240,7 +233,7 @@ class Packs:
     @property
     def segment_lengths(self) -> Int32:
         """Physical tokens of each segment, int32 `[S]`."""
-        steps = np.diff(self.seq_boundaries)
+        steps = self.seq_boundaries[1:] - self.seq_boundaries[:-1]
         inside = np.ones(len(steps), np.bool_)
         inside[self.boundary_offsets[1:-1] - 1] = False
         return steps[inside]
@@ -256,17 +249,12 @@ class PackSizes:
     """Sizes and loss counts of packs, known without reading them.
 
     All are int64 `[P]` except the last.
-
-    Attributes:
-        tokens: physical tokens.
-        examples: examples (for kind ``preference``: pairs).
-        squares: sum of the squared lengths of the segments, the attention cost.
-        counts: int64 `[P, 4]`, the columns of :data:`COUNTS`; None: unknown.
     """
 
-    tokens: Int64
-    examples: Int64
-    squares: Int64
+    tokens: Int64  # physical tokens
+    examples: Int64  # examples (for kind `preference`: pairs)
+    squares: Int64  # sum of the squared lengths of the segments, the attention cost
+    # int64 `[P, 4]`, the columns of :data:`COUNTS`; None: unknown
     counts: Int64 | None = field(default=None, kw_only=True)
 
     def __len__(self) -> int:
@@ -290,28 +278,22 @@ class Sample:
 
 @dataclass(slots=True)
 class Tally:
-    """Counts of what happened to each record; none is dropped silently.
+    """Counts of what happened to each record; none is dropped silently."""
 
-    Attributes:
-        read: records read.
-        dropped: records dropped, by reason; ``read == kept + sum(dropped)``.
-        noted: records kept with a change or remark, by event (a record may have several).
-        samples: the first few records of each reason or event.
-        used: field name -> records kept in which it was used.
-        unused: field name -> records kept in which it has a value that was not used.
-        scored: pairs kept with rewards in the record.
-        unscored: pairs kept without rewards in the record.
-        rejected: every record dropped, of a single block; None: only samples are kept.
-    """
-
-    read: int = 0
+    read: int = 0  # records read
+    # records dropped, by reason; `read == kept + sum(dropped)`
     dropped: Counter[str] = field(default_factory=Counter)
+    # records kept with a change or remark, by event (a record may have several)
     noted: Counter[str] = field(default_factory=Counter)
+    # the first few records of each reason or event
     samples: list[Sample] = field(default_factory=list)
+    # field name -> records kept in which it was used
     used: Counter[str] = field(default_factory=Counter)
+    # field name -> records kept in which it has a value that was not used
     unused: Counter[str] = field(default_factory=Counter)
-    scored: int = 0
-    unscored: int = 0
+    scored: int = 0  # pairs kept with rewards in the record
+    unscored: int = 0  # pairs kept without rewards in the record
+    # every record dropped, of a single block; None: only samples are kept
     rejected: list[Sample] | None = None
 
     SAMPLES_PER_REASON = 3

@@ -62,13 +62,10 @@ def check_packs(
     """
     need = _Need(where, first_row)
     segments = _check_structure(packs, pack_size, need)
-    tokens, bounds, supervised = packs.token_offsets, packs.seq_boundaries, packs.supervised
-    _check_ids(packs.input_ids, tokens, vocab_size, need)
+    supervised = packs.supervised
+    _check_ids(packs.input_ids, packs.token_offsets, vocab_size, need)
     need("reward-finite", np.isfinite(packs.reward), packs.sequence_offsets)
-    pack_of = np.repeat(np.arange(len(packs)), np.diff(packs.sequence_offsets))
-    inside = np.ones(len(bounds), np.bool_)
-    inside[packs.boundary_offsets[1:] - 1] = False
-    starts = tokens[pack_of] + bounds[inside]
+    starts = to_offsets(segments)[:-1]
     need("first-unsupervised", ~supervised[starts], packs.sequence_offsets)
     need(
         "supervised-nonempty",
@@ -156,13 +153,10 @@ def _check_structure(packs: Packs, pack_size: int | None, need: _Need) -> Int32:
     if not len(packs):
         return np.empty(0, np.int32)
     where, tokens = packs.boundary_offsets, _steps(packs.token_offsets)
-    last = where[1:] - 1
     need("boundaries-span", bounds >= 0, where)  # so that no difference overflows
     need("boundaries-span", bounds[where[:-1]] == 0)
-    need("boundaries-span", bounds[last] == tokens)
-    inside = np.ones(len(bounds) - 1, np.bool_)
-    inside[last[:-1]] = False
-    segments: Int32 = _steps(bounds)[inside]
+    need("boundaries-span", bounds[where[1:] - 1] == tokens)
+    segments = packs.segment_lengths
     need("segments-nonempty", segments > 0, rows)
     need("pack-nonempty", _steps(packs.example_offsets) > 0)
     if pack_size is not None:
@@ -200,12 +194,11 @@ def _check_prefix(packs: Packs, starts: Int64, supervised: Bool, need: _Need) ->
     # int64, as a bad length may overflow.
     offsets = packs.lengths.astype(np.int64) - packs.segment_lengths
     k = packs.num_responses
-    is_first = np.zeros(len(offsets), np.bool_)
-    is_first[np.cumsum(k) - k] = True
-    first = starts[np.repeat(np.flatnonzero(is_first), k)]
+    firsts = to_offsets(k)[:-1]
+    first = np.repeat(starts[firsts], k)
     where_on = np.flatnonzero(supervised)
     prompt = where_on[np.searchsorted(where_on, starts)] - starts
-    first_prompt = np.repeat(prompt[is_first], k)
+    first_prompt = np.repeat(prompt[firsts], k)
     ids, end = packs.input_ids, len(packs.input_ids) - 1
     repeated = ids[starts] == ids[np.clip(first + offsets, 0, end)]
     fits = (offsets >= 0) & (offsets + 1 <= first_prompt)
@@ -215,4 +208,6 @@ def _check_prefix(packs: Packs, starts: Int64, supervised: Bool, need: _Need) ->
         & (prompt > 1)
         & (ids[np.minimum(starts + 1, end)] == ids[np.clip(first + offsets + 1, 0, end)])
     )
-    need("prefix-offset", is_first | (((offsets == 0) | (repeated & fits)) & ~more), rows)
+    right = ((offsets == 0) | (repeated & fits)) & ~more
+    right[firsts] = True
+    need("prefix-offset", right, rows)

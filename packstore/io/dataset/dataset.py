@@ -31,21 +31,14 @@ OPEN_SHARDS = 64
 
 @dataclass(frozen=True, eq=False)
 class RowGroupTable:
-    """All row groups of a dataset, in file order: int64 `[G]` each.
+    """All row groups of a dataset, in file order: int64 `[G]` each."""
 
-    Attributes:
-        shard: position of the shard in the manifest.
-        index: position of the row group in its shard.
-        rows, examples, tokens: of the row group.
-        longest: its longest segment, in tokens.
-    """
-
-    shard: Int64
-    index: Int64
-    rows: Int64
+    shard: Int64  # position of the shard in the manifest
+    index: Int64  # position of the row group in its shard
+    rows: Int64  # rows, examples, tokens: of the row group
     examples: Int64
     tokens: Int64
-    longest: Int64
+    longest: Int64  # its longest segment, in tokens
 
     def __len__(self) -> int:
         return len(self.shard)

@@ -26,7 +26,7 @@ from packstore.io.dataset.reader import ShardReader
 from packstore.io.manifest.commit import FOLDER
 from packstore.io.manifest.manifest import Manifest
 from packstore.io.manifest.stored_file import StoredFile, decoding, read_stored
-from packstore.io.shards.parquet import check_group, open_parquet, read_group
+from packstore.io.shards.parquet import OPTIONS, check_group, open_parquet, read_group
 from packstore.io.shards.shard import ShardInfo
 from packstore.io.store.location import Location
 from packstore.io.store.staging import Staging
@@ -60,22 +60,12 @@ def put_index(location: Location, sizes: Iterable[PackSizes], version: int) -> S
     first = next(shards, None)
     if first is None:
         return None
+    encodings = dict.fromkeys(SCHEMA.names, "DELTA_BINARY_PACKED")
+    how = {"column_encoding": encodings, "store_schema": False, **OPTIONS}
     with Staging(location, (FOLDER,)) as staging:
-        with (
-            staging.file() as file,
-            pq.ParquetWriter(
-                file,
-                SCHEMA,
-                compression="zstd",
-                use_dictionary=False,
-                column_encoding=dict.fromkeys(SCHEMA.names, "DELTA_BINARY_PACKED"),
-                write_statistics=False,
-                write_page_checksum=True,
-                store_schema=False,
-            ) as writer,
-        ):
-            for one in itertools.chain([first], shards):
-                writer.write_table(_table(one), len(one))
+        with staging.file() as file, pq.ParquetWriter(file, SCHEMA, **how) as writer:
+            for shard in itertools.chain([first], shards):
+                writer.write_table(_table(shard), len(shard))
         info = StoredFile.of("", file.name)
         info = replace(info, path=f"{FOLDER}/packs-{version:06d}-{info.sha256[:16]}.index")
         staging.store(file.name, info.path)

@@ -42,25 +42,16 @@ Place = tuple[int, int]
 
 @dataclass(slots=True)
 class _OpenGroup:
-    """A row group in use.
+    """A row group in use."""
 
-    Attributes:
-        bytes: approximate, decoded.
-        begun: True once reading has started.
-        job: reads it in a thread; None: it is read when its first pack is yielded.
-        is_read: True from then on.
-        packs: what was read; None if it is quarantined.
-        uses: packs planned from it and not yet yielded.
-        lanes: lanes that have not moved on to another row group.
-    """
-
-    bytes: int
-    begun: bool = False
+    bytes: int  # approximate, decoded
+    begun: bool = False  # True once reading has started
+    # reads it in a thread; None: it is read when its first pack is yielded
     job: Future[Packs | None] | None = None
-    is_read: bool = False
-    packs: Packs | None = None
-    uses: int = 0
-    lanes: int = 0
+    is_read: bool = False  # True from then on
+    packs: Packs | None = None  # what was read; None if it is quarantined
+    uses: int = 0  # packs planned from it and not yet yielded
+    lanes: int = 0  # lanes that have not moved on to another row group
 
 
 class ReadAhead:

@@ -118,7 +118,8 @@ class ExampleSource:
             count = min(left, int(groups.examples[group]))
             left -= count
             if predicate is not None and needed <= set(_PLACES):
-                if self._places(group).filter(predicate).is_empty():
+                ones = np.ones(groups.rows[group], np.int64)
+                if pl.DataFrame(self._places(group, ones)).filter(predicate).is_empty():
                     continue
             elif predicate is not None and tokens.isdisjoint(needed) and tokens & set(names):
                 head = self._frame(group, sorted(needed)).head(count)
@@ -134,29 +135,22 @@ class ExampleSource:
         if together:
             yield pl.concat(together)
 
-    def _places(self, group: int) -> DataFrame:
-        """Returns `pack` and `shard` of the packs of a row group."""
-        import polars as pl
-
+    def _places(self, group: int, counts: Int64) -> dict[str, Int64]:
+        """Returns `pack` and `shard` of the rows of a row group; `counts`: rows of each pack."""
         first, end = self._dataset.group_offsets[group : group + 2].tolist()
-        shard = int(self._dataset.row_groups.shard[group])
-        places = {"pack": np.arange(first, end), "shard": np.full(end - first, shard)}
-        return pl.DataFrame({name: values.astype(np.int64) for name, values in places.items()})
+        packs = np.repeat(np.arange(first, end), counts)
+        return {"pack": packs, "shard": np.full(len(packs), self._dataset.row_groups.shard[group])}
 
     def _frame(self, group: int, names: Sequence[str]) -> DataFrame:
         """Returns columns of a row group; their lengths are checked against each other."""
         import polars as pl
 
-        dataset = self._dataset
         if not set(_TOKENS).isdisjoint(names):
-            arrays = _arrays_of_packs(dataset.read_packs(group), names, self._carried)
+            arrays = _arrays_of_packs(self._dataset.read_packs(group), names, self._carried)
         else:
             arrays = self._arrays_of_columns(group, names)
-        counts = arrays.pop("counts")
-        first, end = dataset.group_offsets[group : group + 2].tolist()
-        arrays["pack"] = as_arrow(np.repeat(np.arange(first, end), counts), pa.int64())
-        shard = int(dataset.row_groups.shard[group])
-        arrays["shard"] = as_arrow(np.full(int(counts.sum()), shard), pa.int64())
+        places = self._places(group, arrays.pop("counts"))
+        arrays |= {name: as_arrow(values, pa.int64()) for name, values in places.items()}
         return pl.DataFrame(pa.table({name: arrays[name] for name in names}))
 
     def _arrays_of_columns(self, group: int, names: Sequence[str]) -> dict[str, Any]:

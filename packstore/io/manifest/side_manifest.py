@@ -54,25 +54,16 @@ class _Head(msgspec.Struct):
 
 @dataclass(frozen=True, kw_only=True)
 class SideManifest:
-    """Everything that a reader needs before it opens a shard.
+    """Everything that a reader needs before it opens a shard."""
 
-    Attributes:
-        kind: of the examples: ``preference``, ``sft`` or ``ranked``.
-        lineage: of the source dataset; see :attr:`Manifest.lineage`.
-        fingerprint: of that dataset.
-        columns: name -> a name in `SIDE_TYPES`.
-        provenance: origin of the values (model, dtype, …): texts, numbers, booleans.
-        package_version: of the writer.
-        shards: in any order.
-    """
-
-    kind: str
-    lineage: Sha256
-    fingerprint: Sha256
-    columns: Mapping[str, str]
+    kind: str  # of the examples: `preference`, `sft` or `ranked`
+    lineage: Sha256  # of the source dataset; see :attr:`Manifest.lineage`
+    fingerprint: Sha256  # of that dataset
+    columns: Mapping[str, str]  # name -> a name in `SIDE_TYPES`
+    # origin of the values (model, dtype, …): texts, numbers, booleans
     provenance: Mapping[str, str | int | float | bool | None]
-    package_version: str
-    shards: tuple[SideShard, ...]
+    package_version: str  # of the writer
+    shards: tuple[SideShard, ...]  # in any order
 
     @property
     def examples(self) -> int:

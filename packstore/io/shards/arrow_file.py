@@ -52,7 +52,7 @@ class ArrowFile:
 def _blocks(table: bytes) -> list[tuple[int, int, int]]:
     """Returns offset, metadata bytes and body bytes of each record batch."""
     try:
-        place = _field(table, _root(table), _BATCHES)
+        place = _field(table, _u32(table, 0), _BATCHES)
         if place is None:
             return []
         start = place + _u32(table, place)
@@ -67,16 +67,12 @@ def _blocks(table: bytes) -> list[tuple[int, int, int]]:
 def _is_compressed(message: bytes) -> bool:
     """Returns True for a compressed record batch, which could decompress to any size."""
     try:
-        header = _field(message, _root(message), _HEADER)
+        header = _field(message, _u32(message, 0), _HEADER)
         if header is None:
             raise IntegrityError("its record batches must have a header")
         return _field(message, header + _u32(message, header), _COMPRESSION) is not None
     except struct.error as error:
         raise IntegrityError("its record batches must have a header") from error
-
-
-def _root(table: bytes) -> int:
-    return _u32(table, 0)
 
 
 def _u32(table: bytes, place: int) -> int:

@@ -24,6 +24,14 @@ MAX_GROUP_BYTES = 1 << 29
 MAX_VALUES = 1 << 27
 """Maximum values of a column in a row group."""
 
+OPTIONS = {
+    "compression": "zstd",
+    "use_dictionary": False,
+    "write_statistics": False,
+    "write_page_checksum": True,
+}
+"""Options of pyarrow for every file that is written."""
+
 _ENCODINGS = {"PLAIN", "RLE", "BIT_PACKED", "DELTA_BINARY_PACKED", "BYTE_STREAM_SPLIT"}
 """Accepted encodings: for texts, only those that decode to no more memory than the stored bytes."""
 

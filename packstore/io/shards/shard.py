@@ -19,38 +19,24 @@ from packstore.format.typed_json import Checksums, Count, Positive, Real, Sha256
 
 @dataclass(frozen=True, kw_only=True)
 class PackShape:
-    """Properties shared by all packs of a dataset.
+    """Properties shared by all packs of a dataset."""
 
-    Attributes:
-        kind: ``preference``, ``sft`` or ``ranked``.
-        layout: ``concat`` or ``shared_prefix``.
-        pack_size: maximum tokens of a pack.
-        carry: carried columns, name -> a name in ``schema.CARRY_TYPES``.
-        vocab_size: exclusive upper bound of token ids, if known.
-    """
-
-    kind: str
-    layout: str
-    pack_size: int
-    carry: Mapping[str, str]
-    vocab_size: int | None = None
+    kind: str  # `preference`, `sft` or `ranked`
+    layout: str  # `concat` or `shared_prefix`
+    pack_size: int  # maximum tokens of a pack
+    carry: Mapping[str, str]  # carried columns, name -> a name in `schema.CARRY_TYPES`
+    vocab_size: int | None = None  # exclusive upper bound of token ids, if known
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RowGroups:
-    """The row groups of a shard: int64 `[G]` each, checksums uint32.
+    """The row groups of a shard: int64 `[G]` each, checksums uint32."""
 
-    Attributes:
-        rows, examples, tokens: counts of the row group.
-        longest: tokens of its longest segment.
-        crc32: of its column chunks (Parquet) or buffers (Arrow).
-    """
-
-    rows: Int64
+    rows: Int64  # rows, examples, tokens: counts of the row group
     examples: Int64
     tokens: Int64
-    longest: Int64
-    crc32: Checksums
+    longest: Int64  # tokens of its longest segment
+    crc32: Checksums  # of its column chunks (Parquet) or buffers (Arrow)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -58,27 +44,19 @@ class RowGroups:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ShardInfo:
-    """One shard file.
+    """One shard file."""
 
-    Attributes:
-        path: relative to the dataset.
-        sha256: of the file, hexadecimal.
-        footer_bytes: bytes at the end of the file that a reader needs before any row group.
-        footer_sha256: of those bytes; page checksums do not cover them.
-        example_id_base: added to the example ids in the file.
-    """
-
-    path: str
+    path: str  # relative to the dataset
     rows: Count
     examples: Count
     sequences: Count
     tokens: Count
     supervised_tokens: Count
     bytes: Count
-    sha256: Sha256
-    footer_bytes: Positive
-    footer_sha256: Sha256
-    example_id_base: Count
+    sha256: Sha256  # of the file, hexadecimal
+    footer_bytes: Positive  # bytes at the end of the file that a reader needs before any row group
+    footer_sha256: Sha256  # of those bytes; page checksums do not cover them
+    example_id_base: Count  # added to the example ids in the file
     row_groups: RowGroups
 
 
@@ -161,26 +139,16 @@ class Spread:
 
 @dataclass(frozen=True, kw_only=True)
 class Statistics:
-    """Statistics of the packs.
+    """Statistics of the packs."""
 
-    Attributes:
-        fill_rate: tokens / (packs * pack_size), 0 to 1.
-        examples_per_pack: over all packs.
-        longest_sequence: logical tokens.
-        most_segments: maximum of a pack.
-        shortest_pack: tokens.
-        length_histogram: number of sequences by logical length; keys are lower bounds of buckets,
-            powers of two.
-        planning: figures of the planner.
-    """
-
-    fill_rate: Real
-    examples_per_pack: Spread
-    longest_sequence: Count
-    most_segments: Count
-    shortest_pack: Count
+    fill_rate: Real  # tokens / (packs * pack_size), 0 to 1
+    examples_per_pack: Spread  # over all packs
+    longest_sequence: Count  # logical tokens
+    most_segments: Count  # maximum of a pack
+    shortest_pack: Count  # tokens
+    # number of sequences by logical length; keys are lower bounds of buckets, powers of two
     length_histogram: Mapping[str, Count]
-    planning: Mapping[str, Any]
+    planning: Mapping[str, Any]  # figures of the planner
 
 
 NO_TOTALS = Totals(
@@ -215,18 +183,15 @@ def pack_sizes(figures: Int64) -> PackSizes:
 
 @dataclass(eq=False)
 class PackCounter:
-    """Accumulates totals of valid packs; the result does not depend on how they are batched.
+    """Accumulates totals of valid packs; the result does not depend on how they are batched."""
 
-    Attributes:
-        sums: int64 `[6]`: packs, examples, sequences, tokens, supervised and logical tokens.
-        histogram: int64 `[32]`, sequences by the bits of their length.
-        most: int64 `[3]`: examples and segments of a pack, and tokens of a sequence.
-        least: int64 `[2]`: examples and tokens of a pack.
-    """
-
+    # int64 `[6]`: packs, examples, sequences, tokens, supervised and logical tokens
     sums: Int64 = field(default_factory=lambda: np.zeros(len(_SUMS), np.int64))
+    # int64 `[32]`, sequences by the bits of their length
     histogram: Int64 = field(default_factory=lambda: np.zeros(32, np.int64))
+    # int64 `[3]`: examples and segments of a pack, and tokens of a sequence
     most: Int64 = field(default_factory=lambda: np.zeros(3, np.int64))
+    # int64 `[2]`: examples and tokens of a pack
     least: Int64 = field(default_factory=lambda: np.full(2, 2**63 - 1))
 
     @property

@@ -26,6 +26,7 @@ from packstore.io.manifest.commit import DATA, FOLDER, commit, require_committed
 from packstore.io.manifest.manifest import Manifest
 from packstore.io.manifest.side_manifest import REF_LOGPS, SIDE, SideManifest, SideShard
 from packstore.io.manifest.stored_file import StoredFile
+from packstore.io.shards.parquet import OPTIONS
 from packstore.io.side.side_reader import Side, open_side
 from packstore.io.store.location import Location
 from packstore.io.store.staging import Staging
@@ -175,15 +176,7 @@ class SideWriter:
         self._pending_rows -= rows
         table = table.slice(0, rows).sort_by("example_ids").combine_chunks()
         with self._staging.file() as file:
-            pq.write_table(
-                table,
-                file,
-                compression="zstd",
-                use_dictionary=False,
-                write_statistics=False,
-                write_page_checksum=True,
-                store_schema=True,
-            )
+            pq.write_table(table, file, store_schema=True, **OPTIONS)
         found = StoredFile.of("", file.name)
         path = f"{DATA}/{self._run}-{len(self._shards):05d}-{found.sha256[:16]}.parquet"
         shard = SideShard(path=path, bytes=found.bytes, sha256=found.sha256, rows=rows)

@@ -26,6 +26,7 @@ from packstore.format.schema import pack_schema, to_arrow
 from packstore.io.manifest.commit import DATA, FOLDER
 from packstore.io.manifest.partition_notes import Finished
 from packstore.io.shards.checksums import row_group_crc32
+from packstore.io.shards.parquet import OPTIONS
 from packstore.io.shards.shard import (
     FileHashes,
     PackCounter,
@@ -51,17 +52,8 @@ class ShardFile:
             if config.format == "arrow":
                 self._writer = pa.ipc.new_file(self._file, schema)
             else:
-                self._writer = pq.ParquetWriter(
-                    self._file,
-                    schema,
-                    compression="zstd",
-                    compression_level=3,
-                    use_dictionary=False,
-                    write_statistics=False,
-                    write_page_checksum=True,
-                    data_page_size=1 << 20,
-                    store_schema=True,
-                )
+                how = {"compression_level": 3, "data_page_size": 1 << 20, "store_schema": True}
+                self._writer = pq.ParquetWriter(self._file, schema, **OPTIONS, **how)
 
     def append(self, batches: Sequence[pa.RecordBatch]) -> None:
         """Appends one row group that consists of all batches."""

@@ -48,19 +48,13 @@ YOUNG_SECONDS = 3600.0
 
 
 class Writer(msgspec.Struct):
-    """A job that is, or may be, writing to a location.
+    """A job that is, or may be, writing to a location."""
 
-    Attributes:
-        call: kind of the job.
-        machine: hash of the boot and the process namespace; empty if unknown (without ``/proc``).
-        pid: of its process.
-        started: ticks from the boot to the start of the process, as a pid may be reused.
-    """
-
-    call: str
+    call: str  # kind of the job
+    # hash of the boot and the process namespace; empty if unknown (without `/proc`)
     machine: str = ""
-    pid: int = 0
-    started: str = ""
+    pid: int = 0  # of its process
+    started: str = ""  # ticks from the boot to the start of the process, as a pid may be reused
 
     @property
     def is_of_this_machine(self) -> bool:
