@@ -37,15 +37,6 @@ def test_seeking_gives_what_reading_from_the_start_gives(group_rows, lanes, data
     assert list(zip(*(f.tolist() for f in found), strict=True)) == [every[i] for i in some]
 
 
-@given(groups, st.integers(1, 9))
-def test_ranks_share_one_sequence(group_rows, ranks):
-    order = PackOrder(group_rows, seed=1)
-    every = sequence(order)
-    for rank in range(ranks):
-        mine = order.locate(np.arange(rank, len(order), ranks))
-        assert list(zip(*(m.tolist() for m in mine), strict=True)) == every[rank::ranks]
-
-
 @given(groups)
 def test_unshuffled_is_file_order(group_rows):
     assert sequence(PackOrder(group_rows, shuffle=False)) == file_order(group_rows)
@@ -127,12 +118,6 @@ def test_a_keyed_permutation_is_uniform(size):
     assert apart[0] == 0
     chi = ((apart[1:] - expected) ** 2 / expected).sum()
     assert chi < size + 6 * np.sqrt(2 * size)
-
-
-def test_no_packs():
-    order = PackOrder(np.empty(0, np.int64))
-    assert len(order) == 0
-    assert sequence(order) == []
 
 
 def test_out_of_range():

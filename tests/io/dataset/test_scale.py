@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tracemalloc
 from dataclasses import replace
 from typing import Any
@@ -60,20 +59,3 @@ def test_opening_takes_little_more_than_the_result(small: Dataset) -> None:
     assert len(manifest.shards) == 100
     assert after - before < 100 * GROUPS * 5 * 8 * 1.2
     assert peak - after < len(data) / 3  # objects for all of the text take more than its bytes
-
-
-def test_text_of_any_layout_reads_the_same(small: Dataset) -> None:
-    canonical = enlarged(small.manifest, 3).to_json()
-    expected = Manifest.from_json(canonical)
-    value = json.loads(canonical)
-    for text in (
-        json.dumps(value),
-        json.dumps(value, indent=1),
-        json.dumps(value, indent=1) + "\n",
-        json.dumps(value, indent=2) + "\n",
-        json.dumps(dict(sorted(value.items())), indent=1) + "\n",
-        json.dumps({"shards": value.pop("shards"), **value}, indent=1) + "\n",
-    ):
-        found = Manifest.from_json(text.encode())
-        assert found.to_json() == expected.to_json()
-        assert found.fingerprint == expected.fingerprint

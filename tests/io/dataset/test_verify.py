@@ -114,6 +114,8 @@ DAMAGES = {
         )
     ),
     "supervised tokens": edit(move_supervised),
+    "the vocabulary": edit(lambda m: m["provenance"]["tokenizer"].update(vocab_size=40)),
+    "the longest sequence": edit(lambda m: m["statistics"].update(longest_sequence=99)),
     "the layout": edit(lambda m: m.update(layout="shared_prefix")),
     "the kind": edit(lambda m: m.update(kind="ranked")),
     "statistics": edit(lambda m: m["statistics"].update(most_segments=1)),
@@ -123,7 +125,9 @@ DAMAGES = {
 
 @pytest.mark.parametrize("name", DAMAGES)
 def test_damage_is_found(stored: Dataset, name: str) -> None:
-    assert stored.verify(jobs=2).ok
+    report = stored.verify(jobs=2)
+    assert report.ok
+    assert report.totals == stored.manifest.totals
     try:
         DAMAGES[name](stored)
         report = open_dataset(stored.url).verify(jobs=3)

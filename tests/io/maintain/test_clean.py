@@ -11,7 +11,13 @@ import pytest
 from small_jobs import DAY, SETTINGS, later, pairs
 
 import packstore
-from packstore.errors import ConfigError, DatasetBusyError, DatasetNotFoundError, StorageError
+from packstore.errors import (
+    ConfigError,
+    DatasetBusyError,
+    DatasetNotFoundError,
+    FormatError,
+    StorageError,
+)
 from packstore.io.maintain.clean import clean
 from packstore.io.manifest.commit import manifest_path
 from packstore.io.store import operations
@@ -72,27 +78,6 @@ def test_a_late_commit_finds_its_shards(
     late = packstore.open(place)
     assert late.version == 2
     assert late.verify().ok
-
-
-def test_a_put_that_outlives_its_sender(
-    place: str, pack: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The job is dead, its marker gone, and its manifest arrives after `clean`."""
-    sent: list[tuple[str, bytes]] = []
-    real = Location.create_bytes
-
-    def create(self: Location, path: str, data: bytes) -> None:
-        if path == manifest_path(1):
-            sent.append((path, data))
-            raise KeyboardInterrupt
-        real(self, path, data)
-
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):  # noqa: PT012
-        patch.setattr(Location, "create_bytes", create)
-        pack(place)
-    clean(place, delete=True)
-    Location(place).create_bytes(*sent[0])
-    assert packstore.open(place).verify().ok
 
 
 def test_shards_of_a_failed_first_job_are_removed(
@@ -251,6 +236,39 @@ def test_the_index_of_a_new_version_is_never_an_old_one(
     assert old.path in removed
     assert (newest.version, index.sha256) == (3, old.sha256)
     assert newest.verify().ok
+
+
+def test_nothing_goes_where_a_version_cannot_be_read(place: str, pack: Callable[..., Any]) -> None:
+    """Rule R1: what the damaged manifest names is not known."""
+    for n in (30, 31):
+        pack(place, pairs(n), overwrite=True)
+    location, path = Location(place), manifest_path(1)
+    damaged = location.read_bytes(path).replace(b'"shards"', b'"shardz"')
+    location.remove(path)
+    location.create_bytes(path, damaged)
+    location.create_bytes("data/x.parquet", b"1")
+    before = files(place)
+    with pytest.raises(FormatError):
+        clean(place, delete=True, older_than=0, no_writers=True)
+    assert files(place) == before
+
+
+def test_a_manifest_goes_before_its_files(
+    place: str, pack: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rule R5: killed between two removals, a version is whole or gone."""
+    for n in (30, 31):
+        pack(place, pairs(n), overwrite=True)
+    removed, remove = list[str](), Location.remove
+
+    def noted(self: Location, path: str) -> None:
+        removed.append(path)
+        remove(self, path)
+
+    monkeypatch.setattr(Location, "remove", noted)
+    clean(place, delete=True, older_than=0, no_writers=True, keep_versions=1)
+    assert removed[0] == manifest_path(1)
+    assert len(removed) > 2
 
 
 def test_two_cleaners_are_harmless(

@@ -32,7 +32,3 @@ def test_a_wrong_crc32_of_isal_is_not_used(monkeypatch: pytest.MonkeyPatch) -> N
     importlib.reload(checksums)
     assert checksums.crc32_of(b"123456789") == 0xCBF43926
     assert checksums.crc32_of(b"56789", checksums.crc32_of(b"1234")) == 0xCBF43926
-
-
-def test_the_crc32_in_use() -> None:
-    assert checksums.crc32_of(b"123456789") == 0xCBF43926

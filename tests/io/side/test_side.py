@@ -267,17 +267,6 @@ def test_what_is_refused_before_anything_is_read(kit, ds, tmp_path) -> None:
             check_side(replace(side, **change), ds.manifest, "here")
 
 
-@pytest.mark.parametrize("place", range(0, 3000, 700))
-def test_every_damage_is_found(ds, tmp_path, place) -> None:
-    side = open_side(derived(str(tmp_path / "side"), ds))
-    path = Path(side.url) / side.manifest.shards[0].path
-    data = bytearray(path.read_bytes())
-    data[place % len(data)] ^= 1 << place % 8
-    path.write_bytes(data)
-    with pytest.raises(IntegrityError, match=r"-00000-.*must have sha256"):
-        SideTable(side)
-
-
 def test_a_shard_that_is_gone_or_another(ds, tmp_path) -> None:
     side = open_side(derived(str(tmp_path / "side"), ds))
     other = open_side(derived(str(tmp_path / "other"), ds, {"int64": "int64"}))
