@@ -1,15 +1,5 @@
 """Every setting, with its default: the only home of defaults."""
 
-from packstore.config.fields import (
-    FEEDBACK,
-    FIELD_NAMES,
-    ID_SPELLINGS,
-    LIKELY,
-    MEANINGFUL,
-    NOT_TEXT,
-    REWARD_FIELDS,
-    SPELLINGS,
-)
 from packstore.config.packing import (
     PARTITION_BYTES,
     PackConfig,
@@ -27,16 +17,8 @@ from packstore.config.settings import Settings, fingerprint, setting
 
 __all__ = [
     "CHECK_RETRIES",
-    "FEEDBACK",
-    "FIELD_NAMES",
-    "ID_SPELLINGS",
-    "LIKELY",
-    "MEANINGFUL",
-    "NOT_TEXT",
     "PARTITION_BYTES",
     "REASONS",
-    "REWARD_FIELDS",
-    "SPELLINGS",
     "BatchConfig",
     "PackConfig",
     "PlanConfig",

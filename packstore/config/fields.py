@@ -3,39 +3,19 @@
 from __future__ import annotations
 
 FIELD_NAMES = (
-    "prompt",
-    "chosen",
-    "rejected",
-    "chosen_reward",
-    "rejected_reward",
-    "messages",
-    "response",
-    "responses",
-    "scores",
-    "chosen_labels",
-    "rejected_labels",
-    "response_labels",
-    "tools",
-    "chat_template_kwargs",
-    "system",
-    "input_ids",
-    "labels",
-    "mask",
+    *("prompt", "chosen", "rejected", "chosen_reward", "rejected_reward", "messages", "response"),
+    *("responses", "scores", "chosen_labels", "rejected_labels", "response_labels", "tools"),
+    *("chat_template_kwargs", "system", "input_ids", "labels", "mask"),
 )
 """Canonical field names of a record; the setting ``fields`` maps them to names in the input."""
 
 NOT_TEXT = (
-    "chosen_reward",
-    "rejected_reward",
-    "messages",
-    "responses",
-    "scores",
-    "tools",
-    "input_ids",
-    "labels",
-    "mask",
+    *("chosen_reward", "rejected_reward", "messages", "responses", "scores", "tools"),
+    *("input_ids", "labels", "mask"),
 )
 """Fields whose values are not text: their CSV cells are parsed as JSON."""
+
+_REWARD = ("{}_reward", "reward_{}", "{}_score", "score_{}", "{}_rating", "rating_{}", "{}-rating")
 
 SPELLINGS: dict[str, tuple[str, ...]] = {
     "chosen": ("chosen", "chosen_response"),
@@ -43,18 +23,8 @@ SPELLINGS: dict[str, tuple[str, ...]] = {
     "messages": ("messages", "conversations"),
     "response": ("response", "completion"),
     "mask": ("loss_mask", "completion_mask", "assistant_masks"),
-    **{
-        f"{side}_reward": (
-            f"{side}_reward",
-            f"reward_{side}",
-            f"{side}_score",
-            f"score_{side}",
-            f"{side}_rating",
-            f"rating_{side}",
-            f"{side}-rating",
-        )
-        for side in ("chosen", "rejected")
-    },
+    "chosen_reward": tuple(name.format("chosen") for name in _REWARD),
+    "rejected_reward": tuple(name.format("rejected") for name in _REWARD),
 }
 """Canonical name -> accepted names, in order of precedence, unless `fields` maps the name."""
 

@@ -6,16 +6,30 @@ import re
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import yaml
+from msgspec import Meta
 
 from packstore.config.packing import PackConfig
 from packstore.config.settings import check_names
 from packstore.errors import ConfigError, quote, sentence
 
-ARGUMENTS = ("source", "out", "tokenizer", "storage_options", "source_storage_options")
-"""Arguments of ``packstore.pack`` that are no settings."""
+_Path = Annotated[str, Meta(min_length=1)]
+_PATH = (_Path, "it must be a path or URL")
+_OPTIONS = (dict[str, Any], "it must be name: value")
+ARGUMENTS: Mapping[str, tuple[Any, str]] = {
+    "source": (
+        _Path | Annotated[tuple[_Path, ...], Meta(min_length=1)],
+        "it must be a path, glob or URL, or a list of them",
+    ),
+    "out": _PATH,
+    "tokenizer": _PATH,
+    "storage_options": _OPTIONS,
+    "source_storage_options": _OPTIONS,
+}
+"""Arguments of ``packstore.pack`` that are no settings -> their types, and these in words."""
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # it has no types
@@ -58,55 +72,25 @@ def read_job(path: str | PathLike[str]) -> dict[str, Any]:
     """
     job = read_yaml(path)
     check_names(job, (*ARGUMENTS, *PackConfig.names()), PackConfig.LISTED_BY)
-    for name in job.keys() & ARGUMENTS:
-        rule, holds = _RULES[name]
-        if not holds(job[name]):
-            raise ConfigError(sentence(f"{path}, {name}", rule, quote(job[name])))
+    for name in job.keys() & ARGUMENTS.keys():
+        type_, rule = ARGUMENTS[name]
+        try:
+            msgspec.convert(job[name], type_)
+        except msgspec.ValidationError:
+            raise ConfigError(sentence(f"{path}, {name}", rule, quote(job[name]))) from None
     return job
 
 
 def job_of(provenance: Mapping[str, Any], out: str) -> dict[str, Any]:
-    """Returns the job that packed a dataset, from what its manifest records.
-
-    Args:
-        provenance: of the manifest.
-        out: folder or URL of the dataset.
-    """
+    """Returns the job that packed the dataset at `out`, from the `provenance` in its manifest."""
     settings, sources = provenance.get("settings"), provenance.get("sources") or []
     paths = [source.get("path") for source in sources if isinstance(source, Mapping)]
     if not isinstance(settings, Mapping) or not paths or None in paths:
-        raise ConfigError(
-            sentence(
-                out,
-                "its manifest must record settings and input files",
-                "none",
-                "Only a dataset that packstore.pack made of files has a job",
-            )
-        )
+        rule = "its manifest must record settings and input files"
+        remedy = "Only a dataset that packstore.pack made of files has a job"
+        raise ConfigError(sentence(out, rule, "none", remedy))
     job: dict[str, Any] = {"source": paths[0] if len(paths) == 1 else paths, "out": out}
     tokenizer = provenance.get("tokenizer")
     if isinstance(tokenizer, Mapping) and tokenizer.get("path"):
         job["tokenizer"] = tokenizer["path"]
     return {**job, **{n: value for n, value in settings.items() if n in PackConfig.names()}}
-
-
-def _is_path(value: Any) -> bool:
-    return isinstance(value, str) and bool(value)
-
-
-def _is_source(value: Any) -> bool:
-    paths = value if isinstance(value, tuple) else (value,)
-    return bool(paths) and all(map(_is_path, paths))
-
-
-def _is_named(value: Any) -> bool:
-    return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
-
-
-_RULES = {
-    "source": ("it must be a path, glob or URL, or a list of them", _is_source),
-    "out": ("it must be a path or URL", _is_path),
-    "tokenizer": ("it must be a path or URL", _is_path),
-    "storage_options": ("it must be name: value", _is_named),
-    "source_storage_options": ("it must be name: value", _is_named),
-}

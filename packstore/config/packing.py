@@ -68,14 +68,11 @@ class TokenizeConfig(SizeConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "on", answers_of(self.on))
-        self._check_variables()
         for name in self.fields:
             if name not in FIELD_NAMES:
                 raise UnknownNameError(
                     f"unknown field {name!r} in `fields`; choose from: {', '.join(FIELD_NAMES)}."
                 )
-
-    def _check_variables(self) -> None:
         for name, value in self.template_variables.items():
             if name in RESERVED_VARIABLES:
                 raise ConfigError(

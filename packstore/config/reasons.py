@@ -58,8 +58,8 @@ def answers_of(given: Mapping[str, str]) -> dict[str, str]:
     check_names(given, choices, "docs/tokenizing.md", "reason")
     for name, answer in given.items():
         if answer not in choices[name]:
+            allowed = ", ".join(choices[name])
             raise ConfigError(
-                f"setting on, {name}, must be one of: {', '.join(choices[name])}; "
-                f"found {quote(answer)}."
+                f"setting on, {name}, must be one of: {allowed}; found {quote(answer)}."
             )
     return {name: given.get(name, answers[0]) for name, answers in choices.items()}

@@ -15,7 +15,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from packstore.config import CHECK_RETRIES, MEANINGFUL, REASONS, PackConfig
+from packstore.config import CHECK_RETRIES, REASONS, PackConfig
+from packstore.config.fields import MEANINGFUL
 from packstore.errors import ConfigError, PackstoreError, quote
 from packstore.etl.dedup_and_split import Seen
 from packstore.etl.estimate import SAMPLE, Estimate, Measured, estimate, estimate_of

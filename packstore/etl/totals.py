@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from packstore.config import MEANINGFUL, PackConfig
+from packstore.config import PackConfig
+from packstore.config.fields import MEANINGFUL
 from packstore.errors import ConfigError, DropRateError, InputError, sentence
 from packstore.etl.dedup_and_split import DUPLICATES, Selection, of_part
 from packstore.etl.provenance import provenance_of

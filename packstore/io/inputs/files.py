@@ -21,7 +21,8 @@ from typing import Any, BinaryIO
 
 import pyarrow as pa
 
-from packstore.config import NOT_TEXT, SPELLINGS, PackConfig
+from packstore.config import PackConfig
+from packstore.config.fields import NOT_TEXT, SPELLINGS
 from packstore.errors import InputError, PackstoreError, quote, sentence, spelled
 from packstore.format.arrays import Rows
 from packstore.io.inputs.pieces import COMPRESSIONS, FORMATS, SUFFIXES, ReadOptions, format_of

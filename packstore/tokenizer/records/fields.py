@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from packstore.config import FEEDBACK, LIKELY, MEANINGFUL, SPELLINGS, TokenizeConfig
+from packstore.config import TokenizeConfig
+from packstore.config.fields import FEEDBACK, LIKELY, MEANINGFUL, SPELLINGS
 from packstore.errors import ConfigError, quote, sentence
 from packstore.format.arrays import MAX_FIELDS, Column
 from packstore.format.schema import COLUMNS

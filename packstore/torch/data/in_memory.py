@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from packstore.config import ID_SPELLINGS, PackConfig
+from packstore.config import PackConfig
+from packstore.config.fields import ID_SPELLINGS
 from packstore.errors import ConfigError, RecordError, TokenizerError, sentence
 from packstore.format.arrays import COUNTS, Examples, Float32, Packs, Rows, count_packs
 from packstore.torch.batch.batch import StepInfo
