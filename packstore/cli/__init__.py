@@ -24,15 +24,7 @@ from packstore.version import VERSION
 
 @dataclass(frozen=True)
 class Command:
-    """One sub-command: its arguments, and the function that returns the exit code.
-
-    What it does and its first example are lines of the front page.
-
-    Attributes:
-        examples: command lines besides.
-        configure: adds the arguments to its parser.
-        run: runs it; returns the exit code.
-    """
+    """A sub-command: further examples, its arguments, and what returns the exit code."""
 
     examples: str
     configure: Callable[[argparse.ArgumentParser], None]
@@ -75,11 +67,7 @@ def _terminate(number: int, frame: object) -> None:
 
 
 def _take_any_text() -> None:
-    """Makes stdout and stderr accept every character in any locale.
-
-    Under ``LC_ALL=C`` they become UTF-8, as in Python's UTF-8 mode; in other locales characters
-    outside the encoding are escaped.
-    """
+    """Makes stdout and stderr accept every character in any locale: as UTF-8, or escaped."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             encoding = codecs.lookup(stream.encoding).name

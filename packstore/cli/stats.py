@@ -102,11 +102,7 @@ def _summary(values: Any) -> dict[str, float]:
 
 
 def _grouped(dataset: Dataset, by: str) -> Figures:
-    """Returns figures of each group of examples, the largest group first; reads no token.
-
-    Tokens are those of all sequences of an example, each whole; `reward gap` is the mean of
-    chosen - rejected.
-    """
+    """Returns figures of each group of examples, the largest first; reads no token."""
     import polars as pl
 
     from packstore.io.dataset.scan import scan

@@ -26,12 +26,7 @@ class ExportOptions(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class Exported:
-    """Result of an export.
-
-    Attributes:
-        files: URLs of the files written, without secrets.
-        facts: facts about them, by name.
-    """
+    """URLs of the files written, without secrets, and facts about them, by name."""
 
     files: list[str]
     facts: dict[str, object] = field(default_factory=dict)
@@ -39,15 +34,9 @@ class Exported:
 
 @dataclass(frozen=True)
 class Exporter:
-    """An export format.
+    """An export format: texts of the command line, its options, and the datasets it can hold.
 
-    Attributes:
-        help: one line for ``packstore export --help``.
-        out: output argument of the command line, ``FILE`` or ``FOLDER``, and its help.
-        examples: command lines.
-        kind: of the datasets that it can hold.
-        options: class of its options, :class:`ExportOptions` or a subclass.
-        run: ``(dataset, place, options, progress)`` -> the result.
+    `run`: ``(dataset, place, options, progress)`` -> the result.
     """
 
     help: str

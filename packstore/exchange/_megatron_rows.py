@@ -96,9 +96,8 @@ def write_files(
 
 
 class RowMaker:
-    """Converts packs to rows of at most `pack_size` tokens, and counts them in `figures`.
-
-    Each sequence is padded to a multiple; those that no longer fit their row move to later ones.
+    """Converts packs to rows of at most `pack_size` tokens, counted in `figures`; what is padded
+    and no longer fits its row moves to later ones.
     """
 
     def __init__(self, pack_size: int, multiple: int, pad_id: int) -> None:

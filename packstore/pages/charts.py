@@ -87,10 +87,7 @@ def train_page(title: str, subtitle: str, path: Path) -> str:
 
 
 def histogram(title: str, values: npt.NDArray[np.generic], unit: str) -> str:
-    """Returns a histogram with bars of equal width.
-
-    If the largest 1 % are outliers, the last bar holds them all, with a note.
-    """
+    """Returns a histogram with bars of equal width; its last bar holds outliers, with a note."""
     numbers, whole = np.asarray(values, np.float64), values.dtype.kind in "iub"
     low, high, top = float(numbers.min()), float(np.quantile(numbers, 0.99)), float(numbers.max())
     if high - low < (1 if whole else 1e-12) or top - low <= FAR * (high - low):
@@ -122,13 +119,7 @@ def histogram(title: str, values: npt.NDArray[np.generic], unit: str) -> str:
 
 
 def curves(title: str, unit: str, series: Mapping[str, Points]) -> str:
-    """Returns a chart with a curve for each series over numbers; empty if none has a value.
-
-    Args:
-        title: caption.
-        unit: unit of the places, e.g. ``step``.
-        series: name -> its points, by place.
-    """
+    """Returns a chart with a curve for each series by place, whose unit is `unit`; else empty."""
     drawn = {name: kept for name, points in series.items() if (kept := _thinned(points))}
     if not drawn:
         return ""

@@ -23,10 +23,7 @@ _ESCAPED = {ord(c): f"\\u{ord(c):04x}" for c in "<>&"}
 
 
 def shown(text: str) -> str:
-    """Returns `text` with controls, bidirectional marks and surrogates as ``\\x1b``, ``\\u202e``.
-
-    Tabs and newlines stay. A right-to-left override would show the text after it in another order.
-    """
+    """Returns `text` with controls, marks of direction, surrogates as ``\\x1b``, ``\\u202e``."""
     return _HIDDEN.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
@@ -47,14 +44,8 @@ def page(
 ) -> str:
     """Returns a whole page, whose policy (CSP) permits its own style and script only.
 
-    Args:
-        title: heading, plain text.
-        subtitle: line below it, plain text.
-        sections: HTML.
-        style: CSS besides that of all pages.
-        script: JavaScript, which may not contain ``</script``.
-        data: a JSON value for the script: the text of the element ``#data``.
-        connect: True: the script may ask the server that the page came from.
+    `data` is a JSON value for the script, which may not contain ``</script``; with `connect` it may
+    ask the server that the page came from.
     """
     css = asset("style.css") + style
     policy = f"default-src 'none'; style-src '{_digest(css)}'; base-uri 'none'; form-action 'none'"

@@ -48,12 +48,7 @@ def record_place(provenance: Mapping[str, Any], example_id: int) -> str:
 
 
 class PackReader:
-    """Reads single packs of a dataset, with texts. Thread-safe.
-
-    Args:
-        dataset: the dataset.
-        decode: decodes ids to text; None: token ids are shown in place of text.
-    """
+    """Reads single packs of a dataset, with texts, or ids if `decode` is None. Thread-safe."""
 
     def __init__(self, dataset: Dataset, decode: Decode | None) -> None:
         self.dataset, self.decode = dataset, decode
@@ -110,10 +105,7 @@ class PackReader:
         return [text for run in runs for text in self.texts(run.tolist())]
 
     def texts(self, ids: Sequence[int]) -> list[str | None]:
-        """Returns the text of each token; None: its text is part of the one before it.
-
-        Tokens that hold parts of one character are decoded together.
-        """
+        """Returns the text of each token; None: it is part of the one before (a character)."""
         if self.decode is None:
             return [f"{i} " for i in ids]
         texts: list[str | None] = [self._text(i) for i in ids]
@@ -153,12 +145,7 @@ def _value(value: object) -> str:
 
 
 def pack_page(reader: PackReader, numbers: range | None) -> tuple[str, str]:
-    """Returns a page, and a sentence on what it leaves out (empty: nothing).
-
-    Args:
-        reader: reads the packs.
-        numbers: packs to embed; None: the page asks a server for packs (:mod:`.server`).
-    """
+    """Returns a page, and a sentence on what it leaves out; without `numbers` it asks a server."""
     m = reader.dataset.manifest
     packs: list[dict[str, Any]] = []
     left, size = "", 0

@@ -34,16 +34,9 @@ logger = logging.getLogger("packstore")
 
 
 class PackServer(ThreadingHTTPServer):
-    """Serves one dataset on the loopback address, below a path that cannot be guessed.
+    """Serves one dataset on the loopback address at `url`, whose path cannot be guessed.
 
     Every user of a machine can connect to its loopback address, so that the path is a secret.
-
-    Args:
-        reader: reads the packs.
-        port: 0: any that is free.
-
-    Attributes:
-        url: of the page.
     """
 
     daemon_threads = True

@@ -58,16 +58,10 @@ class Input:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Block:
-    """A part of one input, at least one record long. Picklable.
+    """A part of one input, at least one record long, for error texts with its place. Picklable.
 
-    Attributes:
-        source: ordinal of the input.
-        path: of the input, for error texts.
-        format: format of the payload.
-        unit: unit of ordinals: ``line``, ``row`` or ``item``.
-        first: ordinal of the first line, row or item, from 0.
-        records: number of records.
-        payload: argument of the format's `parse`.
+    `first` is the ordinal of its first line, row or item (the `unit`), from 0; `payload` is the
+    argument of the format's `parse`.
     """
 
     source: int
@@ -95,8 +89,7 @@ class InputReader:
         block_bytes: approximate bytes of a block.
 
     Attributes:
-        inputs: the input files; empty if the input is in memory.
-        paths: ordinal of each input -> its path in :meth:`sources`.
+        inputs, paths: the input files (none if it is in memory), and the path of each ordinal.
         ends: True if the input is known to be finite: files, tables, and objects with a length.
     """
 
@@ -108,7 +101,7 @@ class InputReader:
         block_bytes: int = BLOCK_BYTES,
     ) -> None:
         config = config or PackConfig()
-        self._options = ReadOptions(block_bytes=block_bytes, json_columns=json_columns(config))
+        self._options = ReadOptions(block_bytes=block_bytes, json_columns=_json_columns(config))
         self._sources: list[dict[str, Any]] = []
         self._memory: tuple[str, Iterable[object]] | None = None
         inputs: list[Input] = []
@@ -142,8 +135,7 @@ class InputReader:
     def sources(self) -> list[dict[str, Any]]:
         """Returns `path`, `bytes`, `sha256` and `records` of each input read to its end.
 
-        Bytes and hash are of the stored file; for inputs in memory, of the records as JSON lines
-        (see :func:`packstore.io.inputs.tables.record_pieces`).
+        Bytes and hash are of the stored file; in memory, of the records as JSON lines.
         """
         return list(self._sources)
 
@@ -156,7 +148,11 @@ class InputReader:
             hashed = HashedStream(raw)
             stream: BinaryIO = decompressed(hashed, item.compression, item.path)
             if form.random_access and (item.compression or item.location.local_path is None):
-                stream = stack.enter_context(staged(stream))
+                copy = stack.enter_context(tempfile.TemporaryFile())
+                with as_storage_errors("write", tempfile.gettempdir(), {}):
+                    shutil.copyfileobj(stream, copy, CHUNK)
+                    copy.seek(0)
+                stream = copy
             elif form.random_access:  # reads all of it once, to hash it
                 while stream.read(CHUNK):
                     pass
@@ -165,7 +161,7 @@ class InputReader:
             for piece in form.read(stream, item.path, self._options):
                 records += piece.records
                 yield Block(item.ordinal, item.path, item.format, form.unit, *piece)
-        self._note(item.path, hashed.bytes, hashed.sha256, records)
+        self._note(item.path, hashed.bytes, hashed.hash, records)
 
     def _read_memory(self, path: str, values: Iterable[object]) -> Iterator[Block]:
         records, size, digest = 0, 0, hashlib.sha256()
@@ -175,9 +171,10 @@ class InputReader:
             size += len(piece.payload)
             digest.update(piece.payload)
             yield Block(0, path, "jsonl", unit, *piece)
-        self._note(path, size, digest.hexdigest(), records)
+        self._note(path, size, digest, records)
 
-    def _note(self, path: str, size: int, sha256: str, records: int) -> None:
+    def _note(self, path: str, size: int, digest: Any, records: int) -> None:
+        sha256 = digest.hexdigest()
         self._sources.append({"path": path, "bytes": size, "sha256": sha256, "records": records})
 
 
@@ -185,14 +182,7 @@ class HashedStream(io.RawIOBase):
     """Counts and hashes the bytes read from `raw`."""
 
     def __init__(self, raw: BinaryIO) -> None:
-        self._raw = raw
-        self._hash = hashlib.sha256()
-        self.bytes = 0
-
-    @property
-    def sha256(self) -> str:
-        """Hash of the bytes read so far, hexadecimal."""
-        return self._hash.hexdigest()
+        self._raw, self.hash, self.bytes = raw, hashlib.sha256(), 0
 
     def readable(self) -> bool:
         """Always."""
@@ -201,7 +191,7 @@ class HashedStream(io.RawIOBase):
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         """Fills the start of `buffer`; returns how much."""
         count = self._raw.readinto(buffer)  # type: ignore[attr-defined]
-        self._hash.update(buffer[:count])
+        self.hash.update(buffer[:count])
         self.bytes += count
         return int(count)
 
@@ -224,11 +214,7 @@ class _Decompressed(io.RawIOBase):
         except PackstoreError:
             raise
         except OSError as error:
-            rule = f"must be a complete {self._compression} file"
-            remedy, other = (
-                "Check the suffix of its name, or copy it again",
-                f"other bytes ({error})",
-            )
+            rule, other = f"must be a complete {self._compression} file", f"other bytes ({error})"
             if "Truncated" in str(error):
                 other = "an end in the middle of the compressed stream"
             remedy = "Check the suffix of its name, or copy it again"
@@ -247,24 +233,12 @@ def decompressed(raw: HashedStream, compression: str | None, path: str) -> io.Bu
     return io.BufferedReader(plain, CHUNK)
 
 
-@contextlib.contextmanager
-def staged(stream: BinaryIO) -> Iterator[BinaryIO]:
-    """Copies `stream` to a temporary file, which is seekable."""
-    with tempfile.TemporaryFile() as copy:
-        with as_storage_errors("write", tempfile.gettempdir(), {}):
-            shutil.copyfileobj(stream, copy, CHUNK)
-            copy.seek(0)
-        yield copy
-
-
 def expand(
-    source: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
-    storage_options: Mapping[str, Any] | None = None,
+    paths: Iterable[str | os.PathLike[str]], storage_options: Mapping[str, Any] | None = None
 ) -> list[Input]:
     """Returns the files of paths, globs, folders, URLs; keeps the order of lists, sorts others."""
-    given = [source] if isinstance(source, str | os.PathLike) else source
     inputs: list[Input] = []
-    for url in given:
+    for url in paths:
         for path, place in _files(os.fspath(url), storage_options or {}):
             form, compression = format_of(path)
             if form is None:
@@ -275,7 +249,7 @@ def expand(
     return inputs
 
 
-def json_columns(config: PackConfig) -> frozenset[str]:
+def _json_columns(config: PackConfig) -> frozenset[str]:
     """Returns the names, in the input, of the columns that are not text."""
     carried = (entry.rpartition(":") for entry in config.carry)
     typed = {name for name, colon, type_ in carried if colon and type_ != "string"}
@@ -313,5 +287,4 @@ def _files_of_folder(folder: Location) -> list[tuple[str, Location]]:
     if not names:
         rule = f"the folder must hold a file named {_KNOWN}"
         raise InputError(sentence(folder.display, rule, "none", "Name the files, or a glob"))
-    places = [folder.join(name) for name in names]
-    return [(place.display, place) for place in places]
+    return [(place.display, place) for place in map(folder.join, names)]

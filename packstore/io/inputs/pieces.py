@@ -47,8 +47,7 @@ def refuse_equal_names(names: Sequence[str], where: str) -> None:
         raise InputError(sentence(where, "the names of the columns must differ", twice))
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReadOptions:
+class ReadOptions(NamedTuple):
     """Bytes of a piece, which one longer record may exceed; columns whose text is JSON."""
 
     block_bytes: int
@@ -57,13 +56,11 @@ class ReadOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """Reader and parser of a file format. Both functions raise :class:`InputError`.
+    """Reader and parser of a file format; both raise :class:`InputError`.
 
-    Attributes:
-        unit: unit of ordinals: ``line``, ``row`` or ``item``.
-        read: ``(stream, path, options)`` -> pieces, in order, to the end of the stream.
-        parse: ``(payload, path, first)`` -> ordinals and values of the records of a piece.
-        random_access: True if `stream` must be seekable.
+    `read`: ``(stream, path, options)`` -> pieces, in order, to the end of the stream, which must be
+    seekable if `random_access`. `parse`: ``(payload, path, first)`` -> ordinals and values of the
+    records of a piece. `unit` of the ordinals: ``line``, ``row`` or ``item``.
     """
 
     unit: str
@@ -72,15 +69,13 @@ class Format:
     random_access: bool = False
 
 
+_MODULES = {"text": ("jsonl", "json", "csv", "tsv"), "tables": ("parquet", "arrow")}
 FORMATS: Registry[Format] = Registry(
     "input format",
     {
-        "jsonl": "packstore.io.inputs.text:JSONL",
-        "json": "packstore.io.inputs.text:JSON",
-        "parquet": "packstore.io.inputs.tables:PARQUET",
-        "arrow": "packstore.io.inputs.tables:ARROW",
-        "csv": "packstore.io.inputs.text:CSV",
-        "tsv": "packstore.io.inputs.text:TSV",
+        name: f"packstore.io.inputs.{module}:{name.upper()}"
+        for module, names in _MODULES.items()
+        for name in names
     },
 )
 
@@ -105,10 +100,9 @@ COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 def format_of(path: str) -> tuple[str | None, str | None]:
     """Returns format and compression by the name of a file; None if the name has none."""
     stem, suffix = os.path.splitext(path.lower())
-    compression = COMPRESSIONS.get(suffix)
-    if compression:
-        suffix = os.path.splitext(stem)[1]
-    return SUFFIXES.get(suffix), compression
+    if suffix in COMPRESSIONS:
+        return SUFFIXES.get(os.path.splitext(stem)[1]), COMPRESSIONS[suffix]
+    return SUFFIXES.get(suffix), None
 
 
 def place_of(path: str, ordinal: int) -> str:

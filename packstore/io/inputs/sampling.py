@@ -37,11 +37,9 @@ class Sampling:
     """Figures of a sample.
 
     Attributes:
-        records: number in the sample.
-        total: number in the whole input; None: unknown, as only its start was read.
+        records, total: number in the sample, and in the whole input; None: only its start was read.
         places: number of blocks or row groups; the records in each are neighbours.
-        run: number of neighbouring blocks from which each place was drawn.
-        last_run: the same for the last place.
+        run, last_run: neighbouring blocks from which each place was drawn, and the last one.
         seed: of the draw.
     """
 
@@ -63,9 +61,8 @@ def sample_blocks(
 ) -> tuple[list[B], Sampling]:
     """Draws one block of every run of neighbours, in input order; keeps only these in memory.
 
-    Runs are as short as `records` allows; their lengths are powers of two, except the last. Each
-    block of a run is equally likely. At most `records` are drawn, or one block; at least a third as
-    many, if the input has so many and blocks are of similar size. `report` gets the records read.
+    Runs are as short as `records` allows; their lengths are powers of two, except the last. At most
+    `records` are drawn, or one block. `report` gets the records read.
     """
     kept: list[tuple[int, B]] = []  # the block of each run with the least random number
     run, held, total, number = 1, 0, 0, 0

@@ -33,17 +33,11 @@ def is_table(source: object) -> bool:
 
 
 def table_records(table: Any) -> Iterator[object]:
-    """Yields the rows of a table, converted a few at a time.
-
-    `table` has the Arrow PyCapsule stream interface, or is a Polars LazyFrame, whose rows are
-    copied to a temporary file.
-    """
+    """Yields the rows of a table, a few at a time; those of a Polars LazyFrame from a copy."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(_as_input_error("<table>", "must be a readable table"))
         if hasattr(table, "sink_ipc"):
-            copy = stack.enter_context(tempfile.TemporaryFile())
-            _run(table, copy)
-            batches = _batches(copy)
+            batches = _batches(_run(table, stack.enter_context(tempfile.TemporaryFile())))
         else:
             batches = pa.RecordBatchReader.from_stream(table)
         for batch in batches:
@@ -52,20 +46,13 @@ def table_records(table: Any) -> Iterator[object]:
 
 
 def record_pieces(records: Iterable[object], path: str, block_bytes: int) -> Iterator[Piece]:
-    """Yields the records as pieces of JSON lines: ``json.dumps`` of each, without spaces.
-
-    So equal records have equal fingerprints from any container, and workers get the blocks of a
-    file.
-
-    Raises:
-        InputError: a record contains a value that JSON cannot represent.
-    """
+    """Yields records as JSON lines: equal ones have equal fingerprints from any container."""
     lines = (_line(record, f"{path}, item {n}") for n, record in enumerate(records, 1))
     for piece in cut(lines, block_bytes, len):
         yield piece._replace(payload=b"".join(piece.payload))
 
 
-def _run(query: Any, file: BinaryIO) -> None:
+def _run(query: Any, file: BinaryIO) -> BinaryIO:
     """Writes the rows of a LazyFrame to a file; `collect_batches` ends silently at a panic."""
     try:
         query.sink_ipc(file, compression="lz4", record_batch_size=BATCH_ROWS)
@@ -77,6 +64,7 @@ def _run(query: Any, file: BinaryIO) -> None:
         )
         raise InputError(sentence("<table>", "its query must run", str(error), remedy)) from error
     file.seek(0)
+    return file
 
 
 def _line(record: object, where: str) -> bytes:
@@ -116,10 +104,7 @@ def _batches(stream: BinaryIO) -> Iterator[pa.RecordBatch]:
 
 
 def _read_parquet(stream: BinaryIO, path: str, options: ReadOptions) -> Iterator[Piece]:
-    """Streams the pages, as a row group may be larger than memory.
-
-    Reads fewer rows at a time if a large dictionary can make each of them large.
-    """
+    """Streams the pages, as a row group may be larger than memory; fewer rows if large."""
     with _as_input_error(path, "must be a readable Parquet file"):
         file = pq.ParquetFile(stream, buffer_size=1 << 20, pre_buffer=False)
         rows = BATCH_BYTES // _largest_dictionary(stream, file.metadata)
@@ -161,11 +146,7 @@ def _parse(payload: bytes, path: str, first: int) -> tuple[range, list[object]]:
 
 
 def _plain(batch: pa.RecordBatch, path: str) -> pa.RecordBatch:
-    """Validates a batch and casts it to types that slice cheaply and are equal in all formats.
-
-    Dictionaries and views, whose slices keep all values, become plain columns; dates and times
-    become text.
-    """
+    """Validates a batch and casts it to types that slice cheaply and are equal in all formats."""
     with _as_input_error(path, "columns must be whole and of a known type"):
         batch.validate(full=True)
         refuse_equal_names(batch.schema.names, path)

@@ -71,10 +71,7 @@ def _parse_document(payload: list[bytes], path: str, first: int) -> tuple[range,
 
 
 def _texts(stream: BinaryIO, path: str, chunk_bytes: int) -> Iterator[bytes]:
-    """Yields the text of each record of an array, or of records one after another.
-
-    Only a window of the file is in memory, as large as its longest record and a chunk.
-    """
+    """Yields the text of each record of an array, or of records one after another, by a window."""
     decode = codecs.getincrementaldecoder("utf-8-sig")().decode
     text, start, ended, item, expected = "", 0, False, 1, "begin"
 
@@ -134,10 +131,7 @@ def _texts(stream: BinaryIO, path: str, chunk_bytes: int) -> Iterator[bytes]:
 
 
 def _loads(data: bytes, where: str, remedy: str = "Correct the text") -> object:
-    """Returns the JSON value in UTF-8 text; `where` and `remedy` are for error texts.
-
-    Accepts lone surrogates, NaN and infinities: later policies decide about them.
-    """
+    """Returns a JSON value; accepts lone surrogates, NaN and infinities: later rules decide."""
     try:
         return orjson.loads(data)
     except orjson.JSONDecodeError as refusal:
@@ -179,10 +173,7 @@ _Rows = tuple[list[str], frozenset[str], list[list[str]]]
 def _read_csv(
     stream: BinaryIO, path: str, options: ReadOptions, *, delimiter: str
 ) -> Iterator[Piece]:
-    """Cuts between rows. RFC 4180 with a header line: cells may be quoted and hold line ends.
-
-    Python's ``csv`` reads, as it is strict; ``README.md`` compares it with other readers.
-    """
+    """Cuts between rows of RFC 4180, by Python's ``csv``, for reasons in ``README.md``."""
     # The csv module's limit is global, and its default of 128 KiB a cell is too low for prompts.
     csv.field_size_limit(max(csv.field_size_limit(), pieces.MAX_RECORD_BYTES))
     text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
@@ -205,8 +196,7 @@ def _read_csv(
 def _parse_csv(payload: _Rows, path: str, first: int) -> tuple[range, list[object]]:
     """Parses rows. Cells are text exactly as written: a prompt ``007`` stays ``007``.
 
-    Only in columns that cannot be text (rewards, messages, token ids, carried numbers) cells are
-    parsed as JSON; there an empty cell is null, and one that is not JSON stays text.
+    Only in columns that cannot be text are they JSON; empty is null, and no JSON stays text.
     """
     header, typed, rows = payload
     values: list[object] = [

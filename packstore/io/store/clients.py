@@ -70,8 +70,7 @@ def _client(fs: Any) -> str:
 def creates_exclusively(fs: Any) -> bool:
     """Returns True if exactly one of many concurrent calls of `create` is known to succeed.
 
-    Most fsspec filesystems check that the file is missing and then write it, which is a race.
-    Local disks are handled in :mod:`packstore.io.store.local`.
+    Most filesystems check that the file is missing and then write it: a race. Not for local disks.
     """
     return _client(fs) in ("s3fs", "gcsfs", "adlfs", "memory")
 
@@ -107,10 +106,7 @@ def create(fs: Any, path: str, data: bytes) -> None:
 
 
 def ls(fs: Any, path: str, url: str = "") -> list[tuple[str, dict[str, Any]]]:
-    """Lists name and details of the entries of a folder; empty if it is missing.
-
-    With `url`, a missing bucket is refused.
-    """
+    """Lists name and details in a folder; with `url`, a missing bucket is refused."""
     fs.invalidate_cache()
     try:
         entries = [(entry["name"].strip("/"), entry) for entry in fs.ls(path, detail=True)]

@@ -18,8 +18,7 @@ from typing import NamedTuple
 class Cause(NamedTuple):
     """The cause of an error, which completes "found …", and its remedy.
 
-    `passing`: True: a retry within a minute or two helps; False: never; None: perhaps, as new
-    permissions or keys take time to become effective.
+    `passing`: True: a retry within a minute or two helps; False: never; None: perhaps.
     """
 
     what: str
@@ -120,8 +119,7 @@ _TEXTS: tuple[tuple[str, Cause], ...] = (
 def cause_of(error: BaseException) -> Cause | None:
     """Returns the cause of a client's error; None if it is not in the table.
 
-    Searches the whole chain of causes, for the most specific name first: a text, a code of the
-    store, a class of the client, an HTTP status, an errno, a builtin class.
+    Of the whole chain of causes the most specific name counts: a text, a code, a class, …
     """
     chain = list(_chain(error))
     for link in chain:

@@ -59,7 +59,7 @@ def will_read(path: str, start: int, end: int) -> None:
 def map_part(path: str, start: int, end: int) -> memoryview:
     """Returns bytes `start` to `end` of a file, as a view of the page cache.
 
-    Maps all pages at once: page faults one by one would cost more than a copy. A file that is too
+    Maps all pages at once, as faults one by one would cost more than a copy; a file that is too
     short is refused, as access to missing pages would crash.
     """
     aligned = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY

@@ -34,10 +34,7 @@ _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=-]*")
 
 
 class PerProcess(Generic[T]):
-    """A value that each process makes for itself.
-
-    After a fork, asynchronous clients of stores hang, and threads that are gone may hold locks.
-    """
+    """A value that each process makes for itself: after a fork, clients of stores hang."""
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make, self._pid = make, 0
@@ -61,13 +58,9 @@ class Entry(NamedTuple):
 class Location:
     """A file or folder on any store. Paths given to its methods are relative to it, with ``/``.
 
-    Every method raises :class:`StorageError` when the store refuses, and
-    :class:`MissingExtraError` when the package of the URL's filesystem is not installed.
-
-    Args:
-        url: a local path or an fsspec URL (``s3://bucket/prefix``).
-        storage_options: options of the fsspec filesystem (keys, endpoints, profiles), and of
-            retries (``retry_attempts``, …: :class:`RetryConfig`).
+    Every method raises :class:`StorageError` when the store refuses, and :class:`MissingExtraError`
+    when the package of its filesystem is missing. `url` is a local path or an fsspec URL;
+    `storage_options` are of its filesystem, and of retries (:class:`RetryConfig`).
     """
 
     url: str
@@ -166,11 +159,7 @@ class Location:
         return self.request("read", path, read)
 
     def put_file(self, local_path: str, path: str) -> None:
-        """Moves or uploads a finished local file to `path`, atomically; replaces a file there.
-
-        On a local disk it is renamed, so it must be on the same filesystem; elsewhere it is
-        uploaded, a few parts at a time.
-        """
+        """Moves (on one disk) or uploads a finished local file to `path`; replaces a file there."""
         fs, full = self.filesystem(path)
         if local.is_local(fs):
             with self.guard("write", path):
@@ -182,11 +171,8 @@ class Location:
     def create_bytes(self, path: str, data: bytes) -> None:
         """Writes a small file only if it does not exist; of many writers exactly one succeeds.
 
-        A file with just these bytes counts as this put's: if an answer is lost, the put is sent
-        again, by us or by the client.
-
-        Raises:
-            DatasetExistsError: the file exists with other bytes; it is not changed.
+        A file with just these bytes counts as this put's, which is sent again if an answer is lost;
+        with others it raises :class:`DatasetExistsError`.
         """
         fs, full = self.filesystem(path)
 
@@ -229,10 +215,7 @@ class Location:
         return ""
 
     def request(self, verb: str, path: str, call: Callable[[], T]) -> T:
-        """Returns the result of `call`, one request to the filesystem about `path`.
-
-        Retries and raises storage errors (:mod:`.retry`); `verb`: see :func:`as_storage_errors`.
-        """
+        """Returns the result of `call`, a request about `path`; retries, raises storage errors."""
 
         def named() -> T:
             with self.guard(verb, path):

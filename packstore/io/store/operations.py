@@ -35,10 +35,7 @@ class Upload(NamedTuple):
 
 
 def list_folder(location: Location, folder: str) -> list[ListedFile]:
-    """Lists the files directly in a folder of a dataset, hidden ones included, by name.
-
-    Does not follow a link to a folder, which may belong to another program.
-    """
+    """Lists the files directly in a folder that is no link, hidden ones included, by name."""
     fs, full = location.filesystem(folder)
     if location.local_path is not None and os.path.islink(full):
         return []
@@ -48,10 +45,7 @@ def list_folder(location: Location, folder: str) -> list[ListedFile]:
 
 
 def uploads(location: Location) -> list[Upload] | None:
-    """Lists unfinished uploads of killed writers below a location, which only S3 keeps and bills.
-
-    Returns None if its store cannot list them.
-    """
+    """Lists unfinished uploads below a location, which only S3 keeps and bills; None elsewhere."""
     fs, full = location.filesystem("")
     if not clients.is_s3fs(fs):
         return None
@@ -107,10 +101,7 @@ def replace_bytes(location: Location, path: str, data: bytes) -> None:
 
 
 def copy_file(source: Location, path: str, target: Location, to: str) -> bool:
-    """Copies a file inside a store, server-side if possible; replaces a file at `to`.
-
-    A local copy is a hard link if the disk supports them. Returns False for two different stores.
-    """
+    """Copies a file inside a store, replacing one at `to`; False for two different stores."""
     fs, full = source.filesystem(path)
     other, there = target.filesystem(to)
     if local.is_local(fs) and local.is_local(other):

@@ -32,15 +32,9 @@ def retrying(
 ) -> T:
     """Returns the result of `call`; retries while its :class:`StorageError` may pass.
 
-    The waits double, times a random factor of 0.5 to 1.5 so that many workers do not retry at once;
-    the last attempt starts `policy.seconds` after the first. Nested calls do not retry, so that
-    attempts do not multiply.
-
-    Args:
-        call: one request, or several that can be repeated together.
-        policy: number of attempts, and time.
-        refusals: maximum attempts at errors that rarely pass (permissions).
-        pause: sleeps for so many seconds; returns True to stop retrying.
+    The waits double, times 0.5 to 1.5 so that many workers do not retry at once; the last attempt
+    starts `policy.seconds` after the first. Nested calls do not retry. `refusals`: most attempts at
+    errors that rarely pass; `pause` sleeps for so many seconds, and returns True to stop.
     """
     if _retries.get():
         return call()
@@ -71,10 +65,7 @@ def retrying(
 class RetriedFile(io.RawIOBase):
     """A file of a filesystem that retries reads and raises only storage errors.
 
-    Args:
-        raw: the file.
-        request: makes one request to it, with retries and storage errors.
-        guard: returns a context that turns errors into storage errors.
+    `request` makes one request to `raw`; `guard` turns errors into storage errors.
     """
 
     def __init__(

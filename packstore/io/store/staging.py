@@ -24,15 +24,9 @@ BESIDE = ("..",)
 class Staging:
     """Local files that are moved or uploaded to a place once they are complete; a context manager.
 
-    The folder is created for the first file. In a local place it is a hidden folder there, so that
-    each file is moved by one rename; for other stores it is one of the system's temporary folders.
-
-    Args:
-        location: the place.
-        folders: folders of a local place to create, relative; the staging folder is in the first.
-
-    Attributes:
-        durable: True if the files become those of a local place, and must be synced before.
+    In a local place they are in a hidden folder in the first of its `folders`, which are made, so
+    that each is moved by one rename; for other stores in one of the system's temporary folders.
+    `durable`: they become files of a local place, and must be synced before.
     """
 
     def __init__(self, location: Location, folders: tuple[str, ...] = ("",)) -> None:

@@ -36,10 +36,7 @@ _PAYER = "if its bucket lets the requester pay, add the storage option requester
 
 
 def named_place(url: str) -> str:
-    """Returns `url`; refuses one where a filesystem would open another place than intended.
-
-    Empty is the current folder; a ``/``, ``?`` or ``#`` in a login makes the rest of it the host.
-    """
+    """Returns `url`; refuses one where a filesystem would open another place than intended."""
     if not url:
         remedy = "Write . for the current folder"
         raise StorageError(sentence("storage", "a place must have a name", "none", remedy))
@@ -54,8 +51,7 @@ def named_place(url: str) -> str:
 def as_storage_errors(verb: str, url: str, options: Mapping[str, Any]) -> Iterator[None]:
     """Turns all errors of a filesystem in this context into a :class:`StorageError`.
 
-    `verb` is ``open``, ``read``, ``write``, ``list`` or ``remove``; secrets in `url` and `options`
-    are removed from the text.
+    `verb` is ``open``, ``read``, ``write``, ``list`` or ``remove``.
     """
     try:
         yield
@@ -76,11 +72,7 @@ def missing_filesystem(url: str, error: ImportError) -> MissingExtraError:
 
 
 def means_exists(error: BaseException) -> bool:
-    """Returns True if a create-only put failed because the file exists.
-
-    s3fs raises a bare OSError(EINVAL) when the server's 412 response names no condition; the code
-    is then in its cause, the client's error.
-    """
+    """Returns True if a create-only put failed as the file exists; s3fs raises a bare OSError."""
     exists = isinstance(error, FileExistsError)
     return exists or code_of(error) in ("PreconditionFailed", "412")
 
@@ -119,10 +111,7 @@ class Secrets:
         return _FORMS.sub(lambda m: m["name"] + _HIDDEN, text)
 
     def hide_in(self, error: BaseException) -> BaseException:
-        """Returns the error; if it or a cause of it contains secrets, a copy without them.
-
-        The copy has the builtin subclass of OSError that the error derives from, or Exception.
-        """
+        """Returns the error; if it or a cause has secrets, a copy of its builtin kind without."""
         link: BaseException | None = error
         while link is not None:
             if self.hide(str(link)) != str(link):

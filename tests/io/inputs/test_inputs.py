@@ -64,7 +64,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 def test_paths_are_recorded_as_given(folder: Path, source: Any, paths: list[str]) -> None:
-    found = expand(source)
+    found = expand(source if isinstance(source, list | tuple) else [source])
     assert [item.path for item in found] == paths
     assert [item.ordinal for item in found] == list(range(len(paths)))
     assert pickle.loads(pickle.dumps(found)) == found
@@ -72,7 +72,7 @@ def test_paths_are_recorded_as_given(folder: Path, source: Any, paths: list[str]
 
 def test_suffixes_in_any_case(folder: Path) -> None:
     Path("X.JSONL.GZ").write_bytes(gzip.compress(LINES))
-    (item,) = expand("X.JSONL.GZ")
+    (item,) = expand(["X.JSONL.GZ"])
     assert (item.format, item.compression) == ("jsonl", "gzip")
 
 
