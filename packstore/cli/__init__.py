@@ -31,7 +31,12 @@ class Command:
     run: Callable[[argparse.Namespace], int]
 
 
-_GROUPS = {"grow": "append concat", "show": "show view", "keep": "clean verify check"}
+_GROUPS = {
+    "grow": "append concat",
+    "show": "show view",
+    "keep": "clean verify check",
+    "evaluate": "evaluate ref-logps",
+}
 FILES = {name: file for file, names in _GROUPS.items() for name in names.split()}
 """Command -> its file here, if that has another name."""
 

@@ -14,16 +14,16 @@ from packstore.registry import missing_extra
 if TYPE_CHECKING:
     import torch
 
-PRECISIONS = ("auto", "none", "bf16")
-
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     """Adds ``--model``, and the arguments of precision, attention, device and batching."""
     group = parser.add_argument_group("model")
-    text = "folder or hub name, or a LoRA adapter"
-    group.add_argument("--model", required=True, metavar="PATH", help=text)
+    group.add_argument(
+        "--model", required=True, metavar="PATH", help="folder or hub name, or a LoRA adapter"
+    )
     group.add_argument("--adapter", metavar="PATH", help="LoRA adapter over the model")
-    choices = {"--dtype": ("float32", "bfloat16", "float64"), "--mixed-precision": PRECISIONS}
+    precisions = ("auto", "none", "bf16")
+    choices = {"--dtype": ("float32", "bfloat16", "float64"), "--mixed-precision": precisions}
     for flag, names in choices.items():
         text = f"as in packstore train (default: {names[0]})"
         group.add_argument(flag, choices=names, default=names[0], help=text)

@@ -1,4 +1,4 @@
-"""``packstore evaluate``: accuracy, margins, rewards and loss of a model on a packed dataset."""
+"""``packstore ref-logps`` and ``packstore evaluate``: run a model over a packed dataset."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from packstore.cli import Command, common
+from packstore.cli._messages import progress_of
 from packstore.cli._model import add_model, loaded, ranks, say
 from packstore.errors import CompatibilityError, ConfigError
 from packstore.pages import charts, frame
@@ -23,7 +24,40 @@ MARGINS = ("rewards/margins", "rewards/chosen", "rewards/rejected")
 FACTS = ("examples", "loss", "perplexity", "rewards/accuracies", *MARGINS)
 
 
-def _configure(parser: argparse.ArgumentParser) -> None:
+def _configure_ref_logps(parser: argparse.ArgumentParser) -> None:
+    common.add_dataset(parser, versions=True)
+    parser.add_argument("out", metavar="OUT", help="folder or URL of the side dataset")
+    add_model(parser)
+    parser.add_argument("--overwrite", action="store_true", help="replace what is at OUT")
+    common.add_json(parser)
+
+
+def _ref_logps(args: argparse.Namespace) -> int:
+    dataset = common.open_dataset(args)
+    with ranks(args.device) as device:
+        from packstore.torch.reference.reference import write_ref_logps
+
+        model = loaded(args, args.model, args.adapter, device)
+        with progress_of("ref-logps", args) as progress:
+            side = write_ref_logps(
+                model,
+                dataset,
+                args.out,
+                overwrite=args.overwrite,
+                storage_options=args.storage_option,
+                progress=progress,
+                mixed_precision=args.mixed_precision,
+                packs_per_batch=args.packs_per_batch,
+                tokens_per_batch=args.tokens_per_batch,
+            )
+    if not say():
+        return 0
+    facts = {"examples": len(side), **side.manifest.provenance}
+    common.print_table(args, f"side dataset {side.url}", facts, {"url": side.url, **facts})
+    return 0
+
+
+def _configure_evaluate(parser: argparse.ArgumentParser) -> None:
     common.add_dataset(parser, versions=True)
     add_model(parser)
     reference = parser.add_mutually_exclusive_group()
@@ -50,7 +84,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     common.add_json(parser)
 
 
-def _run(args: argparse.Namespace) -> int:
+def _evaluate(args: argparse.Namespace) -> int:
     dataset = common.open_dataset(args)
     kind = dataset.manifest.kind
     for path in filter(None, (args.html, args.examples)):
@@ -138,6 +172,12 @@ EVALUATE = Command(
     "  packstore evaluate held-out-8k --model run/model --ref-logps ref --examples rows.parquet\n"
     "  packstore evaluate chats-8k --model my-sft-model --json\n"
     "  torchrun --nproc-per-node 8 -m packstore evaluate prefs-8k --model run --ref-logps ref\n",
-    _configure,
-    _run,
+    _configure_evaluate,
+    _evaluate,
+)
+REF_LOGPS = Command(
+    "  torchrun --nproc-per-node 8 -m packstore ref-logps prefs-8k ref-8k --model my-sft-model\n"
+    "The same command again continues a run that was killed.\n",
+    _configure_ref_logps,
+    _ref_logps,
 )

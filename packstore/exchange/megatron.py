@@ -1,4 +1,19 @@
-"""Megatron-Bridge's packed Parquet: options and output; the rules are in :mod:`._megatron_rows`."""
+"""Megatron-Bridge's packed Parquet for supervised fine-tuning, and its metadata.
+
+The rules were read in NVIDIA-NeMo/Megatron-Bridge at commit 067f987 (2026-08-22):
+``src/megatron/bridge/data/packing/`` (``parquet.py`` and ``gpt_sft.py``, which read the files,
+``offline.py`` and ``algorithms.py``, which write them) and ``docs/training/packed-sequences.md``.
+
+- A row holds whole sequences. The reader splits each into inputs (all tokens but the last) and
+  targets (all but the first), so a sequence of L tokens occupies L - 1.
+- `loss_mask` belongs to the inputs: it is 1 where the *next* token of the sequence is supervised.
+- `seq_start_id` holds the start of each sequence, without the end of the last.
+- With context or sequence parallelism, the size of each sequence must be a multiple of
+  `pad_seq_to_mult`: sequences are padded with EOS. The reader finds their end by it: it treats all
+  EOS at the end of the inputs as padding.
+- The metadata is a JSON list with one object. With `pad_cu_seqlens` (static shapes for CUDA graphs)
+  the reader takes the most sequences of a row, the longest sequence and the shortest row from it.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +22,25 @@ import json
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from packstore.config import setting
 from packstore.errors import ConfigError, PackstoreError, sentence
 from packstore.exchange import Exported, Exporter, ExportOptions, exists
+from packstore.format.arrays import Bool, Examples, Int32, Int64, Packs, range_indices, to_offsets
+from packstore.format.schema import list_of
 from packstore.io.store.location import Location
 from packstore.io.store.operations import remove_empty
 from packstore.io.store.staging import Staging
 
 if TYPE_CHECKING:
-    from pyarrow import RecordBatch
-
-    from packstore.exchange._megatron_rows import Figures, RowMaker
     from packstore.io.dataset.dataset import Dataset
     from packstore.progress import Progress
 
@@ -31,6 +50,15 @@ METADATA = "metadata.json"
 
 FILE_BYTES = 192 << 20
 """Bytes of a Parquet file, about."""
+
+
+SCHEMA = pa.schema(
+    [
+        ("input_ids", list_of(pa.int32())),
+        ("loss_mask", list_of(pa.int8())),
+        ("seq_start_id", list_of(pa.int32())),
+    ]
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,11 +87,7 @@ class MegatronOptions(ExportOptions):
 
     @property
     def parallel_multiple(self) -> int:
-        """The multiple that the parallelism requires.
-
-        ``lcm(2 CP if CP > 1 else 1, CP TP if sequence parallel and TP > 1 else 1)``
-        (Megatron-Bridge, ``docs/training/packed-sequences.md``).
-        """
+        """The multiple that the parallelism requires, by ``docs/training/packed-sequences.md``."""
         cp, tp = self.context_parallel, self.tensor_parallel
         by_context = 2 * cp if cp > 1 else 1
         by_sequence = cp * tp if self.sequence_parallel and tp > 1 else 1
@@ -78,8 +102,6 @@ class MegatronOptions(ExportOptions):
 def _run(
     dataset: Dataset, place: Location, options: MegatronOptions, progress: Progress
 ) -> Exported:
-    from packstore.exchange._megatron_rows import RowMaker, write_files
-
     if not len(dataset):
         raise ConfigError(sentence(dataset.url, "must hold at least one pack", "none"))
     names = [name for name, _ in place.files()]
@@ -90,8 +112,8 @@ def _run(
     rows = RowMaker(pack_size, options.multiple, _pad_id(dataset, options))
     try:
         with Staging(place) as staging:
-            stem, batches = f"packed_{pack_size}", _batches(dataset, rows, progress)
-            paths = write_files(batches, staging, stem, FILE_BYTES)
+            batches = _batches(dataset, rows, progress)
+            paths = _write_files(batches, staging, f"packed_{pack_size}")
             with staging.file() as file:
                 file.write(json.dumps([rows.figures.metadata(pack_size)]).encode())
             _publish(place, staging, {**paths, METADATA: file.name}, earlier)
@@ -110,7 +132,7 @@ def _run(
     )
 
 
-def _batches(dataset: Dataset, rows: RowMaker, progress: Progress) -> Iterator[RecordBatch]:
+def _batches(dataset: Dataset, rows: RowMaker, progress: Progress) -> Iterator[pa.RecordBatch]:
     for group, packs in enumerate(dataset.iter_packs(), 1):
         yield rows.add(packs)
         progress("export", group, len(dataset.row_groups), "row groups")
@@ -165,13 +187,16 @@ def _pack_size(dataset: Dataset, options: MegatronOptions) -> int:
     """Most tokens of a row."""
     size, m = options.pack_size or dataset.manifest.pack_size, options.multiple
     if size % m:
-        up = -(-size // m) * m
-        rule = f"must be a multiple of pad_seq_to_mult, {m}"
-        raise ConfigError(sentence("pack_size", rule, str(size), f"Give pack_size {up}"))
-    longest = dataset.manifest.statistics.longest_sequence - 1
-    if -(-longest // m) * m > size:
-        rule = f"must hold the longest sequence, which takes up {-(-longest // m) * m}"
-        raise ConfigError(sentence("pack_size", rule, str(size), "Give a larger pack_size"))
+        raise ConfigError(
+            f"pack_size: must be a multiple of pad_seq_to_mult, {m}; found {size}. "
+            f"Give pack_size {-(-size // m) * m}."
+        )
+    longest = -(-(dataset.manifest.statistics.longest_sequence - 1) // m) * m
+    if longest > size:
+        raise ConfigError(
+            f"pack_size: must hold the longest sequence, which takes up {longest}; found {size}. "
+            "Give a larger pack_size."
+        )
     return size
 
 
@@ -185,6 +210,164 @@ def _pad_id(dataset: Dataset, options: MegatronOptions) -> int:
         return 0  # unused
     rule = "its EOS must be known to fill sequences up"
     raise ConfigError(sentence(dataset.url, rule, "none", "Give pad_id"))
+
+
+@dataclass
+class Figures:
+    """Sums over the rows written, in tokens that rows occupy."""
+
+    rows: int = 0
+    sequences: int = 0
+    tokens: int = 0
+    filled: int = 0
+    longest: int = 0
+    most: int = 0
+    shortest: int = 2**31
+    moved: int = 0
+    hidden: int = 0
+
+    def add(self, sizes: Int64, starts: Int64) -> None:
+        """Adds rows: `sizes` of their sequences, `starts` of the rows in these."""
+        rows = np.add.reduceat(sizes, starts[:-1])
+        self.rows += len(rows)
+        self.sequences += len(sizes)
+        self.tokens += int(sizes.sum())
+        self.longest = max(self.longest, int(sizes.max()))
+        self.most = max(self.most, int(np.diff(starts).max()))
+        self.shortest = min(self.shortest, int(rows.min()))
+
+    def metadata(self, pack_size: int) -> dict[str, Any]:
+        """Returns Megatron-Bridge's metadata of a packed split, with its rounding."""
+        return {
+            "dataset_max_seqlen": self.longest,
+            "max_samples_per_bin": self.most,
+            "packing_factor": round(self.sequences / self.rows, 2),
+            "packing_efficiency": round(self.tokens / self.rows / pack_size * 100, 2),
+            "pack_size": pack_size,
+            "min_packed_seqlen": self.shortest,
+        }
+
+
+def _write_files(batches: Iterator[pa.RecordBatch], staging: Staging, stem: str) -> dict[str, str]:
+    """Writes row groups to files; returns the local path of each by name."""
+    paths: dict[str, str] = {}
+    options: dict[str, Any] = {"use_dictionary": False, "write_statistics": False}
+    batch = next(batches, None)
+    while batch is not None:
+        with (
+            staging.file() as file,
+            pq.ParquetWriter(file, SCHEMA, compression="zstd", **options) as writer,
+        ):
+            while batch is not None and file.tell() < FILE_BYTES:
+                writer.write_table(pa.Table.from_batches([batch]), batch.num_rows)
+                batch = next(batches, None)
+        paths[f"{stem}-{len(paths):05d}.idx.parquet"] = file.name
+    return paths
+
+
+class RowMaker:
+    """Converts packs to rows of at most `pack_size` tokens, counted in `figures`; what is padded
+    and no longer fits its row moves to later ones.
+    """
+
+    def __init__(self, pack_size: int, multiple: int, pad_id: int) -> None:
+        self.figures = Figures()
+        self._pack_size, self._multiple, self._pad_id = pack_size, multiple, pad_id
+        self._rest = Examples.empty()
+
+    def add(self, packs: Packs) -> pa.RecordBatch:
+        """Returns one row per pack, and rows of moved sequences once these fill rows."""
+        from packstore.pack.fill import unpack
+
+        waiting = self._rest.num_examples
+        examples = Examples.concat([self._rest, replace(unpack(packs), columns={})])
+        sizes = self._sizes(examples)
+        rows: list[list[int]] = []
+        over = list(range(waiting))
+        for first, last in pairwise((packs.example_offsets + waiting).tolist()):
+            room, row = self._pack_size, []
+            for i in range(first, last):
+                if sizes[i] <= room:
+                    row.append(i)
+                    room -= int(sizes[i])
+                else:
+                    over.append(i)
+                    self.figures.moved += 1
+            rows.append(row)
+        *full, rest = self._next_fit(over, sizes)
+        self._rest = examples.take(np.array(rest, np.int64))
+        return self._batch(examples, sizes, rows + full)
+
+    def finish(self) -> Iterator[pa.RecordBatch]:
+        """Yields the last row, if sequences are left."""
+        if left := self._rest.num_examples:
+            yield self._batch(self._rest, self._sizes(self._rest), [list(range(left))])
+
+    def _next_fit(self, sequences: list[int], sizes: Int64) -> list[list[int]]:
+        """Assigns the sequences to rows, in order; the last row may be empty."""
+        rows: list[list[int]] = [[]]
+        room = self._pack_size
+        for i in sequences:
+            if sizes[i] > room:
+                rows.append([])
+                room = self._pack_size
+            rows[-1].append(i)
+            room -= int(sizes[i])
+        return rows
+
+    def _sizes(self, examples: Examples) -> Int64:
+        """Tokens that each sequence occupies: int64 `[S]`.
+
+        The reader treats all EOS at the end of the inputs as padding. A sequence that continues
+        after an EOS (templates that end a turn with EOS and a line break) keeps it only if its last
+        token is an input too: so it is padded even where its size fits.
+        """
+        inputs, m = examples.lengths.astype(np.int64) - 1, self._multiple
+        sizes = -(-inputs // m) * m
+        if m > 1:
+            last = examples.sequence_offsets[1:] - 1
+            eos = examples.input_ids == self._pad_id
+            cut = (sizes == inputs) & eos[last - 1] & ~eos[last] & examples.supervised[last]
+            sizes += np.where(cut & (sizes + m <= self._pack_size), m, 0)
+        return sizes
+
+    def _batch(self, examples: Examples, sizes: Int64, rows: list[list[int]]) -> pa.RecordBatch:
+        order = np.array([i for row in rows for i in row], np.int64)
+        starts = to_offsets(np.array([len(row) for row in rows]))
+        examples, sizes = examples.take(order), sizes[order]
+        lengths = examples.lengths.astype(np.int64)
+        offsets = to_offsets(sizes + 1)
+        ids = np.full(offsets[-1], self._pad_id, np.int32)
+        mask = np.zeros(offsets[-1], np.int8)
+        at = range_indices(offsets[:-1], lengths)
+        ids[at] = examples.input_ids
+        # The first token of a sequence is never supervised, so the shift crosses no border.
+        mask[at[:-1]] = examples.supervised[1:]
+        if self._multiple > 1:
+            hidden = _hidden(ids, offsets, self._pad_id) & (mask != 0)
+            mask[hidden] = 0
+            self.figures.hidden += int(np.count_nonzero(hidden))
+        self.figures.add(sizes, starts)
+        self.figures.filled += int((sizes + 1 - lengths).sum())
+        tokens = offsets[starts]
+        firsts = (offsets[:-1] - np.repeat(tokens[:-1], np.diff(starts))).astype(np.int32)
+        columns = [(ids, tokens), (mask, tokens), (firsts, starts)]
+        arrays = [
+            pa.ListArray.from_arrays(
+                pa.array(where.astype(np.int32)), pa.array(values), type=field.type
+            )
+            for (values, where), field in zip(columns, SCHEMA, strict=True)
+        ]
+        return pa.RecordBatch.from_arrays(arrays, schema=SCHEMA)
+
+
+def _hidden(ids: Int32, offsets: Int64, pad_id: int) -> Bool:
+    """True for tokens after the last input of their sequence that is not EOS: bool `[N]`."""
+    inputs = np.ones(len(ids), np.bool_)
+    inputs[offsets[1:] - 1] = False
+    real = np.where((ids != pad_id) & inputs, np.arange(len(ids)), -1)
+    last = np.maximum.reduceat(real, offsets[:-1])
+    return np.arange(len(ids)) > np.repeat(last, np.diff(offsets))
 
 
 EXPORTER = Exporter(

@@ -75,10 +75,7 @@ def _write(dataset: Dataset, file: IO[bytes], progress: Progress) -> int:
 
 
 def _frame(rows: int) -> tuple[bytes, bytes]:
-    """The bytes before and after the rows of an array of `rows` objects.
-
-    In the form of numpy 1, which numpy 2 reads too, but not vice versa.
-    """
+    """The bytes around the rows of an array of objects, in numpy 1's form, which 2 reads too."""
     header = io.BytesIO()
     shape = {"descr": "|O", "fortran_order": False, "shape": (rows,)}
     np.lib.format.write_array_header_1_0(header, shape)

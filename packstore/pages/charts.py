@@ -51,7 +51,9 @@ def charts_page(
     """Returns a page: figures, charts, and tables of columns and rows, each with its title."""
     sections = []
     if facts or note:
-        sections.append(frame.section("Figures", frame.facts(facts or {}), frame.paragraph(note)))
+        sections.append(
+            frame.section("Figures", frame.facts(facts or {}), f"<p>{as_html(note)}</p>")
+        )
     sections.append(frame.section("Charts", f'<div class="charts">{"".join(charts)}</div>'))
     for name, (columns, rows) in (tables or {}).items():
         sections.append(frame.section(name, frame.table(columns, rows)))
@@ -100,10 +102,8 @@ def histogram(title: str, values: npt.NDArray[np.generic], unit: str) -> str:
     levels = [level for level in _ticks(0, max(counts)) if level == int(level)]
     shapes = []
     for i, count in enumerate(counts):
-        (left, upper), (right, base) = (
-            _point(i / bars, count / levels[-1]),
-            _point((i + 1) / bars, 0),
-        )
+        left, upper = _point(i / bars, count / levels[-1])
+        right, base = _point((i + 1) / bars, 0)
         end = top if i == bars - 1 else low + (i + 1) * step
         name = f"{_short(low + i * step)} to {_short(end)} {unit}: {count:,}"
         shapes.append(
@@ -153,9 +153,7 @@ def _ticks(low: float, high: float) -> list[float]:
     return [float(f"{step * i:.6g}") for i in np.arange(first, last + 1)]
 
 
-def _marks(
-    low: float, high: float, levels: Sequence[float] | None = None
-) -> list[tuple[float, str]]:
+def _marks(low: float, high: float, levels: Sequence[float] = ()) -> list[tuple[float, str]]:
     """Returns place (a fraction of the axis) and text of each tick from `low` to `high`."""
     inside = [x for x in levels or _ticks(low, high) if low <= x <= high] or [low]
     return [((x - low) / (high - low), _short(x)) for x in inside]

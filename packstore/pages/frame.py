@@ -81,11 +81,6 @@ def section(title: str, *content: str) -> str:
     return f"<section><h2>{as_html(title)}</h2>\n" + "\n".join(content) + "</section>"
 
 
-def paragraph(text: str) -> str:
-    """Returns a paragraph of plain text."""
-    return f"<p>{as_html(text)}</p>"
-
-
 def facts(values: Mapping[str, str]) -> str:
     """Returns names with their values, side by side."""
     pairs = (f"<div><dt>{as_html(n)}</dt><dd>{as_html(v)}</dd></div>" for n, v in values.items())
@@ -95,10 +90,10 @@ def facts(values: Mapping[str, str]) -> str:
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Returns a table."""
     head = "".join(f'<th scope="col">{as_html(c)}</th>' for c in columns)
-    lines = [f"<tr>{''.join(f'<td>{as_html(c)}</td>' for c in row)}</tr>" for row in rows]
+    body = "".join(f"<tr>{''.join(f'<td>{as_html(c)}</td>' for c in row)}</tr>" for row in rows)
     return (
         f'<div class="scroll" tabindex="0"><table><thead><tr>{head}</tr></thead>'
-        f"<tbody>{''.join(lines)}</tbody></table></div>"
+        f"<tbody>{body}</tbody></table></div>"
     )
 
 

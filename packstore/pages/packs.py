@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from packstore.format.arrays import SOURCE_SHIFT, Int32, Packs
+from packstore.format.arrays import SOURCE_SHIFT, Int32, Packs, ids_of
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.inputs.pieces import place_of
 from packstore.pages import frame
@@ -99,9 +99,7 @@ class PackReader:
 
     def _texts_of(self, signed_ids: Int32) -> list[str | None]:
         """Decodes a sequence; a text never crosses an edge of the supervision."""
-        on = signed_ids >= 0
-        ids = np.where(on, signed_ids, ~signed_ids)
-        runs = np.split(ids, np.flatnonzero(np.diff(on)) + 1)
+        runs = np.split(ids_of(signed_ids), np.flatnonzero(np.diff(signed_ids >= 0)) + 1)
         return [text for run in runs for text in self.texts(run.tolist())]
 
     def texts(self, ids: Sequence[int]) -> list[str | None]:

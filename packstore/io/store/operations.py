@@ -50,15 +50,15 @@ def uploads(location: Location) -> list[Upload] | None:
     if not clients.is_s3fs(fs):
         return None
     bucket, prefix, _ = fs.split_path(full.strip("/") + "/")
-    query, found = {"Bucket": bucket, "Prefix": prefix}, list[Upload]()
+    query, listed = {"Bucket": bucket, "Prefix": prefix}, list[Upload]()
     while True:
         call = partial(fs.call_s3, "list_multipart_uploads", **query)
         page = location.request("list", "", call)
         for upload in page.get("Uploads", ()):
             path = upload["Key"].removeprefix(prefix)
-            found.append(Upload(path, _since(upload["Initiated"]), upload["UploadId"]))
+            listed.append(Upload(path, _since(upload["Initiated"]), upload["UploadId"]))
         if not page.get("IsTruncated"):
-            return found
+            return listed
         query |= {f"{name}Marker": page[f"Next{name}Marker"] for name in ("Key", "UploadId")}
 
 

@@ -32,10 +32,9 @@ class Staging:
     def __init__(self, location: Location, folders: tuple[str, ...] = ("",)) -> None:
         root = location.local_path
         self._location, self._folder, self._count = location, "", 0
-        self._folders: list[str] = []
-        if root is not None:
-            self._folders = [os.path.normpath(os.path.join(root, folder)) for folder in folders]
         self.durable = root is not None
+        paths = [os.path.normpath(os.path.join(root or "", folder)) for folder in folders]
+        self._folders = paths if self.durable else []
         self._lock = threading.Lock()
 
     def path(self) -> str:
