@@ -36,12 +36,7 @@ LOGITS_TO_KEEP = "logits_to_keep"
 
 
 class PackedLabels:
-    """A batch in the place of the Trainer's labels, which counts the items of its loss.
-
-    Attributes:
-        batch: the batch.
-        loss_fn: the loss whose items are counted; None: examples are counted.
-    """
+    """A batch in the place of the Trainer's labels: counts what `loss_fn` does, or examples."""
 
     def __init__(
         self, batch: PackedBatch, loss_fn: PreferenceLoss | None = None, count: int | None = None
@@ -89,8 +84,8 @@ class KeptRows:
     @property
     def targets(self) -> Targets:
         """The targets of the batch, each predicted by a row of its own."""
-        own = self.batch.targets
-        return replace(own, rows=torch.arange(len(own.ids), device=own.ids.device))
+        targets = self.batch.targets
+        return replace(targets, rows=torch.arange(len(targets.ids), device=targets.ids.device))
 
 
 class PackedInputs(dict[str, Any]):
@@ -168,12 +163,14 @@ class PackedLoss:
 
     def __init__(self, loss_fn: PreferenceLoss, reference: nn.Module | None = None) -> None:
         if loss_fn.sft_weight and loss_fn.sft_average == "token":
-            needed = (
-                "the SFT term must be divided by the number of pairs, which is all that it counts"
-            )
-            remedy = "Use sft_average='sequence_mean' or 'sequence_sum', or a loop of your own"
             raise ConfigError(
-                sentence("transformers' Trainer", needed, "a mean over tokens", remedy)
+                sentence(
+                    "transformers' Trainer",
+                    "the SFT term must be divided by the number of pairs, which is all that it "
+                    "counts",
+                    "a mean over tokens",
+                    "Use sft_average='sequence_mean' or 'sequence_sum', or a loop of your own",
+                )
             )
         self.loss_fn, self.reference = loss_fn, reference
         self.metrics, self.held_out = Metrics(), Metrics()
@@ -190,7 +187,16 @@ class PackedLoss:
         Raises:
             ConfigError: the collator counted examples, and the loss divides by something else.
         """
-        self._check(labels)
+        if not self.loss_fn.by_example(labels.batch) and labels.loss_fn is not self.loss_fn:
+            kind = labels.batch.kind
+            raise ConfigError(
+                sentence(
+                    "PackedLoss",
+                    f"the collator must count what {self.loss_fn!r} divides by",
+                    "examples or those of another loss",
+                    f"Make it PackCollator({kind!r}, loss_fn=loss_fn), of the same loss",
+                )
+            )
         logits = outputs["logits"]
         batch = labels.batch.to(logits.device)
         if num_items_in_batch is None:
@@ -203,8 +209,8 @@ class PackedLoss:
         ref_logps = None
         if self.reference is not None and self.loss_fn.reference:
             with torch.no_grad(), _policy_precision(logits.device):
-                few = {LOGITS_TO_KEEP: batch.targets.rows} if kept else {}
-                of_reference = self.reference(**batch.model_inputs(), **few).logits
+                rows = {LOGITS_TO_KEEP: batch.targets.rows} if kept else {}
+                of_reference = self.reference(**batch.model_inputs(), **rows).logits
             ref_logps = segment_logps(row, logits=of_reference)
         logps = segment_logps(row, logits=logits)
         if self.routers is not None and torch.is_grad_enabled():
@@ -213,18 +219,6 @@ class PackedLoss:
         out = self.loss_fn(logps, batch, ref_logps, divisor=divisor)
         (self.metrics if torch.is_grad_enabled() else self.held_out).add(out.metrics)
         return out.loss
-
-    def _check(self, labels: PackedLabels) -> None:
-        if self.loss_fn.by_example(labels.batch) or labels.loss_fn is self.loss_fn:
-            return
-        raise ConfigError(
-            sentence(
-                "PackedLoss",
-                f"the collator must count what {self.loss_fn!r} divides by",
-                "examples or those of another loss",
-                f"Make it PackCollator({labels.batch.kind!r}, loss_fn=loss_fn), of the same loss",
-            )
-        )
 
 
 def _policy_precision(device: torch.device) -> AbstractContextManager[Any]:

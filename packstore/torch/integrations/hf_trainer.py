@@ -80,11 +80,10 @@ class PackedTrainerMixin:
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Adds the metrics since the last call, over all ranks; a collective call."""
-        trained = [name for name in logs if name == "loss"]
         held_out = [n for n in logs if n.endswith("_loss") and n != "train_loss"]
-        if trained:
-            own = self.packed_loss.metrics.means()
-            logs |= {name: value for name, value in own.items() if name != "loss"}
+        if "loss" in logs:
+            means = self.packed_loss.metrics.means()
+            logs |= {name: value for name, value in means.items() if name != "loss"}
         elif held_out:
             prefix = held_out[0].removesuffix("loss")
             means = self.packed_loss.held_out.means()
@@ -100,9 +99,13 @@ def _keeps_few(model: Any) -> bool:
 
 def _check_whole(dataset: Any) -> None:
     """Refuses a dataset of packs, or one of several, that yields only this rank's share."""
-    for one in dataset.values() if isinstance(dataset, dict) else [dataset]:
-        if isinstance(one, PackedDataset) and one.world_size != 1:
-            needed = "the trainer deals packs to the ranks, so the dataset must not"
-            found = f"a PackedDataset of rank {one.rank} of {one.world_size}"
-            remedy = "Make it with rank=0, world_size=1"
-            raise ConfigError(sentence("PackedTrainerMixin", needed, found, remedy))
+    for part in dataset.values() if isinstance(dataset, dict) else [dataset]:
+        if isinstance(part, PackedDataset) and part.world_size != 1:
+            raise ConfigError(
+                sentence(
+                    "PackedTrainerMixin",
+                    "the trainer deals packs to the ranks, so the dataset must not",
+                    f"a PackedDataset of rank {part.rank} of {part.world_size}",
+                    "Make it with rank=0, world_size=1",
+                )
+            )

@@ -67,20 +67,29 @@ def loss_from_nemo(settings: Mapping[str, Any], *, pack_mean: bool = False) -> P
             f"choose one of: {', '.join(LOSS_NAMES)}."
         )
     if not beta:
-        needed = "ref_policy_kl_penalty must be above 0"
-        remedy = "NeMo-Aligner's own configuration sets 0.2"
-        raise ConfigError(sentence("NeMo-Aligner's settings", needed, quote(beta), remedy))
-    averaged = _flag(given, "preference_average_log_probs")
-    sft_averaged = averaged
-    if given["sft_average_log_probs"] is not None:
-        sft_averaged = _flag(given, "sft_average_log_probs")
+        raise ConfigError(
+            sentence(
+                "NeMo-Aligner's settings",
+                "ref_policy_kl_penalty must be above 0",
+                quote(beta),
+                "NeMo-Aligner's own configuration sets 0.2",
+            )
+        )
+    if given["sft_average_log_probs"] is None:
+        given["sft_average_log_probs"] = given["preference_average_log_probs"]
+    for flag in ("preference_average_log_probs", "sft_average_log_probs"):
+        if not isinstance(given[flag], bool):
+            raise ConfigError(
+                f"NeMo-Aligner's {flag} must be true or false; found {quote(given[flag])}."
+            )
+    averaged = given["preference_average_log_probs"]
     on_sums, on_means = LOSS_NAMES[loss]
     name = on_means if averaged and on_means else on_sums
     eta = {"eta": given["gt_reward_scale"]} if loss.startswith("rpo") else {}
     return PreferenceLoss(
         {name: given["preference_loss_weight"]},
         sft_weight=given["sft_loss_weight"],
-        sft_average="sequence_mean" if sft_averaged else "sequence_sum",
+        sft_average="sequence_mean" if given["sft_average_log_probs"] else "sequence_sum",
         average_logps=averaged and on_means is None,
         reduction="pack_mean" if pack_mean else "sum",
         beta=beta,
@@ -123,10 +132,3 @@ def nemo_metrics(
         "rewards_all_mean": every,
         "rewards_all_std": math.sqrt(variance),
     }
-
-
-def _flag(given: Mapping[str, Any], name: str) -> bool:
-    value = given[name]
-    if not isinstance(value, bool):
-        raise ConfigError(f"NeMo-Aligner's {name} must be true or false; found {quote(value)}.")
-    return value

@@ -13,6 +13,7 @@ the softmax so far, as flash attention sums values, and the backward pass is a s
 from __future__ import annotations
 
 import math
+from functools import reduce
 from typing import Any
 
 import torch
@@ -125,10 +126,7 @@ class HeadLogProbs(torch.autograd.Function):
 
 def exact_dtype(*values: Tensor) -> torch.dtype:
     """Returns the widest dtype of the tensors, at least float32."""
-    widest = torch.float32
-    for value in values:
-        widest = torch.promote_types(widest, value.dtype)
-    return widest
+    return reduce(torch.promote_types, (value.dtype for value in values), torch.float32)
 
 
 def _operand_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
@@ -148,14 +146,8 @@ def _d_logps(
     """The derivative of the log-probs by the hidden states, `[n, H]`, of a head without gradient.
 
     ``scale * ((1 - softmax_t) * slope_t * W_t - rest)``: of two terms that nearly cancel where the
-    model is sure of the target t, only the difference is rounded. Overwrites its inputs.
-
-    Args:
-        rest: ``sum of softmax_j * slope_j * W_j`` over all columns but the target, `[n, H]`.
-        target_rows: ``W_t``.
-        logps: log-probs, `[n]`.
-        target_logits: logits of the targets, `[n]`.
-        how: scale and cap.
+    model is sure of the target t, only the difference is rounded. Overwrites its inputs: `rest`,
+    the sum of ``softmax_j * slope_j * W_j`` over all columns j but t, and `target_rows`, ``W_t``.
     """
     share = torch.expm1(logps).neg_()
     if how.softcap is not None:

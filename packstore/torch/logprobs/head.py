@@ -78,14 +78,12 @@ class Head:
     @property
     def weight(self) -> Tensor:
         """`[V, H]`; with PEFT, that of the active adapter."""
-        weight: Tensor = self.output.weight  # type: ignore[assignment]
-        return weight
+        return self.output.weight  # type: ignore[return-value]
 
     @property
     def bias(self) -> Tensor | None:
         """`[V]`, or None."""
-        bias: Tensor | None = getattr(self.output, "bias", None)
-        return bias
+        return getattr(self.output, "bias", None)
 
     def logps(
         self,
@@ -96,10 +94,7 @@ class Head:
     ) -> Tensor:
         """Computes :func:`segment_logps` of the batch, `[S]`, without making the logits.
 
-        Args:
-            batch: the batch.
-            routers: if given, the log-probs carry the load-balancing losses of the experts.
-            settings: see :func:`segment_logps`.
+        With `routers`, the log-probs carry the load-balancing losses of the experts.
 
         Raises:
             CompatibilityError: the routers do not give what that loss needs.
@@ -120,7 +115,9 @@ class Head:
             softcap=self.softcap,
             **settings,
         )
-        return logps if losses is None or routers is None else carry(logps, losses, routers.model)
+        if losses is None or routers is None:
+            return logps
+        return carry(logps, losses, routers.model)
 
 
 _PROVED: WeakKeyDictionary[nn.Module, Head] = WeakKeyDictionary()
@@ -232,8 +229,9 @@ def _read_heads(model: Any) -> list[Head]:
     output = getattr(model, "get_output_embeddings", lambda: None)()
     backbone = backbone_of(model)
     if output is None or backbone is model or not hasattr(model, "config"):
-        needed = "it must be a causal LM with get_output_embeddings() and a base model"
-        raise _unfit(model, needed, "none")
+        raise _unfit(
+            model, "it must be a causal LM with get_output_embeddings() and a base model", "none"
+        )
     inner = getattr(output, "original_module", output)  # PEFT's copy for modules_to_save
     weight = getattr(inner, "weight", None)
     plain = isinstance(inner, nn.Linear) and type(weight) is nn.Parameter
@@ -241,46 +239,50 @@ def _read_heads(model: Any) -> list[Head]:
         kind = f"{type(inner).__name__} of {type(weight).__name__}"
         if hasattr(inner, "base_layer"):
             kind = f"an adapter over it ({type(inner).__module__}.{type(inner).__name__})"
-        needed = "its head must be a matrix of its own, which LoRA, quantization and shards are not"
-        raise _unfit(model, needed, kind)
+        raise _unfit(
+            model,
+            "its head must be a matrix of its own, which LoRA, quantization and shards are not",
+            kind,
+        )
     config = model.config.get_text_config()
-    scale = 1.0
-    if getattr(model, "logit_scale", None) is not None:
-        scale = float(model.logit_scale)
-    elif getattr(config, "logits_scaling", None) is not None:
-        scale = 1 / float(config.logits_scaling)
+    scale = getattr(model, "logit_scale", None)
+    if scale is None:
+        scale = 1 / (getattr(config, "logits_scaling", None) or 1.0)
     caps = (getattr(config, name, None) for name in CAPS)
     softcap = next((cap for cap in caps if cap is not None), None)
     backbones = {backbone: None, getattr(backbone, "decoder", backbone): None}
-    return [Head(each, output, scale, softcap) for each in backbones]
+    return [Head(each, output, float(scale), softcap) for each in backbones]
 
 
 @torch.no_grad()
 def _prove(model: Any, heads: list[Head]) -> Head:
-    """Compares the model's logits of a few tokens with those of each candidate head.
+    """Returns the first head whose logits of a few tokens are the model's own.
 
     Hidden states are scaled up for both. Autocast is off, as it would round only one of them,
     and so is TF32, whose rounding is larger than the tolerance of float32.
-
-    Returns:
-        The first head that agrees.
     """
     weight = heads[0].weight
     with torch.autocast(weight.device.type, enabled=False), ieee_products():
         gaps = [_gap(model, head) for head in heads]
-    if any(gap is not None and math.isnan(gap) for gap in gaps):
+    known = [gap for gap in gaps if gap is not None]
+    if any(map(math.isnan, known)):
         remedy = "Look at its weights: a training that diverged leaves such ones"
         raise _unfit(model, "its logits must be finite", "nan", remedy)
     limit = PROBE_LOGIT * (2e-2 if torch.finfo(weight.dtype).bits < 32 else 1e-4)
     for head, gap in zip(heads, gaps, strict=True):
         if gap is not None and gap <= limit:
             return head
-    known = [gap for gap in gaps if gap is not None]
     if not known:
-        needed = f"its base model must give the head hidden states of its width, {weight.shape[1]}"
-        raise _unfit(model, needed, "layers between the two, or a base model that is not called")
-    needed = "its logits must be its hidden states times its head, scaled and capped by its config"
-    raise _unfit(model, needed, f"logits off by {min(known):.2g}")
+        raise _unfit(
+            model,
+            f"its base model must give the head hidden states of its width, {weight.shape[1]}",
+            "layers between the two, or a base model that is not called",
+        )
+    raise _unfit(
+        model,
+        "its logits must be its hidden states times its head, scaled and capped by its config",
+        f"logits off by {min(known):.2g}",
+    )
 
 
 def _gap(model: Any, head: Head) -> float | None:
@@ -326,8 +328,12 @@ def probe_inputs(weight: Tensor) -> dict[str, Any]:
     ends = torch.tensor([0, n], dtype=torch.int32, device=weight.device)
     layout = AttentionLayout(ends, ends, n, n, n)
     positions = torch.arange(n, device=weight.device)
-    inputs = {"input_ids": ids[None], "position_ids": positions[None], "use_cache": False}
-    return {**inputs, "packed_layout": layout}
+    return {
+        "input_ids": ids[None],
+        "position_ids": positions[None],
+        "use_cache": False,
+        "packed_layout": layout,
+    }
 
 
 def _unfit(model: Any, needed: str, given: str, remedy: str = USE_LOGITS) -> CompatibilityError:

@@ -73,7 +73,11 @@ def segment_logps(
         keep = keep_logits and torch.is_grad_enabled()
         how = Projection(logit_scale, softcap, size, backend, keep)
         rows = _rows(batch, targets, hidden, "hidden")
-        _check_head(rows, weight, bias)
+        width = rows.shape[-1]
+        shapes = [tuple(x.shape) for x in (weight, bias) if x is not None]
+        if len(shapes[0]) != 2 or shapes[0][1] != width or shapes[1:] not in ([], [shapes[0][:1]]):
+            needed = f"weight must be [V, {width}], as hidden is [T, {width}], and bias [V]"
+            raise ConfigError(sentence("segment_logps", needed, " and ".join(map(str, shapes))))
         logps: Tensor = HeadLogProbs.apply(rows, weight, bias, targets.ids, how)  # type: ignore[no-untyped-call]
         return _sum_by_segment(logps, targets, batch.num_segments)
     of_head = (bias, logit_scale, softcap, keep_logits, backend)
@@ -107,14 +111,6 @@ def _rows(batch: TokenRow, targets: Targets, values: Tensor | None, name: str) -
             )
         )
     return values.reshape(batch.num_tokens, shape[-1])[targets.rows]
-
-
-def _check_head(hidden: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
-    width = hidden.shape[-1]
-    shapes = [tuple(x.shape) for x in (weight, bias) if x is not None]
-    if len(shapes[0]) != 2 or shapes[0][1] != width or shapes[1:] not in ([], [shapes[0][:1]]):
-        needed = f"weight must be [V, {width}], as hidden is [T, {width}], and bias [V]"
-        raise ConfigError(sentence("segment_logps", needed, " and ".join(map(str, shapes))))
 
 
 def _sum_by_segment(logps: Tensor, targets: Targets, num_segments: int) -> Tensor:

@@ -37,18 +37,12 @@ def choose_precision(asked: Precision, device: torch.device, weights: torch.dtyp
 
     That is on a CUDA device of compute capability 8 or newer, without an autocast around the call.
     Logs the choice, and a warning if such a device computes in float32.
-
-    Args:
-        asked: the setting.
-        device: the device that the model will run on.
-        weights: dtype of the model's weights.
-
-    Raises:
-        ConfigError: `asked` is unknown.
     """
     if asked not in get_args(Precision):
-        known = ", ".join(get_args(Precision))
-        raise ConfigError(f"mixed_precision must be one of: {known}; found {quote(asked)}.")
+        raise ConfigError(
+            f"mixed_precision must be one of: {', '.join(get_args(Precision))}; "
+            f"found {quote(asked)}."
+        )
     around = torch.is_autocast_enabled(device.type)
     if around or weights != torch.float32 or not flash.runs_on(device):
         return "bf16" if asked == "bf16" else "none"
@@ -82,12 +76,10 @@ def autocast(device: torch.device, mixed_precision: Chosen) -> AbstractContextMa
 def describe_arithmetic(
     model: nn.Module, device: torch.device | None = None, *, adapter: bool = True
 ) -> Arithmetic:
-    """Describes the numerics of `model` under the autocast that is active around this call.
+    """Describes the numerics of `model`, which runs a few tokens, under the autocast of this call.
 
-    Args:
-        model: a Hugging Face causal LM prepared by ``use_packed_attention``; it runs a few tokens.
-        device: the device that the model will run on; default: its current one.
-        adapter: False ignores the weights of adapters.
+    Without `adapter`, the weights of adapters are ignored; `device` is the one that the model will
+    run on.
 
     Returns:
         ``weight_dtype``: dtypes of all floating weights (several: sorted, comma-separated);
@@ -100,8 +92,10 @@ def describe_arithmetic(
     lower = None
     if torch.is_autocast_enabled(device.type):
         lower = torch.get_autocast_dtype(device.type)
+    tensors = unwrapped(model).named_parameters()
+    kept = [t for n, t in tensors if adapter or not is_added(n)]
     return {
-        "weight_dtype": _weight_dtype(model, adapter),
+        "weight_dtype": ", ".join(sorted({short(t.dtype) for t in kept if t.is_floating_point()})),
         "autocast_dtype": None if lower is None else short(lower),
         "attention": _attention(model, device, lower),
         "head_dtype": short(exact_dtype(weight)),
@@ -120,12 +114,6 @@ def is_added(name: str) -> bool:
     return "lora_" in name or ".modules_to_save." in name
 
 
-def _weight_dtype(model: nn.Module, adapter: bool) -> str:
-    tensors = unwrapped(model).named_parameters()
-    kept = [t for n, t in tensors if adapter or not is_added(n)]
-    return ", ".join(sorted({short(t.dtype) for t in kept if t.is_floating_point()}))
-
-
 def _attention(model: nn.Module, device: torch.device, lower: torch.dtype | None) -> str:
     """The backend's public name; several chosen by ``auto``: sorted, comma-separated."""
     name = str(unwrapped(model).config._attn_implementation).removeprefix("packstore_")
@@ -136,11 +124,10 @@ def _attention(model: nn.Module, device: torch.device, lower: torch.dtype | None
     from packstore.torch.attention import _auto  # brings in torch's compiler, which takes a second
 
     head = find_head(model)
-    own = head.weight.device.type
     with (
         evaluating(model),
         torch.no_grad(),
-        torch.autocast(own, lower, enabled=lower is not None),
+        torch.autocast(head.weight.device.type, lower, enabled=lower is not None),
         _auto.chosen_on(device) as names,
     ):
         head.backbone(**probe_inputs(head.weight))
@@ -150,13 +137,13 @@ def _attention(model: nn.Module, device: torch.device, lower: torch.dtype | None
 def _device_kind(device: torch.device) -> str:
     if device.type != "cuda":
         return device.type
-    found = torch.cuda.get_device_properties(device)
-    hip = str(getattr(found, "gcnArchName", "")).split(":")[0] if torch.version.hip else ""
-    return f"cuda {hip or f'sm_{found.major}{found.minor}'}"
+    properties = torch.cuda.get_device_properties(device)
+    hip = str(getattr(properties, "gcnArchName", "")).split(":")[0] if torch.version.hip else ""
+    return f"cuda {hip or f'sm_{properties.major}{properties.minor}'}"
 
 
 def _float32_matmul(device: torch.device) -> str:
     """``ieee``, ``tf32`` or ``bf16``."""
     backend = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
-    told = str(backend.matmul.fp32_precision)
-    return "ieee" if told == "none" else told
+    rounding = str(backend.matmul.fp32_precision)
+    return "ieee" if rounding == "none" else rounding

@@ -32,12 +32,7 @@ _NAME = re.compile(r"([0-9]{5})-([0-9a-f]{64})\.bin")
 
 
 class Parts:
-    """Part files in a folder of the side dataset, each named by its number and its hash.
-
-    Args:
-        location: location of the side dataset.
-        run: id of the run; it differs if the values would.
-    """
+    """Part files of a run, whose id differs if values would; named by number and hash."""
 
     def __init__(self, location: Location, run: str) -> None:
         self.location, self.folder = location, f"parts-{run}"
@@ -63,19 +58,18 @@ class Parts:
             self.location.create_bytes(f"{self.folder}/{name}", data)
 
     def read(self) -> Iterator[Values]:
-        """Yields all parts in order.
-
-        Raises:
-            IntegrityError: a part changed since it was written.
-        """
+        """Yields all parts in order, each verified."""
         for _, path, sha256 in self._files():
             data = self.location.read_bytes(path)
             if hashlib.sha256(data).hexdigest() != sha256:
-                where, needed = (
-                    self.location.join(path).display,
-                    "its hash must be that of its name",
+                raise IntegrityError(
+                    sentence(
+                        self.location.join(path).display,
+                        "its hash must be that of its name",
+                        "another",
+                        "Run the command again",
+                    )
                 )
-                raise IntegrityError(sentence(where, needed, "another", "Run the command again"))
             head, _, rest = data.partition(b"\n")
             examples, sequences = orjson.loads(head)
             ids = np.frombuffer(rest, "<i8", examples)
@@ -96,11 +90,7 @@ class Parts:
 
 
 def run_on_rank_zero(make: Callable[[], T]) -> T:
-    """Runs `make` on rank 0; returns its result or raises its error on all ranks. Collective.
-
-    Raises:
-        PackstoreError: that of rank 0; on other ranks, also in the place of any other error.
-    """
+    """Runs `make` on rank 0; returns its result, or raises its error, on all ranks. Collective."""
     if not distributed():
         return make()
     result: list[Any] = [None, None]

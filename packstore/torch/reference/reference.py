@@ -128,8 +128,8 @@ def write_ref_logps(
     provenance, missing = run_on_rank_zero(begin)
     parts = parts_of(provenance)
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if distributed() else (0, 1)
-    mine = missing[rank::ranks]
-    for number, values in _computed(model, dataset, config, lower, set(mine), progress):
+    mine = set(missing[rank::ranks])
+    for number, values in _computed(model, dataset, config, lower, mine, progress):
         parts.put(number, values)
     if distributed():
         dist.barrier()

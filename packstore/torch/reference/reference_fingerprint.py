@@ -8,7 +8,7 @@ import logging
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from packstore.errors import CompatibilityError, quote, sentence
 from packstore.io.dataset.dataset import Dataset
@@ -41,19 +41,11 @@ def describe_reference(
     """Returns the provenance that a side dataset of this model's log-probs records.
 
     ``model_sha256`` and ``model_rounded_sha256`` are :func:`weights_sha256` of the exact weights,
-    and of the weights rounded to bfloat16; the rest is :func:`describe_arithmetic` under the
-    autocast that is active around this call.
-
-    Args:
-        model: the reference.
-        data: the dataset.
-        device: the device that the model will run on; default: its current one.
-        adapter: False ignores what PEFT added.
+    and of the weights rounded to bfloat16; the rest is :func:`describe_arithmetic`.
     """
     manifest = data.manifest if isinstance(data, Dataset) else data
     tokenizer = manifest.provenance.get("tokenizer") or {}
     template = tokenizer.get("chat_template")
-    template_sha256 = None if template is None else hashlib.sha256(template.encode()).hexdigest()
     config: Any = unwrapped(model).config
     return {
         "model": str(getattr(config, "_name_or_path", "") or "unnamed"),
@@ -61,7 +53,9 @@ def describe_reference(
         "model_rounded_sha256": weights_sha256(model, adapter=adapter, rounded=True),
         "adapter": adapter and adapted(model) is not None,
         "tokenizer_sha256": tokenizer.get("sha256"),
-        "chat_template_sha256": template_sha256,
+        "chat_template_sha256": None
+        if template is None
+        else hashlib.sha256(template.encode()).hexdigest(),
         **describe_arithmetic(model, device, adapter=adapter),
     }
 
@@ -90,7 +84,8 @@ def weights_sha256(model: nn.Module, *, adapter: bool = True, rounded: bool = Fa
         digest.update(f"{name} {tuple(tensor.shape)}{kind}".encode())
         if rounded and tensor.is_floating_point():
             tensor = tensor.detach().to(torch.bfloat16)
-        digest.update(_bytes(tensor))
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        digest.update(flat.view(torch.uint8).numpy().tobytes())
     if not rounded:
         for name, buffer in sorted(base.named_buffers()):
             if _plain_name(name) not in tensors:
@@ -132,26 +127,24 @@ def check_reference(
             remedy = "Make it anew with packstore ref-logps"
             raise CompatibilityError(sentence(side.url, f"it must say its {name}", "none", remedy))
         if recorded[name] != expected[name]:
-            needed = f"its {name} must be that of the training, {quote(expected[name], 20)}"
-            remedy = _remedy(name, expected[name])
-            raise CompatibilityError(sentence(side.url, needed, quote(recorded[name], 20), remedy))
+            raise CompatibilityError(
+                sentence(
+                    side.url,
+                    f"its {name} must be that of the training, {quote(expected[name], 20)}",
+                    quote(recorded[name], 20),
+                    _remedy(name, expected[name]),
+                )
+            )
 
 
 def check_arithmetic(side: Side, model: nn.Module, device: torch.device | None = None) -> None:
-    """Logs a warning if log-probs were computed with other numerics than `model` uses now.
-
-    For a model that is not the reference: weights are not compared.
-
-    Args:
-        side: a side dataset from :func:`~packstore.torch.reference.reference.write_ref_logps`.
-        model: the policy.
-        device: the device that it will run on; default: its current one.
-    """
+    """Logs a warning if log-probs have other numerics than `model`, whose weights may differ."""
     for name, value in describe_arithmetic(model, device, adapter=False).items():
         recorded = side.manifest.provenance.get(name, "unknown")
         if name in ARITHMETIC_NAMES and recorded != value:
-            text = "%s was made with %s %s, this run computes with %s"
-            logger.warning(text, side.url, name, recorded, value)
+            logger.warning(
+                "%s was made with %s %s, this run computes with %s", side.url, name, recorded, value
+            )
 
 
 def _remedy(name: str, value: object) -> str:
@@ -171,7 +164,3 @@ def _remedy(name: str, value: object) -> str:
 
 def _plain_name(name: str) -> str:
     return name.replace(".base_layer.", ".").replace(".original_module.", ".")
-
-
-def _bytes(tensor: Tensor) -> bytes:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

@@ -51,19 +51,7 @@ PLANNED = ("epochs", "max_steps", "examples_per_step")
 
 @dataclass(frozen=True, kw_only=True)
 class RunState:
-    """State of a run, as JSON values.
-
-    Attributes:
-        step: optimizer steps done.
-        total_steps: optimizer steps of the schedule.
-        examples: examples trained on.
-        loader: position of the loader.
-        schedule: state of the learning rate schedule.
-        optimizer: parameter groups of the optimizer.
-        random: state of the random generators of each rank.
-        evaluation: metrics of the validation at this step, or None.
-        config: the settings.
-    """
+    """State of a run, as JSON values; `random` is that of each rank, `evaluation` of this step."""
 
     step: int
     total_steps: int
@@ -77,7 +65,7 @@ class RunState:
 
     @property
     def score(self) -> float:
-        """Loss on the validation set; infinite without validation."""
+        """Loss on the validation set; infinite without one."""
         return (self.evaluation or {}).get("eval/loss", float("inf"))
 
 
@@ -111,18 +99,7 @@ def save_checkpoint(
     folder: Path,
     state: dict[str, Any],
 ) -> None:
-    """Writes a checkpoint; a collective call.
-
-    Args:
-        accelerator: the Accelerator.
-        policy: the policy, prepared by Accelerate.
-        optimizer: the torch optimizer, unwrapped.
-        folder: folder of the run's checkpoints.
-        state: fields of :class:`RunState` except `optimizer` and `random`.
-
-    Raises:
-        StorageError: the checkpoint cannot be written.
-    """
+    """Writes a checkpoint; collective. `state`: a `RunState` less `optimizer` and `random`."""
     from accelerate.utils import gather_object
 
     final = folder / f"step-{state['step']:08d}"
@@ -143,10 +120,14 @@ def save_checkpoint(
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, OSError | SafetensorError):
-            needed = "it must be possible to write it"
-            remedy = "Make room; the checkpoints before it are as they were"
-            where = f"checkpoint {final}"
-            raise StorageError(sentence(where, needed, str(error), remedy)) from error
+            raise StorageError(
+                sentence(
+                    f"checkpoint {final}",
+                    "it must be possible to write it",
+                    str(error),
+                    "Make room; the checkpoints before it are as they were",
+                )
+            ) from error
         raise
     accelerator.wait_for_everyone()
 
@@ -162,11 +143,7 @@ def commit(partial: Path, final: Path) -> None:
 
 
 def read_state(checkpoint: Path) -> RunState:
-    """Reads the JSON part of a checkpoint.
-
-    Raises:
-        FormatError: it is no checkpoint of this version.
-    """
+    """Reads the JSON part of a checkpoint."""
     try:
         values = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
         if values.pop("format") != FORMAT:
@@ -183,26 +160,23 @@ def load_optimizer(
     checkpoint: Path,
     state: RunState,
 ) -> None:
-    """Restores the optimizer's state; a collective call.
-
-    Whether updates are fused is not restored: it depends on the device of this run.
-
-    Raises:
-        FormatError: the state's file is damaged or missing.
-    """
+    """Restores the optimizer's state, but for whether updates are fused; a collective call."""
     of_parameter: dict[str, dict[str, Tensor]] = defaultdict(dict)
     try:
         tensors = load_file(checkpoint / OPTIMIZER)
     except (OSError, SafetensorError) as error:
-        needed = f"{OPTIMIZER} must hold the optimizer's state"
-        remedy = "Remove this checkpoint, to go on from the one before"
         raise FormatError(
-            sentence(f"checkpoint {checkpoint}", needed, str(error), remedy)
+            sentence(
+                f"checkpoint {checkpoint}",
+                f"{OPTIMIZER} must hold the optimizer's state",
+                str(error),
+                "Remove this checkpoint, to go on from the one before",
+            )
         ) from error
     for name, tensor in tensors.items():
         parameter, _, entry = name.rpartition(".")
         of_parameter[parameter][entry] = tensor
-    fused = optimizer.param_groups[0]["fused"]
+    fused = optimizer.param_groups[0]["fused"]  # it depends on the device of this run
     groups = [{**group, "fused": fused} for group in state.optimizer]
     whole: dict[str, Any] = {"state": dict(of_parameter), "param_groups": groups}
     options = StateDictOptions(full_state_dict=True)
@@ -214,12 +188,6 @@ def checkpoints(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
     return sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name))
-
-
-def step_of(checkpoint: Path) -> int:
-    """Returns the step in a checkpoint's name."""
-    match = _NAME.fullmatch(checkpoint.name)
-    return int(match[1]) if match else 0
 
 
 def best_checkpoint(folder: Path) -> Path | None:
@@ -261,27 +229,25 @@ def set_random_state(state: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state(_tensor(state["cuda"]))
 
 
-def _hex(state: torch.Tensor) -> str:
+def _hex(state: Tensor) -> str:
     return state.numpy().tobytes().hex()
 
 
-def _tensor(text: str) -> torch.Tensor:
+def _tensor(text: str) -> Tensor:
     return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
 
 
 def find_checkpoint(config: TrainConfig) -> Path | None:
-    """Returns the checkpoint to resume from, or None to start.
-
-    Raises:
-        ConfigError: a required checkpoint is missing, an unexpected one exists, or the output holds
-            a model without checkpoints.
-    """
+    """Returns the checkpoint to resume from, or None to start in an output without a model."""
     saved = checkpoints(Path(config.output, "checkpoints"))
-    if not saved:
-        _check_new(config.output)
+    if not saved and Path(config.output, "model").exists():
+        needed = "it must hold no model without checkpoints"
+        remedy = "Choose another output, or move it away"
+        raise ConfigError(sentence(f"output {config.output}", needed, "model", remedy))
     if config.resume not in ("auto", "never"):
         chosen = Path(config.resume)
-        later = [path.name for path in saved if step_of(path) > step_of(chosen)]
+        name = chosen.name if _NAME.fullmatch(chosen.name) else ""
+        later = [path.name for path in saved if path.name > name]
         if later and chosen.is_dir():
             needed = "its output must have no later checkpoints"
             remedy = "Remove them, or choose another output"
@@ -294,24 +260,18 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
 
 
 def make_output(config: TrainConfig) -> None:
-    """Makes the folder of the run.
-
-    Raises:
-        StorageError: the folder cannot be made or written.
-    """
+    """Makes the folder of the run."""
     try:
         Path(config.output).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        where, needed = f"output {config.output}", "the output must be a folder that can be written"
-        raise StorageError(sentence(where, needed, str(error.strerror), "Name another")) from error
-
-
-def _check_new(output: str) -> None:
-    """Refuses an output with a model but no checkpoints, as this run would replace the model."""
-    if Path(output, "model").exists():
-        needed = "it must hold no model without checkpoints"
-        remedy = "Choose another output, or move it away"
-        raise ConfigError(sentence(f"output {output}", needed, "model", remedy))
+        raise StorageError(
+            sentence(
+                f"output {config.output}",
+                "the output must be a folder that can be written",
+                str(error.strerror),
+                "Name another",
+            )
+        ) from error
 
 
 def keep_precision(config: TrainConfig, before: Mapping[str, Any]) -> TrainConfig:

@@ -34,12 +34,7 @@ from packstore.torch.models.compatibility import check_model
 from packstore.torch.models.unwrap import evaluating
 from packstore.torch.reference.arithmetic import Precision, autocast, choose_precision
 from packstore.torch.reference.reference_fingerprint import check_arithmetic
-from packstore.torch.training.reference import (
-    Autocast,
-    Reference,
-    SecondModel,
-    of_the_batch,
-)
+from packstore.torch.training.reference import Autocast, Reference, SecondModel, of_the_batch
 
 
 @torch.no_grad()
@@ -82,8 +77,8 @@ def evaluate(
     """
     loss_fn = loss if isinstance(loss, PreferenceLoss) else PreferenceLoss(loss)
     models = [model] if reference is None or not loss_fn.reference else [model, reference]
-    for one in models:
-        check_model(dataset, one)
+    for each in models:
+        check_model(dataset, each)
     sides = [s if isinstance(s, Side) else open_side(os.fspath(s)) for s in side]
     data = PackedDataset(dataset, shuffle=False, side=sides)
     weight = next(iter(model.parameters()))
@@ -116,17 +111,7 @@ def evaluate_batches(
     autocast: Autocast = nullcontext,
     rows: ExampleRows | None = None,
 ) -> Figures:
-    """Computes metrics over all batches on all ranks, in evaluation mode; a collective call.
-
-    Args:
-        policy: returns the log-probs `[S]` of a batch.
-        batches: batches of this rank, at least one: a loader with tail ``pad`` guarantees that.
-        grouped: sums the metrics.
-        reference: returns log-probs of the reference model.
-        device: device of the policy.
-        autocast: makes the context that the policy runs in.
-        rows: also collects a row for each example.
-    """
+    """Computes metrics of the batches, at least one on each rank, for evaluation; collective."""
     with evaluating(policy):
         for batch in batches:
             here = to_device(batch, device)

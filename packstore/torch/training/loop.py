@@ -22,12 +22,7 @@ from packstore.torch.training.sinks import Sink
 
 
 class Loop:
-    """Runs the remaining steps of a training run.
-
-    Args:
-        run: the parts of the run.
-        sinks: outputs of metrics; empty on ranks that do not write.
-    """
+    """Runs the remaining steps; `sinks` are empty on ranks that do not write."""
 
     def __init__(self, run: Run, sinks: list[Sink]) -> None:
         self.run, self.sinks = run, sinks
@@ -37,7 +32,7 @@ class Loop:
         self.metrics: dict[str, float] = {}
         self.evaluation: dict[str, float] = dict((start and start.evaluation) or {})
         best = best_checkpoint(run.folder)
-        self._best = read_state(best).score if best else float("inf")
+        self._best = read_state(best).score if best else math.inf
         self._guard = None if start else FirstStepCheck(run.loss_fn)
         self._window = _Window(run)
 
@@ -96,9 +91,9 @@ class Loop:
             self._check_finite(self.metrics)
         evaluation = self.evaluate() if evaluates else None
         self._check_finite(evaluation or {})
-        improved = evaluation is not None and evaluation["eval/loss"] < self._best
-        if improved and evaluation is not None:
-            self._best = evaluation["eval/loss"]
+        score = (evaluation or {}).get("eval/loss", math.inf)
+        improved = score < self._best
+        self._best = min(score, self._best)
         if saves or improved:
             self._save(evaluation)
         if evaluates or saves:
@@ -109,10 +104,14 @@ class Loop:
         run = self.run
         assert run.validation is not None
         run.validation.set_epoch(0)
-        reference, device = run.validation_reference, run.accelerator.device
-        dataset = run.validation.data.stream.datasets[0]
-        grouped = GroupedMetrics(run.loss_fn, dataset)
-        figures = evaluate_batches(run.policy, run.validation, grouped, reference, device)
+        grouped = GroupedMetrics(run.loss_fn, run.validation.data.stream.datasets[0])
+        figures = evaluate_batches(
+            run.policy,
+            run.validation,
+            grouped,
+            run.validation_reference,
+            run.accelerator.device,
+        )
         self.evaluation = {
             f"eval/{name}": value
             for name, value in figures["metrics"].items()
@@ -123,7 +122,7 @@ class Loop:
 
     def _save(self, evaluation: dict[str, float] | None) -> None:
         run = self.run
-        state: dict[str, Any] = {
+        state = {
             "step": self.step,
             "total_steps": run.total_steps,
             "examples": self.examples,
@@ -137,16 +136,17 @@ class Loop:
             prune(run.folder)
 
     def _check_finite(self, record: dict[str, float]) -> None:
-        """Stops a diverged run before it writes its weights.
-
-        Raises:
-            DivergedError: a value is not finite; raised on every rank, as values are global.
-        """
+        """Stops a diverged run before it writes its weights; on all ranks, as values are global."""
         for name in ("loss", "grad_norm", "eval/loss"):
             if not math.isfinite(record.get(name, 0.0)):
-                where, needed = f"training, step {self.step}", "loss and gradient must be finite"
-                remedy = "Lower learning_rate or lengthen warmup; earlier checkpoints are unchanged"
-                raise DivergedError(sentence(where, needed, f"{name} {record[name]}", remedy))
+                raise DivergedError(
+                    sentence(
+                        f"training, step {self.step}",
+                        "loss and gradient must be finite",
+                        f"{name} {record[name]}",
+                        "Lower learning_rate or lengthen warmup; earlier checkpoints are unchanged",
+                    )
+                )
 
     def _write(self, record: dict[str, float]) -> None:
         for sink in self.sinks:
@@ -178,9 +178,9 @@ class _Window:
         """Returns means and rates over all ranks, and starts the next window; a collective call."""
         means = self.metrics.means()
         seconds = max(time.perf_counter() - self._since, 1e-9)
-        own = [self.tokens, self.packs, self.waited / seconds]
-        device = self.run.accelerator.device
-        tokens, packs, waited = all_reduce_sums(own, device=device)
+        tokens, packs, waited = all_reduce_sums(
+            [self.tokens, self.packs, self.waited / seconds], device=self.run.accelerator.device
+        )
         size = self.run.dataset.manifest.pack_size
         record = {
             **means,

@@ -19,19 +19,13 @@ def make_optimizer(policy: nn.Module, config: TrainOptimizerConfig) -> AdamW:
     trained = [p for p in policy.parameters() if p.requires_grad]
     matrices = [p for p in trained if p.ndim > 1]
     others = [p for p in trained if p.ndim <= 1]
-    groups = [(matrices, config.weight_decay), (others, 0.0)]
-    return AdamW(
-        [{"params": params, "weight_decay": decay} for params, decay in groups if params],
-        lr=config.learning_rate,
-        betas=(0.9, 0.95),
-    )
+    decays = [(matrices, config.weight_decay), (others, 0.0)]
+    groups = [{"params": params, "weight_decay": decay} for params, decay in decays if params]
+    return AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95))
 
 
 def fuse_updates(optimizer: torch.optim.Optimizer) -> None:
-    """Makes AdamW update all weights in one kernel, if all are on CUDA devices.
-
-    Call it once the weights are where they are trained, and before the first step.
-    """
+    """Makes AdamW update all weights in one kernel, if all are on CUDA devices by now."""
     weights = [p for group in optimizer.param_groups for p in group["params"]]
     if all(p.device.type == "cuda" for p in weights):
         for group in optimizer.param_groups:

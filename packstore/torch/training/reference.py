@@ -40,14 +40,7 @@ def load_reference(config: TrainConfig) -> Any:
 
 
 class SecondModel:
-    """A frozen reference model beside the policy, whole on every rank.
-
-    Args:
-        model: a model from :func:`packstore.torch.models.load.load_model`, on the device of the
-            batches.
-        autocast: makes the policy's autocast context; in another precision, the two would differ
-            from the first step on.
-    """
+    """A frozen reference model beside the policy, in its precision; whole on every rank."""
 
     def __init__(self, model: nn.Module, autocast: Autocast = nullcontext) -> None:
         self.policy, self.autocast = PackedPolicy(model), autocast
@@ -61,12 +54,7 @@ class SecondModel:
 
 
 class OwnAdapter:
-    """The policy as its own reference: without its adapter, or with a frozen initial copy of it.
-
-    Args:
-        policy: the wrapped :class:`~packstore.torch.logprobs.head.PackedPolicy`.
-        adapted: the PEFT model inside.
-    """
+    """The policy as its own reference: without its adapter, or with a frozen initial copy of it."""
 
     def __init__(self, policy: nn.Module, adapted: Any) -> None:
         self.policy, self.adapted = policy, adapted
@@ -101,19 +89,9 @@ def check_precomputed(
 ) -> None:
     """Refuses precomputed log-probs that are not those of the reference; a collective call.
 
-    Compares everything when a run starts, and when the settings name other log-probs. A run that
-    resumes with the same ones only logs a difference in numerics.
-
-    Args:
-        config: settings of the run.
-        policy: the loaded model; at the start it is the reference, unless the settings name one.
-        before: settings of the checkpoint that the run resumes from, or None.
-        sides: URLs of side datasets, and the datasets that they belong to.
-        accelerator: the Accelerator, for the autocast and the device of the run.
-
-    Raises:
-        CompatibilityError: see
-            :func:`~packstore.torch.reference.reference_fingerprint.check_reference`.
+    Compares everything when a run starts, and when the settings name other log-probs than `before`,
+    those of the checkpoint. A run that resumes with the same ones only logs a difference in
+    numerics. `sides` are the URLs of side datasets, with the datasets that they belong to.
     """
     names = ("ref_logps", "validation_ref_logps")
     known = before is not None and all(before.get(n) == getattr(config, n) for n in names)

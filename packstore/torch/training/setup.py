@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,17 +66,7 @@ logger = logging.getLogger("packstore")
 
 @dataclass(eq=False, kw_only=True)
 class Run:
-    """All parts of a run.
-
-    Attributes:
-        config: the settings, with the precision that was chosen.
-        accelerator: the Accelerator.
-        dataset: the training dataset.
-        policy: the :class:`PackedPolicy`, prepared by Accelerate.
-        optimizer: the optimizer, prepared by Accelerate.
-        reference, validation_reference: return log-probs of the reference model.
-        start: state of the checkpoint that the run resumes from, or None.
-    """
+    """All parts of a run; policy and optimizer are prepared by Accelerate."""
 
     config: TrainConfig
     accelerator: Any
@@ -98,11 +89,7 @@ class Run:
 
 
 def make_loss(config: TrainConfig) -> PreferenceLoss:
-    """Makes the loss of the settings.
-
-    Raises:
-        ConfigError: the loss, or a parameter of it, is unknown.
-    """
+    """Makes the loss of the settings."""
     for name in ("name", "gradients"):
         if name in config.loss_parameters:
             needed = "loss_parameters takes the keywords of PreferenceLoss that a run leaves open"
@@ -111,11 +98,7 @@ def make_loss(config: TrainConfig) -> PreferenceLoss:
 
 
 def prepare(config: TrainConfig) -> Run:
-    """Makes all parts of a run, at its start or at its checkpoint; a collective call.
-
-    Raises:
-        PackstoreError: settings, model, data or checkpoint do not exist or do not fit together.
-    """
+    """Makes all parts of a run, at its start or at its checkpoint; a collective call."""
     loss_fn = make_loss(config)
     checkpoint = find_checkpoint(config)
     state = None if checkpoint is None else read_state(checkpoint)
@@ -134,15 +117,26 @@ def prepare(config: TrainConfig) -> Run:
     model = _make_model(config, checkpoint, loss_fn)
     for data in both:
         check_model(data, model)
-    _check_routers(loss_fn, model)
+    if router_settings(model) is None and loss_fn.router_aux_loss_coef:
+        raise ConfigError(
+            sentence(
+                "loss parameter router_aux_loss_coef",
+                "the model's config must have output_router_logits and router_aux_loss_coef "
+                "above 0",
+                type(unwrapped(model)).__name__,
+                "Leave it out, or add them to the model's config.json",
+            )
+        )
     _probe(accelerator, model)
     if loss_fn.reference:
         sides = [(config.ref_logps, dataset), (config.validation_ref_logps, validation)]
         before = None if state is None else state.config
         check_precomputed(config, model, before, sides, accelerator)
-    device = accelerator.device
-    size = config.examples_per_step
-    loader = _make_loader(config, loss_fn, dataset, config.ref_logps, device, size)
+    loader_of = partial(_make_loader, config, loss_fn, accelerator.device)
+    loader = loader_of(dataset, config.ref_logps, config.examples_per_step)
+    held_out = None
+    if validation is not None:
+        held_out = loader_of(validation, config.validation_ref_logps, None)
     policy = PackedPolicy(model)
     policy._no_split_modules = model._no_split_modules  # the units that Accelerate shards
     policy.train()
@@ -161,9 +155,7 @@ def prepare(config: TrainConfig) -> Run:
         loss_fn=loss_fn,
         dataset=dataset,
         loader=loader,
-        validation=None
-        if validation is None
-        else _make_loader(config, loss_fn, validation, config.validation_ref_logps, device, None),
+        validation=held_out,
         policy=policy,
         optimizer=optimizer,
         schedule=schedule,
@@ -177,20 +169,6 @@ def prepare(config: TrainConfig) -> Run:
     else:
         _restore(run, checkpoint, state)
     return run
-
-
-def _check_routers(loss_fn: PreferenceLoss, model: Any) -> None:
-    """Refuses a weight of router losses for a model that has none, before the first step."""
-    if router_settings(model) is None and loss_fn.router_aux_loss_coef:
-        raise ConfigError(
-            sentence(
-                "loss parameter router_aux_loss_coef",
-                "the model's config must have output_router_logits and router_aux_loss_coef "
-                "above 0",
-                type(unwrapped(model)).__name__,
-                "Leave it out, or add them to the model's config.json",
-            )
-        )
 
 
 def _make_model(config: TrainConfig, checkpoint: Path | None, loss_fn: PreferenceLoss) -> Any:
@@ -265,20 +243,13 @@ def _make_accelerator(config: TrainConfig) -> Any:
         raise ConfigError(sentence("training", needed, quote(str(error), 200), remedy)) from error
     if accelerator.is_main_process:
         make_output(config)
-    _shard_exactly(accelerator)
-    return accelerator
-
-
-def _shard_exactly(accelerator: Any) -> None:
-    """Lets FSDP2 compute in bfloat16 and leave the log-probs, which are outputs, in float32.
-
-    Accelerate's own policy rounds outputs and sums of gradients to bfloat16, and copies the layout
-    of a row for each layer.
-    """
     if accelerator.is_fsdp2 and accelerator.mixed_precision == "bf16":
+        # Accelerate's own policy rounds outputs, which are log-probs, and sums of gradients to
+        # bfloat16, and copies the layout of a row for each layer.
         accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
+    return accelerator
 
 
 def _seed(seed: int, rank: int = 0) -> None:
@@ -291,19 +262,23 @@ def _check_data(config: TrainConfig, loss_fn: PreferenceLoss, both: list[Dataset
     """Refuses data that the loss cannot use, before any model is loaded."""
     for dataset in both:
         if dataset.manifest.kind == "sft" and not loss_fn.only_sft:
-            where = f"dataset {dataset.url}"
-            needed = f"loss {config.loss!r} compares responses, so the dataset must hold several"
-            remedy = "Use loss: sft, or a dataset of preferences"
-            raise CompatibilityError(sentence(where, needed, "kind 'sft'", remedy))
+            raise CompatibilityError(
+                sentence(
+                    f"dataset {dataset.url}",
+                    f"loss {config.loss!r} compares responses, so the dataset must hold several",
+                    "kind 'sft'",
+                    "Use loss: sft, or a dataset of preferences",
+                )
+            )
     check_same_tokenizer(both)
 
 
 def _make_loader(
     config: TrainConfig,
     loss_fn: PreferenceLoss,
+    device: torch.device,
     dataset: Dataset,
     ref_logps: str | None,
-    device: torch.device,
     examples_per_step: int | None,
 ) -> PackedDataLoader:
     side = []

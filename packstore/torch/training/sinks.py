@@ -57,12 +57,10 @@ class Sink(Protocol):
 
 
 class JsonLines:
-    """Writes each record as one line of JSON, with null for non-finite values.
+    """Writes each record as a line of JSON, null for what is not finite.
 
-    Args:
-        path: path of the file.
-        step: step that the run resumes from; lines of later steps, and those after a line that is
-            no record, are removed.
+    Lines of steps after `step`, that the run resumes from, and those after a line that is no record
+    are removed.
     """
 
     def __init__(self, path: Path, step: int) -> None:
@@ -90,22 +88,15 @@ class JsonLines:
 
 
 class ConsoleLines:
-    """Logs one line per record; on a terminal, prints them above a progress bar.
-
-    Args:
-        step: step that the run starts at.
-        total_steps: steps of the run.
-        console: console of the progress bar.
-    """
+    """Logs one line per record; on a terminal, prints them above a progress bar."""
 
     def __init__(self, step: int, total_steps: int, console: Console) -> None:
         self._total = total_steps
         self._bar: Progress | None = None
         if console.is_terminal:
-            columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-            self._bar = Progress(
-                *columns, TimeRemainingColumn(), console=console, auto_refresh=False
-            )
+            times = (TimeElapsedColumn(), TimeRemainingColumn())
+            columns = (BarColumn(), MofNCompleteColumn(), *times)
+            self._bar = Progress(*columns, console=console, auto_refresh=False)
             self._task = self._bar.add_task("training", total=total_steps, completed=step)
             self._bar.start()
 
@@ -147,12 +138,7 @@ class Trackers:
 
 
 def tracker_names(wanted: tuple[str, ...]) -> list[str]:
-    """Returns the trackers to log to: those of the settings, and TensorBoard if installed.
-
-    Raises:
-        UnknownNameError: Accelerate has no such tracker; lists the choices.
-        MissingExtraError: a tracker of the settings is not installed.
-    """
+    """Returns the trackers to log to: those of the settings, and TensorBoard if installed."""
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
     installed = {str(name) for name in get_available_trackers()}
