@@ -143,7 +143,11 @@ def test_logits_of_supervised_tokens_only(
 
 @pytest.mark.parametrize(
     ("kind", "settings"),
-    [("sft", {}), ("sft", {"sft_average": "sequence_mean"}), ("ranked", {"pairs": "all"})],
+    [
+        ("sft", {}),
+        pytest.param("sft", {"sft_average": "sequence_mean"}, marks=pytest.mark.slow),
+        ("ranked", {"pairs": "all"}),
+    ],
 )
 def test_it_divides_by_what_the_loss_counts(
     transformers: Any, kit: SimpleNamespace, tmp_path: Path, kind: str, settings: Any

@@ -15,7 +15,6 @@ from packstore.testing import random_examples
 from packstore.torch import PackedBatch, PreferenceLoss, collate
 from packstore.torch import segment_token_counts as token_counts
 
-pytestmark = pytest.mark.slow
 BETA = 0.3
 FP32 = 3e-6
 SAME: dict[str, tuple[Any, dict[str, Any], dict[str, Any], float]] = {

@@ -27,11 +27,11 @@ from packstore.errors import (
     CompatibilityError,
     ConfigError,
     DatasetNotFoundError,
-    FormatError,
     MissingExtraError,
     UnknownNameError,
 )
 from packstore.format.arrays import Examples
+from packstore.io.dataset.dataset import open as open_dataset
 from packstore.testing import random_examples
 from packstore.torch import PackedDataLoader, PackedDataset
 from packstore.torch.models.load import load_model
@@ -134,18 +134,8 @@ def sequence_logps(model: Any, examples: Examples, example: int) -> list[Tensor]
     return found
 
 
-def plain_loop(
-    made: SimpleNamespace,
-    steps: list[list[int]],
-    warmup: int,
-) -> Iterator[float]:
-    """DPO (Rafailov et al., 2023, equation 7) on the examples of each step, one sequence at a time.
-
-    Args:
-        made: model and examples.
-        steps: example ids of each step.
-        warmup: steps.
-    """
+def plain_loop(made: SimpleNamespace, steps: list[list[int]], warmup: int) -> Iterator[float]:
+    """DPO (Rafailov et al., 2023, equation 7), one sequence at a time."""
     model = AutoModelForCausalLM.from_pretrained(made.model, attn_implementation="eager")
     model = model.double().train()
     ref = plain_reference(made)
@@ -180,11 +170,10 @@ def plain_reference(made: SimpleNamespace) -> dict[int, list[float]]:
 @pytest.mark.parametrize(
     ("packs", "layout", "others"),
     [
-        ("single", "concat", {"packs_per_batch": 3}),
-        ("mixed", "concat", {}),
+        pytest.param("single", "concat", {"packs_per_batch": 3}, marks=pytest.mark.slow),
         ("mixed", "shared_prefix", {"packs_per_batch": 2, "epochs": 2}),
-        ("large", "shared_prefix", {"schedule": "cosine", "warmup": 2}),
-        ("mixed", "concat", {"packs_per_batch": 4, "gradient_checkpointing": True}),
+        ("large", "concat", {"schedule": "cosine", "warmup": 2}),
+        pytest.param("mixed", "concat", {"gradient_checkpointing": True}, marks=pytest.mark.slow),
     ],
 )
 def test_losses_are_those_of_a_plain_loop(
@@ -305,9 +294,7 @@ def test_what_a_run_leaves(made: SimpleNamespace, tmp_path: Path) -> None:
     expected = {best, result.step - 1, result.step}
     assert {read_state(path).step for path in kept} == expected
     card = (result.model / "README.md").read_text(encoding="utf-8")
-    from packstore.io.dataset.dataset import open
-
-    fingerprint = open(made.urls["mixed", "concat"]).manifest.fingerprint
+    fingerprint = open_dataset(made.urls["mixed", "concat"]).manifest.fingerprint
     for said in (fingerprint, 'loss: "dpo"', "eval/rewards/accuracies", "learning_rate: 0.001"):
         assert said in card
     front = ModelCard(card).data
@@ -377,21 +364,13 @@ def test_an_end_before_the_planned_one(
         ({"loss_parameters": {"bta": 1.0}}, ConfigError, r"no parameter 'bta'; it takes: beta"),
         ({"dataset": "./nowhere"}, DatasetNotFoundError, r"nowhere"),
         ({"dataset": "sft"}, CompatibilityError, r"compares responses.*found kind 'sft'"),
-        ({"eval_every": 3}, ConfigError, r"eval_every: it needs a validation set"),
         ({"loss_parameters": {"gradients": "sum"}}, ConfigError, r"loss_parameters: gradients"),
-        ({"resume": "./nowhere"}, FormatError, r"checkpoint nowhere: it must be a checkpoint"),
         ({"lora": {"rank": 2, "targets": ["nope"]}}, ConfigError, r"modules named nope"),
         pytest.param(
             {"trackers": ("wandb",)},
             MissingExtraError,
             r"needs the package 'wandb'.*pip install wandb",
             marks=pytest.mark.skipif(find_spec("wandb") is not None, reason="wandb is there"),
-        ),
-        pytest.param(
-            {"trackers": ("mlflow",)},
-            MissingExtraError,
-            r"tracker mlflow needs the package 'mlflow'.*pip install mlflow",
-            marks=pytest.mark.skipif(find_spec("mlflow") is not None, reason="mlflow is there"),
         ),
         ({"trackers": ("mlfow",)}, UnknownNameError, r"tracker 'mlfow'; choose from: .*mlflow"),
     ],

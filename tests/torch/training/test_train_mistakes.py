@@ -39,7 +39,7 @@ def made(kit: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> dict
     return kit.short_run(tmp_path_factory.mktemp("run"))
 
 
-@pytest.mark.parametrize("clip", [1.0, 0.0])
+@pytest.mark.parametrize("clip", [1.0, pytest.param(0.0, marks=pytest.mark.slow)])
 def test_a_run_that_diverges_ends_with_an_error(
     made: dict[str, Any], tmp_path: Path, clip: float
 ) -> None:
