@@ -69,23 +69,16 @@ class PackedLabels:
 class KeptRows:
     """The rows of a batch whose logits were kept, as a row of tokens; see ``logits_to_keep``."""
 
-    batch: PackedBatch
+    num_tokens: int
+    num_segments: int
+    targets: Targets
 
-    @property
-    def num_tokens(self) -> int:
-        """n, the targets of the batch."""
-        return len(self.batch.target_index)
-
-    @property
-    def num_segments(self) -> int:
-        """S."""
-        return self.batch.num_segments
-
-    @property
-    def targets(self) -> Targets:
-        """The targets of the batch, each predicted by a row of its own."""
-        targets = self.batch.targets
-        return replace(targets, rows=torch.arange(len(targets.ids), device=targets.ids.device))
+    @classmethod
+    def of(cls, batch: PackedBatch) -> KeptRows:
+        """Each target is predicted by a row of its own."""
+        n = len(batch.targets.ids)
+        rows = torch.arange(n, device=batch.targets.ids.device)
+        return cls(n, batch.num_segments, replace(batch.targets, rows=rows))
 
 
 class PackedInputs(dict[str, Any]):
@@ -205,7 +198,7 @@ class PackedLoss:
             count: Any = num_items_in_batch  # a tensor stays one: nobody waits for its value
             divisor = StepDivisor(count, count if self.loss_fn.sft_weight else None)
         kept = logits.shape[-2] != batch.num_tokens
-        row = KeptRows(batch) if kept else batch
+        row = KeptRows.of(batch) if kept else batch
         ref_logps = None
         if self.reference is not None and self.loss_fn.reference:
             with torch.no_grad(), _policy_precision(logits.device):

@@ -16,7 +16,7 @@ import re
 import shutil
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -272,13 +272,6 @@ def make_output(config: TrainConfig) -> None:
                 "Name another",
             )
         ) from error
-
-
-def keep_precision(config: TrainConfig, before: Mapping[str, Any]) -> TrainConfig:
-    """Returns `config` with ``mixed_precision: auto`` as that of the checkpoint."""
-    if config.mixed_precision != "auto":
-        return config
-    return replace(config, mixed_precision=before.get("mixed_precision", "none"))
 
 
 def check_unchanged(config: TrainConfig, before: Mapping[str, Any]) -> None:

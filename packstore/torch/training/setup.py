@@ -13,9 +13,10 @@ import torch
 import torch.distributed.nn  # before a process group is made: see packstore.cli._model
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.optim import AdamW
 from torch.optim.lr_scheduler import LRScheduler
 
-from packstore.config.training import TrainConfig, lora_settings
+from packstore.config.training import TrainConfig, TrainOptimizerConfig, lora_settings
 from packstore.errors import CompatibilityError, ConfigError, quote, sentence
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.dataset.dataset import open as open_dataset
@@ -43,13 +44,11 @@ from packstore.torch.training.checkpoint import (
     check_unchanged,
     count_steps,
     find_checkpoint,
-    keep_precision,
     load_optimizer,
     make_output,
     read_state,
     set_random_state,
 )
-from packstore.torch.training.optimizer import fuse_updates, make_optimizer, make_schedule
 from packstore.torch.training.reference import (
     REF_ADAPTER,
     OwnAdapter,
@@ -88,6 +87,42 @@ class Run:
         return Path(self.config.output, "checkpoints")
 
 
+def make_optimizer(policy: nn.Module, config: TrainOptimizerConfig) -> AdamW:
+    """Makes AdamW (Loshchilov & Hutter, 2019); weight decay applies to matrices only."""
+    trained = [p for p in policy.parameters() if p.requires_grad]
+    matrices = [p for p in trained if p.ndim > 1]
+    others = [p for p in trained if p.ndim <= 1]
+    decays = [(matrices, config.weight_decay), (others, 0.0)]
+    groups = [{"params": params, "weight_decay": decay} for params, decay in decays if params]
+    return AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95))
+
+
+def fuse_updates(optimizer: torch.optim.Optimizer) -> None:
+    """Makes AdamW update all weights in one kernel, if all are on CUDA devices by now."""
+    weights = [p for group in optimizer.param_groups for p in group["params"]]
+    if all(p.device.type == "cuda" for p in weights):
+        for group in optimizer.param_groups:
+            group["fused"] = True
+        logger.info("AdamW is fused: one kernel updates the weights")
+
+
+def warmup_steps(config: TrainOptimizerConfig, total_steps: int) -> int:
+    """Returns the warm-up steps: `warmup` if it is at least 1, else that fraction of all steps."""
+    return int(config.warmup if config.warmup >= 1 else config.warmup * total_steps)
+
+
+def make_schedule(
+    optimizer: torch.optim.Optimizer, config: TrainOptimizerConfig, total_steps: int
+) -> LRScheduler:
+    """Makes the schedule: linear warm-up, then a cosine to 0 at `total_steps`, or constant."""
+    from transformers import get_scheduler
+
+    name = {"cosine": "cosine", "constant": "constant_with_warmup"}[config.schedule]
+    warmup = warmup_steps(config, total_steps)
+    schedule: LRScheduler = get_scheduler(name, optimizer, warmup, total_steps)
+    return schedule
+
+
 def make_loss(config: TrainConfig) -> PreferenceLoss:
     """Makes the loss of the settings."""
     for name in ("name", "gradients"):
@@ -103,7 +138,9 @@ def prepare(config: TrainConfig) -> Run:
     checkpoint = find_checkpoint(config)
     state = None if checkpoint is None else read_state(checkpoint)
     if state is not None:
-        config = keep_precision(config, state.config)
+        if config.mixed_precision == "auto":
+            before = state.config.get("mixed_precision", "none")
+            config = replace(config, mixed_precision=before)
         check_unchanged(config, state.config)
     options = dict(config.storage_options) or None
     dataset = open_dataset(config.dataset, options)
@@ -130,8 +167,8 @@ def prepare(config: TrainConfig) -> Run:
     _probe(accelerator, model)
     if loss_fn.reference:
         sides = [(config.ref_logps, dataset), (config.validation_ref_logps, validation)]
-        before = None if state is None else state.config
-        check_precomputed(config, model, before, sides, accelerator)
+        known = None if state is None else state.config
+        check_precomputed(config, model, known, sides, accelerator)
     loader_of = partial(_make_loader, config, loss_fn, accelerator.device)
     loader = loader_of(dataset, config.ref_logps, config.examples_per_step)
     held_out = None

@@ -15,7 +15,7 @@ pytest.importorskip("accelerate", reason="training needs accelerate")
 
 from packstore.config.training import TrainOptimizerConfig
 from packstore.torch.training.checkpoint import OPTIMIZER, RunState, load_optimizer, optimizer_state
-from packstore.torch.training.optimizer import fuse_updates, make_optimizer
+from packstore.torch.training.setup import fuse_updates, make_optimizer
 
 
 def weights(*devices: str) -> nn.ParameterList:

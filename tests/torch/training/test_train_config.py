@@ -19,7 +19,7 @@ from packstore.cli import train as command
 from packstore.cli.common import read_settings as read_flags
 from packstore.config.training import TrainConfig, lora_settings, read_settings
 from packstore.errors import ConfigError
-from packstore.torch.training.optimizer import warmup_steps
+from packstore.torch.training.setup import warmup_steps
 from packstore.torch.training.sinks import ConsoleLines, JsonLines
 
 yaml = pytest.importorskip("yaml", reason="config files need PyYAML")
