@@ -1,10 +1,9 @@
-"""One divisor for a whole optimizer step: under DDP, FSDP, Accelerate and HF's Trainer."""
+"""One divisor for a whole optimizer step under transformers' Trainer, in one process and two."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,8 +16,6 @@ import torch.distributed as dist
 from gradients import take_gradients
 from ranks import launch
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.utils.data import IterableDataset
 
 from packstore.format.arrays import Packs, to_offsets
@@ -29,8 +26,7 @@ from packstore.torch import use_packed_attention as prepare
 from packstore.torch.integrations.hf_collator import PackCollator, PackedLoss
 from packstore.torch.integrations.hf_trainer import PackedTrainerMixin
 from packstore.torch.logprobs.head import PackedPolicy
-from packstore.torch.losses.divisor import count_step
-from packstore.torch.metrics import Metrics, all_reduce_sums
+from packstore.torch.metrics import Metrics
 
 PACKS = (3, 1, 2, 1, 1, 2, 1, 1)  # pairs of each: uneven over ranks, accumulation and steps
 EXAMPLES = random_examples(sum(PACKS), seed=5)
@@ -79,35 +75,6 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     for name, gradient in expected.items():
         assert (gradient - found[name]).abs().max() < 1e-9, name
         assert gradient.abs().max() > 1e-6, name
-
-
-def under_fsdp(model: Any, loss_fn: PreferenceLoss) -> dict[str, Any]:
-    rank, world = dist.get_rank(), dist.get_world_size()
-    mesh = init_device_mesh("cpu", (world,))
-    policy = PackedPolicy(model)
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(policy, mesh=mesh)
-    step = batches(rank, world)[: STEP_PACKS // world]
-    divisor = count_step(step, loss_fn).averaged(world)
-    for batch in step:
-        loss_fn(policy(batch), batch, divisor=divisor).loss.backward()
-    found = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
-    return {"gradients": found}
-
-
-def under_accelerate(model: Any, loss_fn: PreferenceLoss) -> dict[str, Any]:
-    from accelerate import Accelerator
-
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATION)
-    policy = accelerator.prepare(PackedPolicy(model))
-    world = accelerator.num_processes
-    step = batches(accelerator.process_index, world)[:ACCUMULATION]
-    divisor = count_step(step, loss_fn).averaged(world * ACCUMULATION)
-    for batch in step:
-        with accelerator.accumulate(policy):
-            accelerator.backward(loss_fn(policy(batch), batch, divisor=divisor).loss)
-    return {"gradients": take_gradients(model), "synced": accelerator.sync_gradients}
 
 
 class Dealt(IterableDataset[Packs]):
@@ -178,68 +145,29 @@ def descended(trainer: Any, model: Any) -> dict[str, Any]:
 
 
 def on_rank(task: dict[str, Any]) -> dict[str, Any]:
-    """Everything that two processes have to show, in one start of them."""
+    """One of two processes."""
     rank, world = dist.get_rank(), dist.get_world_size()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "ACCELERATE_USE_CPU": "1"}
-    with_sft = loss_of(sft_weight=0.3)
-    found = {
-        "sums": all_reduce_sums([1.0 + rank, torch.tensor(0.1)]),
-        "fsdp": under_fsdp(prepare(deepcopy(task["model"])), with_sft),
-    }
-    if task["accelerate"]:
-        found["accelerate"] = under_accelerate(prepare(task["model"]), with_sft)
-        found["collator"] = under_collator(prepare(task["model"]), loss_of(), task["folder"])
-    return found
-
-
-@pytest.fixture(scope="module")
-def ranks(kit: SimpleNamespace, tmp_path_factory: Any) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("ranks")
-    have = all(_has(name) for name in ("accelerate", "transformers"))
-    task = {"model": kit.tiny_model(), "accelerate": have}
-    task["folder"] = str(folder / "trainer")
-    results: list[dict[str, Any]] = launch(__file__, task, 2, folder)
-    return results
-
-
-def _has(package: str) -> bool:
-    import importlib.util
-
-    return importlib.util.find_spec(package) is not None
+    return under_collator(prepare(task["model"]), loss_of(), task["folder"])
 
 
 @pytest.mark.slow
-def test_two_processes_under_fsdp(kit: SimpleNamespace, ranks: list[dict[str, Any]]) -> None:
-    _, expected = whole_step(prepare(kit.tiny_model()), loss_of(sft_weight=0.3), STEP_PACKS)
-    for found in ranks:
-        assert_equal(found["fsdp"]["gradients"], expected)
-
-
-@pytest.mark.slow
-def test_two_processes_under_accelerate(kit: SimpleNamespace, ranks: list[dict[str, Any]]) -> None:
-    pytest.importorskip("accelerate", reason="one of the trainers")
-    _, expected = whole_step(prepare(kit.tiny_model()), loss_of(sft_weight=0.3), STEP_PACKS)
-    for found in ranks:
-        assert found["accelerate"]["synced"]
-        assert_equal(found["accelerate"]["gradients"], expected)
-
-
-@pytest.mark.slow
-def test_two_processes_under_the_trainer(kit: SimpleNamespace, ranks: list[dict[str, Any]]) -> None:
+def test_two_processes_under_the_trainer(kit: SimpleNamespace, tmp_path: Path) -> None:
     """Each rank gets its own packs, none twice, though Accelerate dispatches by default."""
     pytest.importorskip("accelerate", reason="the Trainer needs it")
+    task = {"model": kit.tiny_model(), "folder": str(tmp_path / "trainer")}
+    ranks = launch(__file__, task, 2, tmp_path)
     model = prepare(kit.tiny_model())
     loss, expected = whole_step(model, loss_of(), STEP_PACKS)
     for found in ranks:
-        assert_equal(found["collator"]["gradients"], expected)
-        assert found["collator"]["logged"]["loss"] == pytest.approx(loss, abs=1e-4)
+        assert_equal(found["gradients"], expected)
+        assert found["logged"]["loss"] == pytest.approx(loss, abs=1e-4)
         for name, value in logged_by(model, loss_of(), STEP_PACKS).items():
-            assert found["collator"]["logged"][name] == pytest.approx(value, abs=1e-6), name
-    first = [found["collator"]["seen"] for found in ranks]
-    pairs = sum(PACKS[:STEP_PACKS])
-    assert not set(first[0]) & set(first[1])
-    assert set(range(pairs)) <= {*first[0], *first[1]}
+            assert found["logged"][name] == pytest.approx(value, abs=1e-6), name
+    first, second = (set(found["seen"]) for found in ranks)
+    assert not first & second
+    assert set(range(sum(PACKS[:STEP_PACKS]))) <= first | second
 
 
 def test_one_process_under_the_trainer(kit: SimpleNamespace, tmp_path: Path) -> None:

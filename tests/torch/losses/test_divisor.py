@@ -33,20 +33,6 @@ def loss_of(**settings: Any) -> PreferenceLoss:
     return PreferenceLoss("dpo", beta=0.3, **settings)
 
 
-@pytest.mark.parametrize("average", ["token", "sequence_sum"])
-def test_count_of_a_step_is_the_sum_of_its_counts(step: list[PackedBatch], average: Any) -> None:
-    loss_fn = loss_of(sft_weight=0.3, sft_average=average)
-    outs = [loss_fn(torch.zeros(b.num_segments), b) for b in step]
-    divisor = count_step(step, loss_fn)
-    assert divisor.count == sum(float(out.count) for out in outs) == sum(SIZES)
-    assert divisor.sft_count == sum(float(out.sft_count) for out in outs)
-    assert divisor.averaged(4) == StepDivisor(
-        divisor.count / 4, divisor.sft_count / 4, sum(SIZES) / 4
-    )
-    assert count_step(step, loss_of()) == StepDivisor(sum(SIZES), None, sum(SIZES))
-    assert count_step([], loss_of()) == StepDivisor(1, None, 1)
-
-
 def planned(batches: list[PackedBatch], examples: int, index: int = 0) -> Iterator[PackedBatch]:
     for i, batch in enumerate(batches):
         yield batch.replace(step=StepInfo(index, i, len(batches), examples))
@@ -55,6 +41,8 @@ def planned(batches: list[PackedBatch], examples: int, index: int = 0) -> Iterat
 def test_a_planned_step_is_known_from_one_batch(step: list[PackedBatch]) -> None:
     step = list(planned(step, 77))
     assert count_step(step[:1], loss_of()) == StepDivisor(77, None, 77)
+    assert count_step(step, loss_of()).averaged(7) == StepDivisor(11, None, 11)
+    assert count_step([], loss_of()) == StepDivisor(1, None, 1)
     by_sequence = loss_of(sft_weight=0.3, sft_average="sequence_mean")
     assert count_step(step[:1], by_sequence) == StepDivisor(77, 77, 77)
     by_token = count_step(step, loss_of(sft_weight=0.3))

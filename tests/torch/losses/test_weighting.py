@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -45,15 +43,6 @@ def test_sum_count_and_divisor(kit: SimpleNamespace) -> None:
     torch.testing.assert_close(
         PreferenceLoss("dpo")(logps, batch, ref, divisor=10).loss, losses.sum() / 10
     )
-
-
-def test_pack_mean_is_the_biased_one(kit: SimpleNamespace) -> None:
-    batch, logps, ref = make(kit, [1, 3])
-    d = (logps - ref)[0::2] - (logps - ref)[1::2]
-    losses = -torch.sigmoid(0.1 * d).log()
-    out = PreferenceLoss("dpo", reduction="pack_mean")(logps, batch, ref)
-    torch.testing.assert_close(out.loss, (losses[0] + losses[1:].mean()) / 2)
-    assert out.count == 2
 
 
 def test_fillers_count_nowhere(kit: SimpleNamespace) -> None:
@@ -132,55 +121,6 @@ def test_a_mix(kit: SimpleNamespace) -> None:
     torch.testing.assert_close(found.metrics["sft_loss"], (sft.loss_sum, sft.count))
     torch.testing.assert_close(found.metrics["preference_loss"][0], found.loss_sum)
     torch.testing.assert_close(found.metrics["loss"][0] / 4, found.loss)
-
-
-@pytest.mark.parametrize("average", ["token", "sequence_sum", "sequence_mean"])
-@pytest.mark.parametrize("kind", ["preference", "sft"])
-def test_the_likelihood_term(kit: SimpleNamespace, kind: str, average: Any) -> None:
-    batch, logps, ref = make(kit, [2, 3], kind)
-    step = 2 if kind == "preference" else 1
-    nll, tokens = -logps[::step], segment_token_counts(batch)[::step]
-    expected = {
-        "token": nll.sum() / tokens.sum(),
-        "sequence_sum": nll.mean(),
-        "sequence_mean": (nll / tokens).mean(),
-    }[average]
-    alone = PreferenceLoss("sft", sft_average=average)(logps, batch)
-    torch.testing.assert_close(alone.loss, expected)
-    if kind == "preference":
-        out = PreferenceLoss("dpo", sft_weight=0.2, sft_average=average)(logps, batch, ref)
-        plain = PreferenceLoss("dpo")(logps, batch, ref)
-        torch.testing.assert_close(out.loss, plain.loss + 0.2 * expected)
-        torch.testing.assert_close(out.loss_sum, plain.loss_sum)
-        assert out.sft_count == (tokens.sum() if average == "token" else 5)
-        halved = PreferenceLoss("dpo", sft_weight=0.2, sft_average=average)(
-            logps, batch, ref, divisor=StepDivisor(10, 2 * float(out.sft_count))
-        )
-        torch.testing.assert_close(halved.loss, out.loss / 2)
-
-
-@pytest.mark.parametrize("choice", ["best_vs_rest", "all", "adjacent"])
-def test_ranked(kit: SimpleNamespace, choice: Any) -> None:
-    batch, logps, ref = make(kit, [2, 4], "ranked")
-    batch.rewards[1] = batch.rewards[0]  # a tie
-    expected = []
-    start = 0
-    for k in batch.num_responses.tolist():
-        ranked = sorted(range(start, start + k), key=lambda i: -float(batch.rewards[i]))
-        start += k
-        couples = {
-            "best_vs_rest": [(ranked[0], i) for i in ranked[1:]],
-            "all": list(itertools.combinations(ranked, 2)),
-            "adjacent": list(itertools.pairwise(ranked)),
-        }[choice]
-        for a, b in couples:
-            if batch.rewards[a] > batch.rewards[b]:
-                d = (logps - ref)[a] - (logps - ref)[b]
-                expected.append(-torch.sigmoid(0.1 * d).log())
-    out = PreferenceLoss("dpo", pairs=choice)(logps, batch, ref)
-    torch.testing.assert_close(out.loss_sum, torch.stack(expected).sum())
-    assert out.count == len(expected)  # per pair: an example weighs as much as it has pairs
-    torch.testing.assert_close(out.loss, torch.stack(expected).mean())
 
 
 def test_ranked_without_any_gap_gives_zero(kit: SimpleNamespace) -> None:

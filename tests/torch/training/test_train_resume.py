@@ -140,14 +140,6 @@ def launch(
 
 
 @pytest.mark.slow
-def test_two_ranks_equal_one(
-    base: dict[str, Any], undisturbed: tuple[Path, dict[str, Any]], tmp_path: Path
-) -> None:
-    launch(2, {**base, "output": str(tmp_path)})
-    assert_same(recorded(tmp_path), undisturbed[1])
-
-
-@pytest.mark.slow
 def test_killed_between_and_inside_checkpoints_on_1_2_1_ranks(
     base: dict[str, Any], undisturbed: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
