@@ -14,8 +14,7 @@ from torch import Tensor
 
 from packstore.format.arrays import IGNORE_INDEX, Column, Float32, Int32, Int64, ids_of, labels_of
 from packstore.registry import Registry
-from packstore.torch.batch.layout import AttentionLayout
-from packstore.torch.batch.targets import Targets
+from packstore.torch.batch.layout import AttentionLayout, Targets
 
 Style = Literal["hf", "flash", "megatron", "padded"]
 

@@ -1,10 +1,11 @@
-"""Offsets of the segments of a flat row, as variable-length attention kernels take them."""
+"""Parts of a flat row: the keys that attention sees, and the targets of log-probs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -74,3 +75,35 @@ class AttentionLayout:
         queries, keys = self.sizes
         parts = torch.split(q, queries), torch.split(k, keys), torch.split(v, keys)
         return (part for part in zip(*parts, strict=True) if len(part[0]))
+
+
+@dataclass(frozen=True, eq=False)
+class Targets:
+    """The tokens to predict: int64 `[n]` each.
+
+    Attributes:
+        rows: index of the token whose output predicts the target.
+        ids: token id of the target.
+        segments: segment that its log-prob belongs to; S, one past the last, for padding of a
+            fixed number of targets.
+    """
+
+    rows: Tensor
+    ids: Tensor
+    segments: Tensor
+
+
+class TokenRow(Protocol):
+    """The part of a batch's interface that log-probs use; also of one rank's share of a batch."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens held here."""
+
+    @property
+    def num_segments(self) -> int:
+        """S."""
+
+    @property
+    def targets(self) -> Targets:
+        """The tokens to predict from those held here."""

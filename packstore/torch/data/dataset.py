@@ -22,9 +22,8 @@ from packstore.io.side.side import Side
 from packstore.torch.data.mix import MixedPacks
 from packstore.torch.data.position import Position, SharedStart, Unseen, stale
 from packstore.torch.data.ranks import settled
-from packstore.torch.data.side import SideColumns
 from packstore.torch.data.steps import StepPlan, plan_steps
-from packstore.torch.data.stream import Identity, PackStream, Shuffle, StoredPacks
+from packstore.torch.data.stream import Identity, PackStream, Shuffle, SideColumns, StoredPacks
 
 STATE_VERSION = 1
 _TOGETHER = 8

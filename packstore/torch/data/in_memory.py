@@ -77,12 +77,8 @@ def pack_in_memory(
     longest = int(tokens.argmax())
     if tokens[longest] > pack_size:
         raise RecordError(
-            sentence(
-                f"record {longest}",
-                f"it must fit pack_size {pack_size}",
-                f"{tokens[longest]} tokens",
-                "Raise pack_size, or leave the record out",
-            )
+            f"record {longest}: it must fit pack_size {pack_size}; found {tokens[longest]} tokens. "
+            "Raise pack_size, or leave the record out."
         )
     made = plan(tokens, pack_size=pack_size, shuffle=False)
     packs = fill(examples, made.offsets, layout, made.order)
@@ -141,12 +137,15 @@ def _examples(
     try:
         examples, tally = RecordTokenizer(None, config, kind)(rows)
     except TokenizerError as error:
-        do = "Tokenize them, or pack them by packstore.pack"
-        raise RecordError(sentence("records", "they must be token ids", "text", do)) from error
+        raise RecordError(
+            "records: they must be token ids; found text. "
+            "Tokenize them, or pack them by packstore.pack."
+        ) from error
     if tally.dropped:
         bad = tally.samples[0]
-        must = f"it must be an example [{bad.reason}]"
-        raise RecordError(sentence(bad.where, must, bad.detail, "Correct it"))
+        raise RecordError(
+            sentence(bad.where, f"it must be an example [{bad.reason}]", bad.detail, "Correct it")
+        )
     logps: list[Any] = [record.get(name) for record in records for name in REF_LOGPS]
     if kind != "preference" or any(value is None for value in logps):
         return examples, None, kind

@@ -35,20 +35,17 @@ _INSIDE = "in DataLoader worker process"
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """The loader's position after a batch was yielded.
-
-    Attributes:
-        index: index of the step in the epoch.
-        start, stop: range of its packs among those not yet yielded when the iteration began.
-        done: batches of the step that were yielded.
-        batches: batches of the step.
-    """
+    """The loader's position after a batch was yielded."""
 
     index: int
+    """Index of the step in the epoch."""
     start: int
     stop: int
+    """Range of its packs among those not yet yielded when the iteration began."""
     done: int
+    """Batches of the step that were yielded."""
     batches: int
+    """Batches of the step."""
 
     def position(self, unseen: Unseen, cut: Mapping[str, Any]) -> Position:
         """Returns the mark as a :class:`Position`."""
@@ -151,25 +148,21 @@ class PackedDataLoader:
 
     def _running(self, once: bool) -> Iterable[tuple[PackedBatch, _Mark]]:
         """The batches of this process, or of workers; with `once`, not of persistent ones."""
-        if self._options["num_workers"]:
-            return _watched(self._torch_loader(once))
-        if self._options["pin_memory"] and torch.accelerator.is_available():
-            return ((batch.pin_memory(), mark) for batch, mark in self._batches)
-        return self._batches
-
-    def _torch_loader(self, once: bool) -> DataLoader[Any]:
-        """The torch loader that runs the workers; with `once`, without persistent workers."""
-        if self._loader is not None and not once:
-            return self._loader
+        if not self._options["num_workers"]:
+            if self._options["pin_memory"] and torch.accelerator.is_available():
+                return ((batch.pin_memory(), mark) for batch, mark in self._batches)
+            return self._batches
+        lasting = self._lasting and not once
+        if lasting and self._loader is not None:
+            return _watched(self._loader)
         # A separate generator: torch's loader would draw from the global one, and so change the
         # random numbers of the training.
-        generator, lasting = torch.Generator(), self._lasting and not once
         loader: DataLoader[Any] = DataLoader(
-            self._batches, generator=generator, persistent_workers=lasting, **self._options
+            self._batches, generator=torch.Generator(), persistent_workers=lasting, **self._options
         )
         if lasting:
             self._loader = loader
-        return loader
+        return _watched(loader)
 
     def set_epoch(self, epoch: int) -> None:
         """Moves to the beginning of `epoch`; does nothing for the current epoch."""
@@ -208,8 +201,7 @@ class _Batches(IterableDataset[tuple[PackedBatch, _Mark]]):
     def begin(self, position: Position) -> Position:
         """Starts the next iteration at `position`; returns it as these settings express it."""
         self._start = start = self._expressed(position)
-        cells = [self.data.epoch, start.next, start.step, start.batches]
-        self._cells.copy_(torch.tensor(cells))
+        self._cells[:] = torch.tensor([self.data.epoch, start.next, start.step, start.batches])
         return start
 
     def count(self, position: Position) -> int:
@@ -301,13 +293,9 @@ def _watched(loader: DataLoader[Any]) -> Iterator[Any]:
             text += _dead(getattr(running, "_workers", ()))
         if "(pid" not in text:
             raise
+        remedy = "Look for the out-of-memory killer and a full /dev/shm; num_workers=0 needs none"
         raise WorkerError(
-            sentence(
-                "PackedDataLoader",
-                "workers must live until the epoch ends",
-                text,
-                "Look for the out-of-memory killer and a full /dev/shm; num_workers=0 needs none",
-            )
+            sentence("PackedDataLoader", "workers must live until the epoch ends", text, remedy)
         ) from error
 
 

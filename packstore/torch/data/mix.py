@@ -176,10 +176,8 @@ _Parts = dict[_Key, tuple[list[int], list[int]]]
 class MixOrder:
     """Maps each pack of a mix to a source, and to its number among the packs of that source.
 
-    Args:
-        rates: float64 `[S]`, share of each source in the packs; their sum is 1.
-        turns: number of interleaved sequences, each with phases of its own, so that their rounding
-            errors partly cancel.
+    `rates`, float64 `[S]`, are the shares of the sources in the packs. The `turns` are interleaved,
+    each with phases of its own, so that their rounding errors partly cancel.
     """
 
     def __init__(self, rates: Float64, turns: int) -> None:
@@ -204,11 +202,10 @@ class MixOrder:
     def length(self, lengths: Int64, until: str) -> int:
         """Counts the packs before one of a source repeats, or until each came once."""
         ends: list[int] = []
-        for turn, (source, packs) in itertools.product(
-            range(self._turns), enumerate(lengths.tolist())
-        ):
-            number = len(range(turn, packs, self._turns)) - (until == "all")
-            ends.append(self._place(turn, source, number) * self._turns + turn)
+        for turn in range(self._turns):
+            for source, packs in enumerate(lengths.tolist()):
+                number = len(range(turn, packs, self._turns)) - (until == "all")
+                ends.append(self._place(turn, source, number) * self._turns + turn)
         return max(ends) + 1 if until == "all" else min(ends)
 
     def _block(self, turn: int, block: int) -> tuple[Int64, Int64]:

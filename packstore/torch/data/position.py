@@ -78,9 +78,7 @@ class Position:
 class Unseen:
     """The packs of an epoch not yet yielded, in order: ``0 .. len(self) - 1``.
 
-    Args:
-        packs: number of packs of the epoch.
-        position: the packs yielded; yielded batches of an incomplete step are ignored.
+    Batches that a position has yielded of an incomplete step are ignored.
     """
 
     def __init__(self, packs: int, position: Position) -> None:
@@ -131,8 +129,8 @@ class SharedStart:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        share(self._cells)
-        share(self._used_by)
+        for cells in (self._cells, self._used_by):
+            cells.share_memory_()  # type: ignore[no-untyped-call]
 
     def set(self, epoch: int, position: Position) -> None:
         """Starts the next iteration at `position` of `epoch`; in a worker, for that worker only."""
@@ -165,11 +163,8 @@ class SharedStart:
             return self._position
         if int(self._cells[_GIVEN]):
             raise CompatibilityError(
-                sentence(
-                    "loader state",
-                    "workers that live on cannot take up a balanced step in its middle",
-                    do="Make a new DataLoader after load_state_dict",
-                )
+                "loader state: workers that live on cannot take up a balanced step in its middle. "
+                "Make a new DataLoader after load_state_dict."
             )
         return Position(int(self._cells[_NEXT]))
 
@@ -193,14 +188,7 @@ def _process() -> tuple[int, int]:
 
 def shared_integers(n: int) -> torch.Tensor:
     """Returns `n` int64 zeros in memory shared with forked and spawned processes."""
-    cells = torch.zeros(n, dtype=torch.int64)
-    share(cells)
-    return cells
-
-
-def share(cells: torch.Tensor) -> None:
-    """Moves `cells` to shared memory, unless it is there already."""
-    cells.share_memory_()  # type: ignore[no-untyped-call]
+    return torch.zeros(n, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call, no-any-return]
 
 
 def stale(rule: str, value: str) -> CompatibilityError:

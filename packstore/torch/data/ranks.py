@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -70,13 +69,10 @@ def spread(work: Int64, ranks: int) -> list[Int64]:
     parts: list[list[int]] = [[] for _ in range(ranks)]
     heap = [(0, rank) for rank in range(ranks)]
     for item in np.argsort(-work, kind="stable").tolist():
-        while True:
+        load, rank = heapq.heappop(heap)
+        while len(parts[rank]) > each or (len(parts[rank]) == each and not extra):
             load, rank = heapq.heappop(heap)
-            if len(parts[rank]) < each:
-                break
-            if extra and len(parts[rank]) == each:
-                extra -= 1
-                break
+        extra -= len(parts[rank]) == each
         parts[rank].append(item)
         heapq.heappush(heap, (load + int(work[item]), rank))
     return [np.array(part, np.int64) for part in parts]
@@ -91,7 +87,14 @@ def settled(stream: PackStream, position: Position) -> Position:
     """Converts `position` to the set of yielded packs, from which any settings can resume."""
     if not position.batches:
         return position
-    config, world_size = _settings(position.cut)
+    settings = dict(position.cut)
+    world_size = settings.pop("world_size", None)
+    try:
+        config = BatchConfig.of(**settings)
+    except ConfigError as error:
+        raise stale("cut must be the settings of a loader", str(error)) from error
+    if not isinstance(world_size, int) or world_size < 1:
+        raise stale("cut must name the number of ranks", repr(world_size))
     unseen = Unseen(len(stream), position)
     step = next(iter(StepCutter(stream, unseen, config, world_size)), None)
     if step is None or position.batches >= len(step.edges):
@@ -101,15 +104,3 @@ def settled(stream: PackStream, position: Position) -> Position:
         shares = assign_ranks(step, rank, world_size, config)[: position.batches]
         out += [batch[: len(batch) - filled] for batch, filled in shares]
     return unseen.without(np.concatenate(out), position.step)
-
-
-def _settings(cut: Mapping[str, Any]) -> tuple[BatchConfig, int]:
-    settings = dict(cut)
-    world_size = settings.pop("world_size", None)
-    try:
-        config = BatchConfig.of(**settings)
-    except ConfigError as error:
-        raise stale("cut must be the settings of a loader", str(error)) from error
-    if not isinstance(world_size, int) or world_size < 1:
-        raise stale("cut must name the number of ranks", repr(world_size))
-    return config, world_size

@@ -14,7 +14,7 @@ from itertools import pairwise
 import numpy as np
 
 from packstore.config import BatchConfig
-from packstore.errors import ConfigError, sentence
+from packstore.errors import ConfigError
 from packstore.format.arrays import COUNTS, Int64, PackSizes, to_offsets
 from packstore.torch.batch.batch import StepInfo
 from packstore.torch.data.position import Position, Unseen
@@ -97,14 +97,7 @@ class Step:
 
 
 class StepCutter:
-    """Yields the optimizer steps of the packs not yet yielded.
-
-    Args:
-        stream: the packs.
-        unseen: the packs not yet yielded.
-        config: the batching settings.
-        world_size: number of ranks.
-    """
+    """Yields the optimizer steps of the packs not yet yielded."""
 
     def __init__(
         self, stream: PackStream, unseen: Unseen, config: BatchConfig, world_size: int
@@ -139,15 +132,11 @@ class StepCutter:
         """Yields the edges of the steps that `window`, which ends before `stop`, determines."""
         start, closed = window.start, stop == self.end
         if self.fixed is not None:
-            return self._cut_by_packs(start, stop, self.fixed)
+            edges = [*range(start, stop, self.fixed), stop]
+            return ([*range(a, b, self._width), b] for a, b in pairwise(edges))
         if self.config.examples_per_step is None:
             return self._cut_by_tokens(window.sizes, start, closed)
         return self._cut_by_examples(window.sizes, start, closed, self.config.examples_per_step)
-
-    def _cut_by_packs(self, start: int, stop: int, packs: int) -> Iterator[list[int]]:
-        for first in range(start, stop, packs):
-            last = min(first + packs, stop)
-            yield [*range(first, last, self._width), last]
 
     def _cut_by_tokens(self, sizes: PackSizes, start: int, closed: bool) -> Iterator[list[int]]:
         jumps = self._jumps(sizes.tokens, start)
@@ -262,16 +251,14 @@ def plan_steps(
         for first in range(end, len(stream), WINDOW):
             left = np.arange(first, min(first + WINDOW, len(stream)))
             dropped_examples += int(stream.sizes(left).examples.sum())
-    steps = len(examples)
+    steps, sizes = len(examples), examples or [0]
     return StepPlan(
         epochs=len(epochs),
         steps=steps,
         batches=batches,
         packs=packs,
         examples=sum(examples),
-        examples_per_step=(min(examples), sum(examples) / steps, max(examples))
-        if steps
-        else (0, 0.0, 0),
+        examples_per_step=(min(sizes), sum(examples) / max(steps, 1), max(sizes)),
         dropped_packs=dropped_packs,
         dropped_examples=dropped_examples,
         padded_packs=padded,
@@ -279,20 +266,10 @@ def plan_steps(
 
 
 def check_fits(tokens: Int64, indices: Int64, budget: int) -> None:
-    """Refuses packs longer than `budget`.
-
-    Args:
-        tokens: int64 `[n]`, tokens of each pack.
-        indices: int64 `[n]`, positions in the global order.
-        budget: most tokens of a batch.
-    """
+    """Refuses packs longer than `budget`: tokens and place in the global order, int64 `[n]`."""
     if len(tokens) and tokens.max() > budget:
         which = int(tokens.argmax())
         raise ConfigError(
-            sentence(
-                "batches",
-                f"every pack must fit tokens_per_batch={budget}",
-                f"{tokens[which]} tokens in pack {indices[which]} of the epoch's order",
-                "Raise tokens_per_batch",
-            )
+            f"batches: every pack must fit tokens_per_batch={budget}; found {tokens[which]} "
+            f"tokens in pack {indices[which]} of the epoch's order. Raise tokens_per_batch."
         )

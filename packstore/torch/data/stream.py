@@ -7,18 +7,22 @@ workers: each reader requests its own positions.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from os import PathLike
 from typing import Any, Literal, Protocol
 
 import fsspec.implementations.local  # noqa: F401  (taking longer than opening a dataset does)
 import numpy as np
 
 from packstore.config import ReadConfig
-from packstore.errors import ConfigError
+from packstore.errors import ConfigError, quote
 from packstore.format.arrays import Int64, Packs, PackSizes
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.dataset.order import LANES, PackOrder
 from packstore.io.dataset.read_ahead import ReadAhead
-from packstore.torch.data.side import SideColumns
+from packstore.io.manifest.side_manifest import REF_LOGPS, check_side
+from packstore.io.side.side import Side, open_side
+from packstore.io.side.side_reader import SideTable
 
 Identity = dict[str, int | str | bool]
 Shuffle = bool | Literal["stratified"]
@@ -61,23 +65,60 @@ class PackStream(Protocol):
         """
 
 
+class SideColumns:
+    """The columns of side datasets, by example id.
+
+    A column with one value per example is added to the `columns` of a pack; ``ref_logps``, with one
+    value per sequence, sets the pack's `ref_logps`, and so the batch's. A side dataset is read
+    whole with the first pack; afterwards every batch of packs is one lookup, in any order.
+    """
+
+    def __init__(self, dataset: Dataset, sides: Sequence[Side | str | PathLike[str]]) -> None:
+        self._sides = [s if isinstance(s, Side) else open_side(str(s)) for s in sides]
+        taken = set(dataset.manifest.carry)
+        for side in self._sides:
+            check_side(side.manifest, dataset.manifest, side.url)
+            for name in side.manifest.columns:
+                if name in taken:
+                    raise ConfigError(f"two columns of the joined packs are named {quote(name)}.")
+                taken.add(name)
+        self._tables: list[SideTable] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_tables": []}
+
+    def join(self, packs: list[Packs]) -> list[Packs]:
+        """Returns the packs with the columns."""
+        if not self._tables:
+            self._tables += map(SideTable, self._sides)
+        if not packs:
+            return packs
+        ids = np.concatenate([p.example_ids for p in packs])
+        counts = np.concatenate([p.num_responses for p in packs])
+        examples = np.cumsum([len(p.example_ids) for p in packs])[:-1]
+        sequences = np.cumsum([len(p.lengths) for p in packs])[:-1]
+        for side, table in zip(self._sides, self._tables, strict=True):
+            rows = table.find(ids)
+            for name in side.manifest.columns:
+                if name == REF_LOGPS:
+                    pairs = zip(
+                        packs, np.split(table.ref_logps(rows, counts), sequences), strict=True
+                    )
+                    packs = [replace(p, ref_logps=part) for p, part in pairs]
+                else:
+                    parts = np.split(table.column(name, rows), examples)
+                    pairs = zip(packs, parts, strict=True)
+                    packs = [replace(p, columns={**p.columns, name: part}) for p, part in pairs]
+        return packs
+
+
 class StoredPacks:
     """The packs of a dataset as they are stored; threads read ahead.
 
-    Pickles its arguments only, without data read or computed.
-
-    Args:
-        dataset: the dataset.
-        seed: seed of the order.
-        shuffle: False reads in file order. ``stratified`` shuffles so that any two runs of equally
-            many packs hold about as many examples; it needs the sizes of all packs.
-        lanes: row groups open at once.
-        reading: how far to read ahead, and what happens to a row group that cannot be read.
-        side: columns to join.
-
-    Attributes:
-        quarantined: row groups that this process skipped, replacing their packs by others of
-            weight 0.
+    Pickles its arguments only, without data read or computed; they are those of `PackedDataset`.
+    ``stratified`` shuffles so that any two runs of equally many packs hold about as many examples;
+    it needs the sizes of all packs. `quarantined` holds the row groups that this process skipped,
+    replacing their packs by others of weight 0.
     """
 
     def __init__(
@@ -141,6 +182,6 @@ class StoredPacks:
 
     def read(self, batches: Iterable[Int64]) -> Iterator[list[Packs]]:
         """Yields the packs at each array of positions; see :class:`PackStream`."""
-        left_out = self.quarantined
-        packs = iter(ReadAhead(self.dataset, self._order, batches, self.reading, left_out))
+        order, skipped = self._order, self.quarantined
+        packs = iter(ReadAhead(self.dataset, order, batches, self.reading, skipped))
         return packs if self.side is None else map(self.side.join, packs)

@@ -23,7 +23,7 @@ from packstore.errors import ConfigError, sentence
 from packstore.format.arrays import Packs
 from packstore.format.schema import require_kind
 from packstore.torch.batch.collate import PackedBatch, collate
-from packstore.torch.batch.targets import Targets
+from packstore.torch.batch.layout import Targets
 from packstore.torch.data.in_memory import in_one_pack
 from packstore.torch.logprobs.logprobs import segment_logps
 from packstore.torch.losses.divisor import StepDivisor, own_divisor

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from packstore.errors import ConfigError, sentence
-from packstore.torch.batch.targets import Targets, TokenRow
+from packstore.torch.batch.layout import Targets, TokenRow
 from packstore.torch.logprobs.fused_head import HeadLogProbs, exact_dtype
 from packstore.torch.logprobs.tiles import Projection, default_chunk
 from packstore.torch.metrics import wide_dtype

@@ -23,8 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from packstore.errors import ConfigError, quote
 from packstore.torch.batch.collate import PackedBatch
-from packstore.torch.batch.layout import AttentionLayout
-from packstore.torch.batch.targets import Targets
+from packstore.torch.batch.layout import AttentionLayout, Targets
 from packstore.torch.parallel.padding import offsets, owners
 
 How = Literal["zigzag", "contiguous"]

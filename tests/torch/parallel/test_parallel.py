@@ -26,8 +26,7 @@ from packstore.torch import (
 )
 from packstore.torch.attention import Settings
 from packstore.torch.attention.plain import reference
-from packstore.torch.batch.layout import AttentionLayout
-from packstore.torch.batch.targets import Targets
+from packstore.torch.batch.layout import AttentionLayout, Targets
 from packstore.torch.parallel import (
     ContextShard,
     ContextSplit,
