@@ -15,7 +15,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from packstore.errors import CompatibilityError, ConfigError, quote, sentence
+from packstore.errors import CompatibilityError, ConfigError, quote
 from packstore.format.tokenizer_identity import PROBES, probe_sha256, vocabulary_sha256
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.manifest.manifest import Manifest
@@ -52,19 +52,14 @@ def check_model(data: Dataset | Manifest, model: Any) -> None:
         )
     if manifest.vocab_size is not None and manifest.vocab_size > size:
         raise CompatibilityError(
-            sentence(
-                "dataset and model",
-                f"token ids must be below the model's vocab_size of {size}",
-                f"a tokenizer of {manifest.vocab_size} ids",
-                "Use the model that belongs to the tokenizer, or pack again with the model's own",
-            )
+            f"dataset and model: token ids must be below the model's vocab_size of {size}; found "
+            f"a tokenizer of {manifest.vocab_size} ids. "
+            "Use the model that belongs to the tokenizer, or pack again with the model's own."
         )
     _check_positions(manifest, text)
     for role in ("bos", "eos"):
-        ours, theirs = (
-            _tokenizer(manifest).get(f"{role}_id"),
-            getattr(text, f"{role}_token_id", None),
-        )
+        ours = _tokenizer(manifest).get(f"{role}_id")
+        theirs = getattr(text, f"{role}_token_id", None)
         known = theirs if isinstance(theirs, Sequence) else [theirs]
         if ours is not None and theirs is not None and ours not in known:
             message = "the model's config says %s is %s, the dataset was packed with %s"
@@ -79,12 +74,17 @@ def _check_positions(manifest: Manifest, text: Any) -> None:
         return
     kinds = rope_kinds(text)
     if not kinds and getattr(text, "position_embedding_type", None) != "nope":
-        must = f"sequences must have at most the model's {places} positions"
-        found, do = f"a sequence of {longest} tokens", f"Pack again with max_length={places}"
-        raise CompatibilityError(sentence("dataset and model", must, found, do))
+        raise CompatibilityError(
+            f"dataset and model: sequences must have at most the model's {places} positions; "
+            f"found a sequence of {longest} tokens. Pack again with max_length={places}."
+        )
     if not any("dynamic" in kind for kind in kinds):  # made for longer ones
-        message = "a sequence of %s tokens, and the model was made for %d positions"
-        logger.warning(f"dataset and model: {message}; RoPE goes on beyond", longest, places)
+        logger.warning(
+            "dataset and model: a sequence of %s tokens, and the model was made for %d positions; "
+            "RoPE goes on beyond",
+            longest,
+            places,
+        )
 
 
 def check_tokenizer(
@@ -118,9 +118,8 @@ def check_tokenizer(
     if path is not None and facts.get("sha256") in _file_hashes(path):
         templates = _stored_templates(path)
     else:
-        loaded = (
-            _load(path) if path else getattr(tokenizer, "tokenizer", tokenizer)
-        )  # a processor's
+        # A processor has its tokenizer inside.
+        loaded = _load(path) if path else getattr(tokenizer, "tokenizer", tokenizer)
         _compare(facts, loaded)
         templates = _templates(getattr(loaded, "chat_template", None))
     if chat_template:
@@ -141,12 +140,13 @@ def check_same_tokenizer(data: Iterable[Dataset | Manifest]) -> None:
         if any(each.get(name) is None for name in hashes for each in (facts, other)):
             hashes = ("sha256",)
         if any(facts.get(name) != other.get(name) for name in hashes):
-            found = " and ".join(
+            each, this = (
                 f"{quote(t.get('name'))} of {t.get('vocab_size')} ids" for t in (other, facts)
             )
-            where = f"datasets {first} and {number}"
-            must = "they must be packed with one tokenizer"
-            raise CompatibilityError(sentence(where, must, found, "Pack one of them again"))
+            raise CompatibilityError(
+                f"datasets {first} and {number}: they must be packed with one tokenizer; "
+                f"found {each} and {this}. Pack one of them again."
+            )
 
 
 def _tokenizer(manifest: Manifest) -> Mapping[str, Any]:
@@ -161,9 +161,8 @@ def _file_hashes(path: Path) -> set[str]:
     try:
         return {hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
     except OSError as error:
-        reason = error.strerror or str(error)
         raise ConfigError(
-            f"tokenizer {path} must be a readable file or folder: {reason}."
+            f"tokenizer {path} must be a readable file or folder: {error.strerror or error}."
         ) from error
 
 
@@ -220,12 +219,11 @@ def _stored_templates(path: Path) -> list[str]:
     """The chat templates in the folder of a tokenizer file."""
     folder = path if path.is_dir() else path.parent
     templates = []
-    for file in (folder / "tokenizer_config.json", folder / "chat_template.json"):
-        if file.is_file():
-            value = json.loads(file.read_text(encoding="utf-8"))
-            templates += _templates(value.get("chat_template"))
-    if (folder / "chat_template.jinja").is_file():
-        templates.append((folder / "chat_template.jinja").read_text(encoding="utf-8"))
+    for name in ("tokenizer_config.json", "chat_template.json", "chat_template.jinja"):
+        if (folder / name).is_file():
+            text = (folder / name).read_text(encoding="utf-8")
+            value = json.loads(text).get("chat_template") if name.endswith(".json") else text
+            templates += _templates(value)
     return templates
 
 
@@ -237,11 +235,15 @@ def _compare_template(manifest: Manifest, templates: list[str]) -> None:
     if (manifest.provenance.get("settings") or {}).get("chat_template") is not None:
         logger.warning("the dataset was packed with another chat template than the tokenizer's")
         return
-    do = "Pack again with this template, or leave it out: check_tokenizer(…, chat_template=False)"
-    must = "its chat template must be the one that the dataset was packed with"
-    raise CompatibilityError(sentence("dataset and tokenizer", must, "another text", do))
+    raise CompatibilityError(
+        "dataset and tokenizer: its chat template must be the one that the dataset was packed "
+        "with; found another text. "
+        "Pack again with this template, or leave it out: check_tokenizer(…, chat_template=False)."
+    )
 
 
-def _refusal(must: str, found: str) -> CompatibilityError:
-    do = "Use the tokenizer that the dataset was packed with, or pack again with this one"
-    return CompatibilityError(sentence("dataset and tokenizer", must, found, do))
+def _refusal(rule: str, value: str) -> CompatibilityError:
+    return CompatibilityError(
+        f"dataset and tokenizer: {rule}; found {value}. "
+        "Use the tokenizer that the dataset was packed with, or pack again with this one."
+    )

@@ -17,10 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from packstore.errors import BackendError, CompatibilityError, sentence
+from packstore.errors import BackendError, CompatibilityError
 from packstore.format.arrays import Packs, to_offsets
 from packstore.format.seeds import keys
 from packstore.torch.batch.collate import PackedBatch, collate
+from packstore.torch.models.mask import PREFIX
 from packstore.torch.models.model import use_packed_attention
 from packstore.torch.models.unwrap import by_length, evaluating, rope_kinds, rope_parts, unwrapped
 
@@ -94,9 +95,9 @@ def check_isolation(
     """
     inner: Any = next((m for m in model.modules() if hasattr(m, "set_attn_implementation")), None)
     if inner is None:
-        where = f"check_isolation({type(model).__name__})"
         raise BackendError(
-            sentence(where, "it must be a Hugging Face model", "none of its methods")
+            f"check_isolation({type(model).__name__}): it must be a Hugging Face model; "
+            "found none of its methods."
         )
     previous = inner.config._attn_implementation
     if backend is not None:
@@ -134,8 +135,10 @@ def _compare(model: nn.Module, inner: Any, vocab_size: int | None) -> float:
         packed = model(**batch.model_inputs()).logits[0].float()
         where = f"check_isolation({type(model).__name__}), layout {layout}"
         if bool(packed.isnan().any()):
-            do = "Look at its weights: a training that diverged leaves such ones"
-            raise CompatibilityError(sentence(where, "its logits must be finite", "nan", do))
+            raise CompatibilityError(
+                f"{where}: its logits must be finite; found nan. "
+                "Look at its weights: a training that diverged leaves such ones."
+            )
         kept = [x[n:].float() for x, n in zip(own, left_out, strict=True)]
         for i, logits in enumerate(packed.split([len(x) for x in kept])):
             by_token = experts and (i == LONG or is_half(model))
@@ -150,21 +153,26 @@ def _compare(model: nn.Module, inner: Any, vocab_size: int | None) -> float:
 def _failure(
     where: str, inner: Any, attention: str, size: float, effect: float, rounding: float
 ) -> BackendError:
-    must = f"a sequence must have the logits that the model's own attention ({attention}) gives it"
-    found = f"a difference of {size:.2g}, where rounding gives {rounding:.2g}"
+    text = (
+        f"{where}: a sequence must have the logits that the model's own attention ({attention}) "
+        f"gives it; found a difference of {size:.2g}, where rounding gives {rounding:.2g}"
+    )
     name = str(inner.config._attn_implementation)
     if size <= rounding:
-        found = f"{found}, and a token moves the logits of the next by {effect:.2g}"
-        do = "A leak would do no more: run the probe in float32, or on trained weights"
-        return _UnclearError(sentence(where, must, found, do))
-    do = (
-        "If backend='reference' fails as well, the model mixes tokens outside of attention (a "
-        "convolution, a recurrent layer), counts positions itself, or has a mask of its own: use "
-        "backend='per_sequence'. If not, the backend is wrong"
+        return _UnclearError(
+            f"{text}, and a token moves the logits of the next by {effect:.2g}. "
+            "A leak would do no more: run the probe in float32, or on trained weights."
+        )
+    if not name.startswith(PREFIX):
+        return BackendError(
+            f"{text}. Prepare the model with use_packed_attention(model); "
+            f"its attention is {name!r}."
+        )
+    return BackendError(
+        f"{text}. If backend='reference' fails as well, the model mixes tokens outside of "
+        "attention (a convolution, a recurrent layer), counts positions itself, or has a mask of "
+        "its own: use backend='per_sequence'. If not, the backend is wrong."
     )
-    if not name.startswith("packstore_"):
-        do = f"Prepare the model with use_packed_attention(model); its attention is {name!r}"
-    return BackendError(sentence(where, must, found, do))
 
 
 def _size(rows_T: Tensor, marks: list[int], by_token: bool) -> float:
@@ -177,12 +185,14 @@ def _size(rows_T: Tensor, marks: list[int], by_token: bool) -> float:
 def _marks(config: Any) -> list[int]:
     """Lengths of the config beyond which the model computes differently."""
     longest = getattr(config, "max_position_embeddings", None)
-    marks = set()
-    for name, value in config.to_dict().items():
-        if type(value) is int and ("window" in name or "chunk" in name) and "layers" not in name:
-            marks.add(value)
-    if isinstance(longest, int):
-        marks = {mark for mark in marks if mark < longest}
+    marks = {
+        value
+        for name, value in config.to_dict().items()
+        if type(value) is int
+        and ("window" in name or "chunk" in name)
+        and "layers" not in name
+        and not (isinstance(longest, int) and value >= longest)
+    }
     for part in rope_parts(config):
         if by_length(part.get("rope_type", part.get("type"))):
             marks.add(int(part.get("original_max_position_embeddings") or longest or 0))
@@ -227,10 +237,8 @@ def _own_logits(
 
 def _capped(config: Any) -> bool:
     """Returns True if the model softcaps attention scores, which only eager attention supports."""
-    return any(
-        value and "softcap" in name and "final" not in name
-        for name, value in config.to_dict().items()
-    )
+    values = config.to_dict().items()
+    return any(x and "softcap" in name and "final" not in name for name, x in values)
 
 
 def _heads(config: Any) -> int:
@@ -240,8 +248,8 @@ def _heads(config: Any) -> int:
 def _batch(ids: list[Any], left_out: Any) -> PackedBatch:
     lengths = np.array([len(x) for x in ids])
     tokens = np.concatenate([x[n:] for x, n in zip(ids, left_out, strict=True)])
-    bounds = to_offsets(lengths - left_out)
-    return collate(one_pack(tokens, lengths, bounds, np.array([2, 1, 2])), "ranked")
+    pack = one_pack(tokens, lengths, to_offsets(lengths - left_out), np.array([2, 1, 2]))
+    return collate(pack, "ranked")
 
 
 def is_half(model: nn.Module) -> bool:
@@ -266,7 +274,6 @@ def ieee_products() -> Iterator[None]:
 
 def one_pack(tokens: Any, lengths: Any, bounds: Any, responses: Any) -> Packs:
     """Makes one pack of these tokens; sequences of `lengths`, segments between `bounds`."""
-    offsets = [np.array([0, len(x)]) for x in (tokens, lengths, responses)]
     return Packs(
         signed_ids=~tokens.astype(np.int32),
         reward=np.zeros(len(lengths), np.float32),
@@ -274,7 +281,7 @@ def one_pack(tokens: Any, lengths: Any, bounds: Any, responses: Any) -> Packs:
         seq_boundaries=bounds.astype(np.int32),
         example_ids=np.arange(len(responses)),
         num_responses=responses.astype(np.int32),
-        token_offsets=offsets[0],
-        sequence_offsets=offsets[1],
-        example_offsets=offsets[2],
+        token_offsets=np.array([0, len(tokens)]),
+        sequence_offsets=np.array([0, len(lengths)]),
+        example_offsets=np.array([0, len(responses)]),
     )
