@@ -106,9 +106,11 @@ class SideColumns:
                     )
                     packs = [replace(p, ref_logps=part) for p, part in pairs]
                 else:
-                    parts = np.split(table.column(name, rows), examples)
-                    pairs = zip(packs, parts, strict=True)
-                    packs = [replace(p, columns={**p.columns, name: part}) for p, part in pairs]
+                    values = np.split(table.column(name, rows), examples)
+                    packs = [
+                        replace(p, columns={**p.columns, name: part})
+                        for p, part in zip(packs, values, strict=True)
+                    ]
         return packs
 
 
