@@ -20,7 +20,8 @@ from packstore.config.fields import MEANINGFUL
 from packstore.errors import ConfigError, PackstoreError, quote
 from packstore.etl.dedup_and_split import Seen
 from packstore.etl.estimate import SAMPLE, Estimate, Measured, estimate, estimate_of
-from packstore.etl.sources import RecordExampleReader, Tokenize, open_examples
+from packstore.etl.sources import RecordExampleReader, open_examples
+from packstore.etl.tokenize import Tokenize
 from packstore.etl.totals import ASKED_TO_GO, absent_fields
 from packstore.format.arrays import SOURCE_SHIFT, Bool, Examples, Rows, Sample, Tally, example_id
 from packstore.io.dataset.dataset import Dataset, find_dataset
@@ -330,7 +331,7 @@ class TextLint:
     def __call__(self, block: Block) -> tuple[Examples, Tally]:
         """Returns the examples of a block, and the tally of its records with the findings."""
         rows = block.parse()
-        examples, tally = self._tokenize.of(rows)
+        examples, tally = self._tokenize.finish(self._tokenize.of(rows))
         kept = set(examples.example_ids.tolist())
         # Tokenizing may already have counted the same findings.
         known = set(tally.noted)

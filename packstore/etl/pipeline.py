@@ -29,7 +29,8 @@ from packstore.etl.partitions.slices import ReadKeys, split, warn_of_reads
 from packstore.etl.partitions.work import InTask, PackPartitions
 from packstore.etl.provenance import finished_before, run_of
 from packstore.etl.rejects import RejectsFile
-from packstore.etl.sources import ExampleReader, RecordExampleReader, Tokenize, open_examples
+from packstore.etl.sources import ExampleReader, RecordExampleReader, open_examples
+from packstore.etl.tokenize import Tokenize
 from packstore.etl.totals import Counting, RecordTotals
 from packstore.format.arrays import Int64, Tally
 from packstore.io.dataset.dataset import Dataset

@@ -18,6 +18,7 @@ import numpy as np
 from packstore.config import PARTITION_BYTES, PackConfig, PlanConfig, SelectConfig, WriteConfig
 from packstore.errors import ConfigError, RecordError, sentence, spelled
 from packstore.etl.engines import ENGINES
+from packstore.etl.tokenize import Part, Tokenize
 from packstore.format.arrays import Examples, Rows, Sample, Tally, to_offsets
 from packstore.io.dataset.dataset import Dataset, find_dataset
 from packstore.io.inputs.files import BLOCK_BYTES, Block, Input, InputReader
@@ -37,8 +38,6 @@ from packstore.tokenizer.records.shapes import parse_record
 from packstore.tokenizer.refusals import Refused
 from packstore.tokenizer.tokenizer import FAST
 from packstore.version import VERSION
-
-Part = tuple[Examples, Tally]
 
 FEW_CORES = 4
 """Cores that the reference library can use from one process; more only wait for each other."""
@@ -211,32 +210,6 @@ def _faster_pays(tokenizer: Tokenizer, first: list[Block], blocks: Iterator[Bloc
         size += len(payload) if isinstance(payload, bytes) else len(str(payload))
         number += 1
     return True
-
-
-class Tokenize:
-    """Parses and tokenizes a block, in a worker or here."""
-
-    def __init__(
-        self, tokenizer: RecordTokenizer, suits_threads: bool, watch: EngineWatch | None = None
-    ) -> None:
-        self._tokenizer, self._watch = tokenizer, watch
-        self.tokenizer = tokenizer.tokenizer
-        self.suits_threads = suits_threads
-
-    def load(self) -> None:
-        """Loads the tokenizer, which a pickle holds as its file."""
-        _ = self.tokenizer and self.tokenizer.engine
-
-    def __call__(self, block: Block) -> Part:
-        """Returns the examples of a block, and the tally of its records."""
-        return self.of(block.parse())
-
-    def of(self, rows: Rows) -> Part:
-        """Returns the same for parsed records."""
-        examples, tally = self._tokenizer(rows)
-        if self._watch is not None:
-            self._watch(rows, examples)
-        return examples, tally
 
 
 class DatasetExampleReader:

@@ -110,7 +110,7 @@ def agreeing(tokenizer: Tokenizer, rows: Rows, config: TokenizeConfig, kind: str
     first = replace(rows, ordinals=rows.ordinals[:FIRST], values=rows.values[:FIRST])
     stage = RecordTokenizer(tokenizer, config, kind)
     try:
-        EngineWatch(stage)(first, stage(first)[0])
+        EngineWatch(stage).compare(first, stage(first)[0])
     except WrongEngineError as error:
         log.warning("tokenizer engine %s is not used: %s", FAST, error)
         return tokenizer.with_engine("tokenizers")
@@ -134,23 +134,31 @@ class EngineWatch:
         self._first = -(-FEWEST // max(sources, 1))
         self._reference: RecordTokenizer | None = None
 
-    def __call__(self, rows: Rows, examples: Examples) -> None:
-        """Compares the examples of `rows` with those of the reference."""
+    def sample(self, rows: Rows, examples: Examples) -> tuple[Rows, Examples] | None:
+        """Returns the sampled records of `rows` and their examples; None: there are none."""
         tokenizer = self._stage.tokenizer
         if tokenizer is None or tokenizer.engine_name != FAST:
-            return
+            return None
         ordinals = np.array(rows.ordinals, np.int64)
         ids = example_id(rows.source, 0) + ordinals
         chosen = self.chosen(ordinals, ids)
         if not len(chosen):
-            return
+            return None
         values = [rows.values[i] for i in chosen]
-        sample = replace(rows, ordinals=ordinals[chosen].tolist(), values=values)
+        kept = np.flatnonzero(np.isin(examples.example_ids, ids[chosen]))
+        records = replace(rows, ordinals=ordinals[chosen].tolist(), values=values)
+        return records, examples.take(kept)
+
+    def compare(self, sample: Rows, examples: Examples) -> None:
+        """Compares the examples of sampled records with those of the reference."""
+        tokenizer = self._stage.tokenizer
+        assert tokenizer is not None
         if self._reference is None:
             reference = tokenizer.with_engine("tokenizers")
             self._reference = RecordTokenizer(reference, self._stage.config, self._stage.kind)
         expected, _ = self._reference(sample)
-        for i, number in enumerate(ids[chosen]):
+        ids = example_id(sample.source, 0) + np.array(sample.ordinals, np.int64)
+        for i, number in enumerate(ids):
             fast, slow = (
                 e.take(np.flatnonzero(e.example_ids == number)) for e in (examples, expected)
             )

@@ -29,7 +29,7 @@ VARIED_TEMPLATES = 64
 class Tokenizer:
     """A tokenizer file and the files next to it.
 
-    Picklable: a worker rebuilds the engine on first use.
+    Picklable: a worker loads the engine on first use.
 
     Attributes:
         name: name of the file, for messages and the manifest.
@@ -228,5 +228,7 @@ class Tokenizer:
         return None if token is None else self.engine.token_to_id(token)
 
     def __getstate__(self) -> dict[str, Any]:
-        rebuilt = {"engine", "template", "tool_use_template", "_varied", "controls", "control_hint"}
+        rebuilt = {"template", "tool_use_template", "_varied", "controls", "control_hint"}
+        if self.engine_name != FAST:
+            rebuilt.add("engine")
         return {name: value for name, value in self.__dict__.items() if name not in rebuilt}

@@ -32,7 +32,7 @@ MAX_THREADS, MAX_PROCESSES = 4, 16
 
 WORTH_SECONDS = 1.0
 """Time of this process alone, if `num_workers` is unset, before it starts worker processes: each
-takes about three seconds of a core to load packages and a tokenizer."""
+takes two to three seconds of a core to load packages and a tokenizer."""
 
 ITEM_SECONDS = 900
 """Processor time of a worker process for an item, which mostly takes less than a second; beyond it
@@ -43,7 +43,9 @@ def run(work: Callable[[T], R], items: Iterable[T], num_workers: int | None) -> 
     """Yields ``work(item)`` for every item, in order.
 
     Args:
-        work: picklable; sent to each worker process once, and loaded there by ``work.load()``.
+        work: picklable; sent to each worker process once, and loaded there by ``work.load()``. If
+            it has them, the process runs ``work.begin(item)``, and this one ``work.finish`` on the
+            result.
         items: picklable; at most two for each worker are held at a time.
         num_workers: processes that work, this one included; None: threads of this process if
             ``work.suits_threads``, else one process per core, once it has worked for some time.
@@ -155,11 +157,16 @@ class _Process:
 
     def load(self) -> Self:
         """Sends the work, and waits until it is loaded."""
-        self(self._work)
+        self._answer(self._work)
         return self
 
     def __call__(self, item: Any) -> Any:
         """Returns the result of an item."""
+        result = self._answer(item)
+        finish = getattr(self._work, "finish", None)
+        return result if finish is None else finish(result)
+
+    def _answer(self, item: Any) -> Any:
         try:
             _send(self._pipe, item)
             succeeded, result = _receive(self._pipe)
@@ -204,7 +211,7 @@ def _serve(pipe: Connection) -> None:
                 else:
                     if hasattr(signal, "setitimer"):
                         signal.setitimer(signal.ITIMER_PROF, ITEM_SECONDS)
-                    result = work(item)
+                    result = getattr(work, "begin", work)(item)
                 answer = True, result
             except Exception as error:
                 answer = False, _portable(error)

@@ -16,7 +16,7 @@ import numpy as np
 
 from packstore.config import PackConfig
 from packstore.etl.dedup_and_split import dedup_keys
-from packstore.etl.sources import Part
+from packstore.etl.tokenize import Part
 from packstore.format.arrays import Int64
 from packstore.format.seeds import U64
 from packstore.io.inputs.files import BLOCK_BYTES, Block, Input, InputReader

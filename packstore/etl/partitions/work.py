@@ -22,8 +22,8 @@ from packstore.etl.dedup_and_split import Selection
 from packstore.etl.partitions.resume import Partition, Versions, Written, taken_over
 from packstore.etl.partitions.slices import Item, ReadFile, Run, blocks_of, in_turn
 from packstore.etl.rejects import CompressedRejects
-from packstore.etl.sources import Part
 from packstore.etl.spill import Spill
+from packstore.etl.tokenize import Part
 from packstore.etl.totals import Contents, Counting
 from packstore.format import seeds
 from packstore.format.arrays import Tally

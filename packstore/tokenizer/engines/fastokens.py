@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from importlib.metadata import version
+from typing import Any
 
 import fastokens
 import numpy as np
+import tokenizers
 
 from packstore.format.arrays import Int32, Int64
 from packstore.tokenizer.engines import inside
-from packstore.tokenizer.engines.tokenizers import TokenizersEngine
+from packstore.tokenizer.engines.tokenizers import Modes, TokenizersEngine
 
 
 class FastokensEngine(TokenizersEngine):
-    """Encodes with ``fastokens``; the reference library does the rest."""
+    """Encodes with ``fastokens``; the reference library does the rest.
+
+    Picklable: a worker loads each of the two libraries when it is first used.
+    """
 
     version = version("fastokens")
 
@@ -27,5 +33,23 @@ class FastokensEngine(TokenizersEngine):
         return np.frombuffer(ids, np.int32), np.frombuffer(offsets, np.int64)
 
     def _load(self) -> None:
+        self._text = self._tokenizer.to_str()
+        self.__dict__.pop("_fast", None)
+        _ = self._fast
+
+    @cached_property
+    def _fast(self) -> fastokens.Tokenizer:
         with inside(self._where, "fastokens must know this kind of tokenizer"):
-            self._fast = fastokens.Tokenizer.from_json_str(self._tokenizer.to_str())
+            return fastokens.Tokenizer.from_json_str(self._text)
+
+    @cached_property
+    def _tokenizer(self) -> tokenizers.Tokenizer:  # type: ignore[override]
+        return tokenizers.Tokenizer.from_str(self._text)
+
+    def __getstate__(self) -> dict[str, Any]:
+        loaded = {"_fast", "_tokenizer", "_modes"}
+        return {name: value for name, value in self.__dict__.items() if name not in loaded}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._modes = Modes()

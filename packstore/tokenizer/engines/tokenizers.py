@@ -23,7 +23,7 @@ MAX_GROWTH = 1000
 """Largest factor by which the replacements of a normalizer may lengthen a text."""
 
 
-class _Modes:
+class Modes:
     """Serialises encoding by mode: the library's object has one mode for all threads."""
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class TokenizersEngine:
 
     def __init__(self, payload: bytes, where: str) -> None:
         self._where = where
-        self._modes = _Modes()
+        self._modes = Modes()
         with inside(where, "it must be a tokenizer.json that the tokenizers library reads"):
             self._tokenizer = tokenizers.Tokenizer.from_str(payload.decode())
             # Otherwise these would truncate, pad, and draw other ids at every call, silently.
@@ -130,7 +130,8 @@ class TokenizersEngine:
 
     def token_to_id(self, token: str) -> int | None:
         """Returns the id of a vocabulary entry."""
-        return self._tokenizer.token_to_id(token)
+        known = self.specials.get(token)
+        return self._tokenizer.token_to_id(token) if known is None else known
 
     def wrapping(self) -> tuple[list[int], list[int]]:
         """Returns the ids that the file adds before and after a text by default."""

@@ -1,0 +1,47 @@
+"""The work of a worker process, in a file that imports little: each process loads it anew."""
+
+from __future__ import annotations
+
+from packstore.format.arrays import Examples, Rows, Tally
+from packstore.io.inputs.files import Block
+from packstore.tokenizer.fastest import EngineWatch
+from packstore.tokenizer.record_tokenizer import RecordTokenizer
+
+Part = tuple[Examples, Tally]
+
+
+class Tokenize:
+    """Parses and tokenizes a block, in a worker or here. Picklable.
+
+    `finish` compares a sample with the reference library, which a worker process need not load.
+    """
+
+    def __init__(self, stage: RecordTokenizer, suits_threads: bool, watch: EngineWatch) -> None:
+        self._stage, self._watch = stage, watch
+        self.tokenizer = stage.tokenizer
+        self.suits_threads = suits_threads
+
+    def load(self) -> None:
+        """Loads the tokenizer, which a pickle holds as text."""
+        if self.tokenizer is not None:
+            self.tokenizer.engine.encode_batch([""], control=False)
+
+    def __call__(self, block: Block) -> Part:
+        """Returns the examples of a block, and the tally of its records."""
+        return self.finish(self.begin(block))
+
+    def begin(self, block: Block) -> tuple[Part, tuple[Rows, Examples] | None]:
+        """Returns the result for a block, and the sample of it to compare."""
+        return self.of(block.parse())
+
+    def of(self, rows: Rows) -> tuple[Part, tuple[Rows, Examples] | None]:
+        """Returns the same for parsed records."""
+        examples, tally = self._stage(rows)
+        return (examples, tally), self._watch.sample(rows, examples)
+
+    def finish(self, begun: tuple[Part, tuple[Rows, Examples] | None]) -> Part:
+        """Compares the sample; returns the result."""
+        part, sample = begun
+        if sample is not None:
+            self._watch.compare(*sample)
+        return part
