@@ -21,7 +21,7 @@ from packstore.config import (
 )
 from packstore.errors import ConfigError, MissingExtraError, UnknownNameError, sentence
 from packstore.format import seeds
-from packstore.format.arrays import Examples, Tally, example_id, ragged_indices, to_offsets
+from packstore.format.arrays import Examples
 from packstore.registry import Registry
 from packstore.testing import assert_examples_equal, random_examples
 
@@ -43,12 +43,6 @@ def test_a_sentence_is_one_line(where: str, found: str) -> None:
     text = sentence(where, "must hold", found, "Do this")
     assert text.isprintable()
     assert len(text.splitlines()) == 1
-
-
-def test_sentence_parts() -> None:
-    assert sentence("a.jsonl, line 3", "must be text", "7", "Fix it") == (
-        "a.jsonl, line 3: must be text; found 7. Fix it."
-    )
 
 
 def test_registry_names_the_choices() -> None:
@@ -122,15 +116,6 @@ def test_seeds_are_stable_and_independent() -> None:
     assert abs(np.corrcoef(first, np.arange(1000))[0, 1]) < 0.1
 
 
-@given(st.lists(st.integers(0, 5), max_size=20), st.data())
-def test_ragged_indices(lengths: list[int], data: st.DataObject) -> None:
-    offsets = to_offsets(np.array(lengths, np.int64))
-    index = st.integers(0, max(len(lengths) - 1, 0))
-    rows = data.draw(st.lists(index, max_size=9 if lengths else 0))
-    expected = [j for r in rows for j in range(offsets[r], offsets[r + 1])]
-    assert ragged_indices(offsets, np.array(rows, np.int64)).tolist() == expected
-
-
 @given(st.permutations(range(7)), st.sampled_from(["preference", "sft", "ranked"]))
 def test_take_and_concat(order: list[int], kind: str) -> None:
     examples = random_examples(7, kind=kind)
@@ -139,18 +124,3 @@ def test_take_and_concat(order: list[int], kind: str) -> None:
     assert_examples_equal(taken.take(np.argsort(at)), examples)
     singles = [examples.take(np.array([i])) for i in order]
     assert_examples_equal(Examples.concat(singles), taken)
-
-
-def test_example_id() -> None:
-    assert example_id(3, 5) == (3 << 40) + 5
-
-
-def test_tally_adds_up() -> None:
-    a, b = Tally(read=5), Tally(read=7)
-    for i in range(4):
-        a.drop("overlong", f"a {i}")
-        b.drop("overlong", f"b {i}")
-    b.note("boundary_merged", "b 9")
-    a.add(b)
-    assert (a.read, a.kept, a.dropped["overlong"], a.noted["boundary_merged"]) == (12, 4, 8, 1)
-    assert [s.where for s in a.samples] == ["a 0", "a 1", "a 2", "b 9"]

@@ -99,15 +99,6 @@ def test_pack_is_a_call_and_a_package(imports: str) -> None:
     assert python(f"{imports}; {CALL}") == "True 1"
 
 
-def test_the_call_after_import_of_the_package() -> None:
-    code = (
-        "import packstore.pack.fill, packstore\n"
-        "try: packstore.pack('missing.jsonl', 'out', tokenizer='missing.json')\n"
-        "except packstore.PackstoreError as error: print(type(error).__name__)"
-    )
-    assert python(code) in {"InputError", "StorageError", "TokenizerError"}
-
-
 def test_help_and_the_signature_of_the_call() -> None:
     from packstore.etl.pipeline import pack
 

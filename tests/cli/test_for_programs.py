@@ -63,17 +63,6 @@ def test_results_are_json(
     assert expected.items() <= found.items()
 
 
-def test_the_result_of_a_job_counts_every_record(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    main([*command(folder, "pack pairs.jsonl out --tokenizer t.json --overwrite"), "--json"])
-    found = json.loads(capsys.readouterr().out)
-    assert found["records"]["read"] == 21
-    assert found["records"]["dropped"] == {"empty_side": 1}
-    assert found["totals"]["examples"] == 20
-    assert packstore.open(found["url"]).version == found["version"]
-
-
 def run(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
     words = [sys.executable, "-m", "packstore", *command(folder, text)]
     return subprocess.run(words, capture_output=True, encoding="utf-8", check=False)

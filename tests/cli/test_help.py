@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
 
 import pytest
 
@@ -18,16 +17,12 @@ from packstore.config import PackConfig
     [
         ("pak", "packstore: error: argument COMMAND: invalid choice: 'pak'"),
         ("pack", "packstore pack: error: SOURCE and OUT must be given"),
-        ("pack x", "packstore pack: error: SOURCE and OUT must be given"),
         ("pack a b --pack-sise 3", "--pack-sise 3. Did you mean --pack-size? See `packstore pack "),
         ("pack a b --layout shared", "Did you mean shared_prefix? See `packstore pack --help`."),
         ("export nem a b", "Did you mean nemo? See `packstore export --help`."),
         ("stats a --jsn", "unrecognized arguments: --jsn. Did you mean --json? See "),
         ("verify a --jobs 2x", "error: --jobs must be a whole number; found '2x'. See "),
         ("pack a b --field foo", "must have the form FIELD=NAME; found 'foo'. See "),
-        ("inspect a --storage-option k=[", "must be JSON if it begins with a bracket"),
-        ("evaluate a --model m --ref-model m", "Did you mean --reference-model? See "),
-        ("estimate a --pack-sizes many", "must be whole numbers, comma-separated. See "),
     ],
 )
 def test_usage_errors_are_one_line(
@@ -54,42 +49,6 @@ def test_the_front_page_has_an_example_of_every_command(
             main([name, "--help"])
         assert caught.value.code == 0
         assert f"examples:\n  packstore {name} " in capsys.readouterr().out
-
-
-def test_help_of_a_command_begins_with_a_short_usage(capsys: pytest.CaptureFixture[str]) -> None:
-    for words, usage in (
-        ("pack", "usage: packstore pack [options] SOURCE … OUT"),
-        ("doctor", "usage: packstore doctor --tokenizer PATH [options] SOURCE …"),
-        ("export megatron", "usage: packstore export megatron [options] DATASET FOLDER"),
-        ("train", "usage: packstore train [options] [CONFIG]"),
-    ):
-        for line in (["help", *words.split()], [*words.split(), "--help"]):
-            with pytest.raises(SystemExit) as caught:
-                main(line)
-            assert caught.value.code == 0
-            assert capsys.readouterr().out.splitlines()[0] == usage
-
-
-def parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
-    """Yields a parser, and those of all commands below it."""
-    yield parser
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            for sub in action.choices.values():
-                yield from parsers(sub)
-
-
-def test_the_help_of_every_flag_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    long = {}
-    for parser in parsers(cli.parser()):
-        page = parser.format_help().splitlines()
-        for action in parser._actions:
-            if action.option_strings and action.help:
-                text = action.help.replace("%%", "%")
-                if not any(line.endswith(text) for line in page):
-                    long[f"{parser.prog} {action.option_strings[0]}"] = text
-    assert long == {}
 
 
 def test_flags_reach_the_settings() -> None:

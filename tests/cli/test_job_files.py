@@ -77,8 +77,6 @@ def test_the_config_of_a_dataset_makes_it_again(
         ({"pack_sise": 64}, "unknown setting 'pack_sise'"),
         ({"pack_size": "64"}, "setting pack_size must be a whole number; found '64'"),
         ({"out": 3}, "job.yaml, out: it must be a path or URL; found 3"),
-        ({"source": [1]}, "job.yaml, source: it must be a path, glob or URL, or a list of them"),
-        ({"storage_options": "a"}, "job.yaml, storage_options: it must be name: value"),
         ({"storage_options": {1: 2}}, "job.yaml, storage_options: it must be name: value"),
     ],
 )
@@ -88,14 +86,6 @@ def test_mistakes_in_a_job_file(
     assert main(["pack", "--config", job(**changes)]) == 1
     assert expected in capsys.readouterr().err
     assert not Path("packed").exists()
-
-
-@pytest.mark.parametrize("places", [[], ["x"]])
-def test_places_are_missing(places: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["pack", *places])
-    assert caught.value.code == 2
-    assert "SOURCE and OUT must be given" in capsys.readouterr().err
 
 
 def test_a_dry_run_writes_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

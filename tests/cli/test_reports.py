@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import random
 import re
 from pathlib import Path
@@ -74,8 +73,6 @@ def test_the_figures_of_an_estimate_are_those_of_packing(
     ("arguments", "says"),
     [
         (["--pack-sizes", "0"], "at least 2"),
-        (["--strategies", "best"], "first_fit_decreasing"),
-        (["--layouts", "wide"], "concat"),
         (["--html", "/nowhere/page.html"], "cannot be written"),
         (["--sample", "0"], "must be at least 1; found 0"),
     ],
@@ -132,13 +129,6 @@ def test_groups_equal_a_loop_over_the_packs(
                 assert_shows(shown, value)
 
 
-def test_what_cannot_group_is_refused(
-    made: packstore.Dataset, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["stats", made.url, "--by", "nope"]) == 1
-    assert "--by must be one of: file, lang; found 'nope'" in capsys.readouterr().err
-
-
 def test_the_page_of_a_run_shows_every_metric(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     records: list[dict[str, object]] = [
@@ -155,37 +145,3 @@ def test_the_page_of_a_run_shows_every_metric(tmp_path: Path) -> None:
     assert "\u202e" not in page
     assert page.count("training, step") == 7 + 8
     assert tables_of(page)["All metrics"]["loss"] == ["1", "0.125", "0.125", "8", "1", "1"]
-
-
-def test_a_curve_goes_through_its_points() -> None:
-    chart = charts.curves("some", "step", {"a": [(0, 1), (50, 2), (100, 6)], "b": [(0, math.nan)]})
-    (path,) = re.findall(r'points="([^"]*)"', chart)
-    places = np.array([pair.split(",") for pair in path.split()], float)
-    width, height = places[2] - places[0]
-    assert np.allclose((places[1] - places[0]) / (width, height), (0.5, 0.2), atol=1e-3)
-    assert charts.curves("some", "step", {"a": [(0, math.nan)]}) == ""
-    assert "a, at the end 3" in charts.curves("some", "step", {"a": [(4, 3)]})
-    many = charts.curves("some", "step", {"a": [(i, i % 2) for i in range(10 * charts.POINTS)]})
-    assert many.count("<circle") == charts.POINTS
-
-
-@pytest.mark.parametrize(
-    ("values", "marks", "note"),
-    [
-        (np.array([7, 8, 9, 9, 21]), ["10", "15", "20"], "largest 21"),
-        (np.array([0] * 500 + [721]), ["0", "200", "400", "600"], "largest 721"),
-        (
-            np.append(np.arange(500).repeat(9), 9000),
-            ["0", "200", "400"],
-            "the last bar holds all from 495 on",
-        ),
-        (np.array([0.0, 1.0]), ["0", "0.2", "0.4", "0.6", "0.8", "1"], "largest 1"),
-        (np.array([3, 3]), ["3", "3.2", "3.4", "3.6", "3.8", "4"], "largest 3"),
-    ],
-)
-def test_a_histogram_has_round_marks(values: np.ndarray, marks: list[str], note: str) -> None:
-    drawn = charts.histogram("some", values, "")
-    assert note in drawn
-    assert re.findall(r'text-anchor="middle">([^<]*)<', drawn) == marks
-    counts = re.findall(r"<title>.*: ([\d,]+)</title>", drawn.replace("<rect", "\n<rect"))
-    assert sum(int(count.replace(",", "")) for count in counts) == len(values)

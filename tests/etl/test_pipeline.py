@@ -95,14 +95,15 @@ def shard_bytes(dataset: packstore.Dataset) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("strategy", STRATEGIES.names())
 @pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
 def test_what_goes_in_comes_out(
-    do_pack: Pack, strategy: str, layout: str, monkeypatch: pytest.MonkeyPatch
+    do_pack: Pack, tmp_path: Path, strategy: str, layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where what was read did not stay in memory, but in many segments."""
-    plain = by_id(do_pack(PAIRS, strategy="none", carry=("source", "weight:float64")))
+    """Also where the temporary files of what was read are many."""
+    files = [write_jsonl(tmp_path / f"{n}.jsonl", PAIRS[n : n + 10]) for n in range(0, 60, 10)]
+    plain = by_id(do_pack(files, strategy="none", carry=("source", "weight:float64")))
     monkeypatch.setattr("packstore.etl.spill.SEGMENT_BYTES", 3000)
     monkeypatch.setattr("packstore.etl.spill.MAX_BUCKETS", 7)
     packed = do_pack(
-        PAIRS, strategy=strategy, layout=layout, carry=("source", "weight:float64"),
+        files, strategy=strategy, layout=layout, carry=("source", "weight:float64"),
         labels="spans", seed=3,
     )  # fmt: skip
     assert packed.verify().ok

@@ -154,13 +154,6 @@ def test_the_space_before_a_word_is_kept_if_the_decoder_drops_the_first(
     assert PackReader(hostile, tokenizer.decode).texts([0, 1]) == [" one", " two"]
 
 
-def test_what_cannot_be_seen_is_spelled() -> None:
-    assert frame.shown("a\tb\n\x1b\x9b\u202e\ufeff\ud800\U000e0041é🙂") == (
-        "a\tb\n\\x1b\\x9b\\u202e\\ufeff\\ud800\\U000e0041é🙂"
-    )
-    assert frame.as_html("<\x1b") == r"&lt;\x1b"
-
-
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium: apt-get install chromium")
 def test_a_browser_makes_no_element_of_a_record(hostile: Dataset, tmp_path: Path) -> None:
     written(hostile, tmp_path)

@@ -114,19 +114,6 @@ def test_input_files(cell: Any, tmp_path: Path) -> None:
     assert not wrong
 
 
-def test_texts_of_a_dictionary_are_decoded_few_at_a_time(cell: Any, tmp_path: Path) -> None:
-    """Not refused: it is an ordinary file, if a strange one."""
-    sink = io.BytesIO()
-    texts = pa.DictionaryArray.from_arrays(
-        np.zeros(5000, np.int32), pa.array(["a" * (4 * MB), "b"])
-    )
-    pq.write_table(pa.table({"prompt": texts}), sink, compression="zstd", data_page_size=1 << 20)
-    (tmp_path / "x.parquet").write_bytes(sink.getvalue())
-    assert sink.tell() < MB
-    code = READ.replace("InputReader(path)", "[next(iter(InputReader(path)))]")
-    assert cell(code, str(tmp_path / "x.parquet")) == "read\n"
-
-
 GOLDEN = Path(__file__).parents[2] / "schemas" / "golden" / "v1" / "sft-concat-plain"
 
 
@@ -219,7 +206,6 @@ SIZES = {
     "a pack index": lambda m: m["pack_index"].update(bytes=1 << 40),
     "rows": lambda m: m["shards"][0]["row_groups"].update(rows=[1 << 40, 1]),
     "too many digits": lambda m: m.update(pack_size=10**30),
-    "a negative size": lambda m: m["shards"][0].update(bytes=-1),
     "a size that is no number": lambda m: m["shards"][0].update(bytes=1e300),
 }
 
@@ -239,9 +225,7 @@ def test_manifests_that_declare_huge_sizes(cell: Any, dataset: Path, tmp_path: P
 DEEP = {
     "lists": b"[" * 5_000_000,
     "objects": b'{"a":' * 1_000_000,
-    "lists that end": b"[" * 100_000 + b"]" * 100_000,
     "digits": b'{"format_version": ' + b"9" * 5_000_000 + b"}",
-    "zeros": b'{"format_version": 1' + b"0" * 5_000_000 + b"}",
     "an exponent": b'{"format_version": 1e999999999}',
     "a long key": b'{"' + b"a" * 5_000_000 + b'": 1}',
 }

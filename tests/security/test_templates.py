@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-from packstore.errors import TokenizerError
-from packstore.tokenizer.chat import sandbox
 from packstore.tokenizer.chat.template import ChatTemplate
 from packstore.tokenizer.refusals import Refused
 
@@ -23,8 +21,6 @@ ATTACKS = {
     "a repeat that is not shown": "{% set x = 'a' * 10**10 %}",
     "a repeat of a list": "{% set x = [messages] * 10**10 %}",
     "ljust": "{{ 'a'.ljust(10**10) }}",
-    "rjust": "{{ 'a'.rjust(10**10) }}",
-    "center": "{{ 'a'.center(10**10) }}",
     "zfill": "{{ 'a'.zfill(10**10) }}",
     "expandtabs": "{{ '\t\t'.expandtabs(10**10) }}",
     "replace": "{{ ('a' * 99999).replace('a', 'b' * 99999) }}",
@@ -36,10 +32,8 @@ ATTACKS = {
     "str.format": "{{ '{:>9999999999}'.format(1) }}",
     "str.format_map": "{{ '{x:9999999999}'.format_map({'x': 1}) }}",
     "doubling": DOUBLING + "{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
-    "doubling by +": DOUBLING + "{% set ns.x = ns.x + ns.x %}{% endfor %}",
     "doubling by a macro": "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% else %}"
     "abcd{% endif %}{% endmacro %}{{ f(60) }}",
-    "laughs by batch": DOUBLING + "{% set ns.x = [ns.x] | batch(2, ns.x) | list %}{% endfor %}",
     "a list that grows": "{% set ns = namespace(x=[0]) %}{% for i in range(99) %}"
     "{% set ns.x = ns.x + ns.x %}{% endfor %}",
     "batch": "{{ [1] | batch(10**9, 'x') | list }}",
@@ -126,12 +120,6 @@ def test_refused(cell: Any) -> None:
     assert found.keys() == sources.keys()
     wrong = {n: text for n, text in found.items() if not text.startswith("refused")}
     assert not wrong
-
-
-def test_an_end_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox, "MAX_SECONDS", 0.05)
-    with pytest.raises(TokenizerError, match="found no end"):
-        ChatTemplate(ATTACKS["loops in loops"], {}).render(TALK)
 
 
 def test_nothing_but_undefined_is_seen_of_the_inside() -> None:

@@ -14,7 +14,6 @@ import tokenizers
 import packstore
 from packstore.config import PackConfig
 from packstore.errors import WrongEngineError
-from packstore.format.arrays import example_id
 from packstore.tokenizer import RecordTokenizer, fastest
 from packstore.tokenizer.engines.fastokens import FastokensEngine
 
@@ -38,10 +37,6 @@ def test_the_same_examples_from_real_records(tokenizer, records, rows, name, fil
     assert found[1] == expected[1]
     for array in ("input_ids", "supervised", "sequence_offsets", "example_offsets"):
         np.testing.assert_array_equal(getattr(found[0], array), getattr(expected[0], array))
-
-
-def test_what_it_cannot_read_is_left_to_the_reference(tokenizer):
-    assert tokenizer("t5").engine_name == "tokenizers"
 
 
 @pytest.fixture(scope="module")
@@ -136,20 +131,3 @@ def test_records_that_can_be_read_only_once_fail(model, tmp_path, spoil):
     assert not (tmp_path / "ds" / "manifest-000001.json").exists()
     copy = pickle.loads(pickle.dumps(caught.value))  # as it comes out of a worker
     assert (str(copy), copy.tokenizer) == (str(caught.value), caught.value.tokenizer)
-
-
-def test_the_sample_does_not_depend_on_blocks(tokenizer):
-    stage = RecordTokenizer(tokenizer("small"), PackConfig(), "preference")
-
-    def chosen(seed, ordinals):
-        watch = fastest.EngineWatch(stage, seed, 2)
-        return watch.chosen(ordinals, example_id(3, 0) + ordinals)
-
-    ordinals = np.arange(50_000)
-    whole = chosen(7, ordinals).tolist()
-    pieces = [chosen(7, ordinals[a : a + 777]) + a for a in range(0, len(ordinals), 777)]
-    assert np.concatenate(pieces).tolist() == whole
-    first = fastest.FEWEST // 2
-    assert whole[:first] == list(range(first))
-    assert 0.5 < len(whole[first:]) * fastest.ONE_IN / len(ordinals) < 1.5
-    assert chosen(8, ordinals).tolist() != whole

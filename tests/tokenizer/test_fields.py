@@ -2,40 +2,18 @@
 
 from __future__ import annotations
 
-import pickle
-
 import numpy as np
 import pytest
 
 from packstore.config import PackConfig, TokenizeConfig
 from packstore.errors import ConfigError, RecordError, TokenizerError
-from packstore.testing import assert_examples_equal
 from packstore.tokenizer import RecordTokenizer, detect_kind
-from packstore.tokenizer.chat.messages import normalize_messages, normalize_tools, strip_thinking
+from packstore.tokenizer.chat.messages import normalize_messages
 from packstore.tokenizer.records.shapes import parse_record
-from packstore.tokenizer.refusals import Refused
 
 CONFIG = TokenizeConfig()
 USER = {"role": "user", "content": "u"}
 PAIR = {"prompt": "p", "chosen": "c", "rejected": "r"}
-
-KINDS = {
-    "preference": [PAIR, {"prompt": [1], "chosen": [2], "rejected": [3]}],
-    "ranked": [{"prompt": [1], "responses": [[2], [3]], "scores": [1, 0]}],
-    "sft": [
-        {"messages": [USER]},
-        {"conversations": [{"from": "human", "value": "p"}]},
-        {"prompt": "p", "completion": "a"},
-        {"input_ids": [1, 2], "labels": [-100, 2]},
-    ],
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_kinds_are_detected(kind):
-    for record in KINDS[kind]:
-        assert detect_kind(record, CONFIG) == kind
-        parse_record(record, kind, CONFIG)
 
 
 @pytest.mark.parametrize(
@@ -136,17 +114,9 @@ NORMALIZED = {
         [{"role": "user", "from": None, "content": "u", "name": None, "tool_calls": None}],
         [USER],
     ),
-    "kept fields": (
-        [{"role": "tool", "content": "4", "tool_call_id": "x", "name": "f", "weight": 1}],
-        [{"role": "tool", "content": "4", "tool_call_id": "x", "name": "f"}],
-    ),
     "arguments that are text": (
         [said(None, {"function": {"name": "f", "arguments": '{"x": 1}'}})],
         [said(None, {"type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}})],
-    ),
-    "calls of a table": (
-        [said("", {"id": "x", "type": None, "function": {"name": "f", "arguments": None}})],
-        [said("", {**call("f"), "id": "x"})],
     ),
     "thoughts under another name": (
         [{"role": "assistant", "content": "a", "reasoning": "hm"}],
@@ -166,14 +136,6 @@ NORMALIZED = {
             said(None, call("h")),
         ],
     ),
-    "reasoning begins a new turn": (
-        [
-            {"role": "assistant_tool_call", "content": '{"name": "f"}'},
-            {"role": "assistant_reasoning", "content": "hm"},
-            {"role": "assistant_tool_call", "content": '{"name": "g"}'},
-        ],
-        [said(None, call("f")), said(None, call("g"), **THOUGHT)],
-    ),
 }
 
 
@@ -181,27 +143,6 @@ NORMALIZED = {
 def test_messages_are_normalized(name):
     given, expected = NORMALIZED[name]
     assert normalize_messages(given) == expected
-
-
-def test_tools():
-    assert normalize_tools('[{"name": "f"}]') == normalize_tools([{"name": "f"}])
-    assert [normalize_tools(v) for v in (None, "", "  ", [], "[]")] == [None] * 5
-    for bad in ("{}x", '{"name": "f"}', 3, {"name": "f"}):
-        with pytest.raises(Refused):
-            normalize_tools(bad)
-
-
-@pytest.mark.parametrize(
-    ("text", "left"),
-    [
-        ("<think>\nhm\n</think>\n\nyes", "yes"),
-        ("hm</think>yes", "yes"),
-        ("a <think>x</think>b<think>y\n</think> c", "a bc"),
-        ("<think>never closed", "<think>never closed"),
-    ],
-)
-def test_strip_thinking(text, left):
-    assert strip_thinking(text) == left
 
 
 def test_token_ids_pass_through(rows, sequences, byte_level):
@@ -256,20 +197,6 @@ def test_columns_that_cannot_be_carried(carry):
         RecordTokenizer(None, TokenizeConfig(carry=(carry,)), "preference")
 
 
-def test_any_split_into_blocks_gives_the_same(tokenizer, records, rows):
-    """And a pickled copy the same as the original."""
-    some = records("pairs/hh_harmless_messages.jsonl.gz")[80:100]
-    work = RecordTokenizer(tokenizer("small"), CONFIG, "preference")
-    whole, tally = work(rows(some))
-    copy = pickle.loads(pickle.dumps(work))
-    parts = [copy(rows([record])) for record in some]
-    joined = type(whole).concat([examples for examples, _ in parts])
-    np.testing.assert_array_equal(joined.input_ids, whole.input_ids)
-    np.testing.assert_array_equal(joined.supervised, whole.supervised)
-    assert sum(t.kept for _, t in parts) == tally.kept
-    assert_examples_equal(copy(rows(some))[0], whole)
-
-
 def test_published_dialogues_split_as_the_explicit_prompts(records):
     """All 2,312 pairs, the 5 that part before their last turn and 4 empty responses among them."""
     raw, explicit = records("pairs/hh_harmless_raw.jsonl.gz"), records("pairs/hh_harmless.jsonl.gz")
@@ -301,7 +228,3 @@ def test_a_tokenizer_without_a_plain_form(tokenizer, run):
     _, tally = run(tokenizer("t5"), {**PAIR, "chosen": "a</s>b"})
     assert dict(tally.dropped) == {"special_tokens": 1}
     assert "no plain form" in tally.samples[0].detail
-
-
-def test_the_longest_control_string_is_found(byte_level):
-    assert byte_level(special=("<s>", "<s>>")).controls.findall("a<s>>b<s>") == ["<s>>", "<s>"]

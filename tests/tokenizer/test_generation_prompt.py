@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import tokenizers
-import transformers
-
-from packstore.config import TokenizeConfig
-from packstore.tokenizer import RecordTokenizer
 
 ALWAYS = {
     "after the loop": (
@@ -51,20 +46,6 @@ def test_a_turn_ends_where_the_generation_prompt_begins(run, byte_level, name):
     assert [said for _, said in run(tokenizer, pair)[0]] == ["c<|end|>", "r<|end|>"]
 
 
-@pytest.mark.parametrize("name", ALWAYS)
-def test_the_ids_are_those_of_the_template(byte_level, rows, sequences, name):
-    tokenizer = byte_level(template=ALWAYS[name])
-    reference = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizers.Tokenizer.from_str(tokenizer.payload.decode()),
-        bos_token="<s>",
-        eos_token="</s>",
-    )
-    work = RecordTokenizer(tokenizer, TokenizeConfig(), "sft")
-    [(ids, _)] = sequences(work(rows([{"messages": TALK}]))[0])
-    expected = reference.apply_chat_template(TALK, chat_template=ALWAYS[name], return_dict=False)
-    assert ids == expected
-
-
 OTHERS = {
     "asked for": (
         "{% for m in messages %}<h>{{ m.role }}</h>{{ m.content }}<|end|>{% endfor %}"
@@ -94,23 +75,3 @@ def test_eos_follows_the_answer(run, byte_level):
     tokenizer = byte_level(template=ALWAYS["after the loop"])
     texts, _ = run(tokenizer, {"messages": TALK[1:3]}, kind="sft", append_eos=True)
     assert texts == [("<s><h>user</h>u<|end|><h>assistant</h>a<|end|></s>", "a<|end|></s>")]
-
-
-def test_a_cut_response_keeps_what_ends_it(run, byte_level):
-    tokenizer = byte_level(template=ALWAYS["after the loop"])
-    talk = [TALK[1], {"role": "assistant", "content": "0123456789" * 5}]
-    settings = {"kind": "sft", "max_length": 60, "overlong": "truncate_response"}
-    texts, tally = run(tokenizer, {"messages": talk}, **settings)
-    assert texts[0][1].startswith("0123456789")
-    assert texts[0][1].endswith("<|end|>")
-    assert tally.noted["truncated_response"] == 1
-
-
-def test_a_system_turn_is_kept_where_the_prompt_is_cut(run, byte_level):
-    tokenizer = byte_level(template=ALWAYS["after the loop"])
-    talk = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "u" * 99}]
-    record = {"messages": [*talk, TALK[2]]}
-    settings = {"kind": "sft", "max_length": 80, "overlong": "truncate_prompt"}
-    texts, _ = run(tokenizer, record, **settings)
-    assert texts[0][0].startswith("<s><h>system</h>be kind<|end|>u")
-    assert texts[0][1] == "a<|end|>"

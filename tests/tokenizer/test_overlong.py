@@ -11,7 +11,7 @@ from packstore.tokenizer.records.overlong import fit
 from packstore.tokenizer.records.sequences import Tokens
 from packstore.tokenizer.refusals import Refused
 
-EOS, BREAK = 900, 901
+EOS = 900
 
 
 def pair(prompt, *responses, head=0):
@@ -40,35 +40,6 @@ def stored(sequences, layout):
             shared += 1
         total += len(other.ids) - (max(shared - 1, 0) if layout == "shared_prefix" else 0)
     return total
-
-
-def lists(sequences):
-    return [s.ids.tolist() for s in sequences]
-
-
-def test_prompt_is_cut_from_the_left_behind_its_head():
-    config = TokenizeConfig(pack_size=12, overlong="truncate_prompt")
-    assert lists(fit(pair(6, [50, 51], [60]), config, frozenset())) == [
-        [2, 3, 4, 5, 50, 51],
-        [2, 3, 4, 5, 60],
-    ]
-    found = fit(pair(6, [50, 51], [60], head=2), config, frozenset())
-    assert lists(found) == [[0, 1, 4, 5, 50, 51], [0, 1, 4, 5, 60]]
-    assert found[0].events == ["truncated_prompt"]
-
-
-@pytest.mark.parametrize("ending", [[EOS], [EOS, BREAK]])
-def test_response_is_cut_before_what_ends_it(ending):
-    config = TokenizeConfig(pack_size=100, max_length=6, overlong="truncate_response")
-    found = fit(pair(2, [*range(50, 60), *ending], [70]), config, frozenset([EOS]))
-    assert lists(found) == [[0, 1, *range(50, 54 - len(ending)), *ending], [0, 1, 70]]
-    assert (found[0].events, found[1].events) == (["truncated_response"], [])
-
-
-def test_the_longer_response_gives_first():
-    config = TokenizeConfig(pack_size=12, overlong="truncate_response")
-    found = fit(pair(2, list(range(50, 60)), [70, 71]), config, frozenset())
-    assert lists(found) == [[0, 1, *range(50, 56)], [0, 1, 70, 71]]
 
 
 responses = st.lists(st.integers(100, 103), min_size=1, max_size=12)

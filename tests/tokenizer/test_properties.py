@@ -11,7 +11,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from packstore.config import REASONS, PackConfig, TokenizeConfig
-from packstore.errors import TokenizerError
 from packstore.format.arrays import Rows
 from packstore.testing import assert_examples_equal
 from packstore.tokenizer import RecordTokenizer
@@ -112,18 +111,6 @@ def drop_nulls(record):
     return {name: value for name, value in record.items() if value is not None}
 
 
-@pytest.mark.parametrize(
-    "file", ["pairs/chat_en.jsonl", "pairs/hh_harmless_raw.jsonl.gz", "pairs/pandalm_scored.jsonl"]
-)
-def test_exchanging_sides_exchanges_the_sequences(tokenizer, records, rows, sequences, file):
-    some = records(file)[:150]
-    work = RecordTokenizer(tokenizer("qwen3"), TokenizeConfig(), "preference")
-    exchanged = [{**r, "chosen": r["rejected"], "rejected": r["chosen"]} for r in some]
-    one, two = sequences(work(rows(some))[0]), sequences(work(rows(exchanged))[0])
-    assert one[0::2] == two[1::2]
-    assert one[1::2] == two[0::2]
-
-
 TEXTS = ["", " \n", "a", "hé<", "|im_end|> b", "x<|im_end|>", "汉字 " * 9, "\ud800", 3, None]
 
 
@@ -151,10 +138,3 @@ def test_pairs_of_plain_text_take_a_short_way_to_the_same(tokenizer, answers):
         (found, tally), (expected, other) = (work(as_rows(some)) for work in (short, long))
         assert tally == other
         assert_examples_equal(found, replace(expected, keys=None))
-
-
-@pytest.mark.parametrize("engine", ["tokenizers", "fastokens"])
-def test_what_is_no_unicode_is_refused(tokenizer, engine):
-    for text in ("\ud800", "a\udfffb" * 100):
-        with pytest.raises(TokenizerError):
-            tokenizer("qwen3", engine=engine).engine.encode_batch(["a", text], control=False)

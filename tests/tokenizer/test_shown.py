@@ -9,7 +9,6 @@ from pathlib import Path
 
 import jinja2
 import pytest
-import tokenizers
 import transformers
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -83,13 +82,6 @@ def test_a_template_that_takes_no_null_gets_no_text(tokenizer, run, content):
     assert not tally.dropped
 
 
-@pytest.mark.parametrize("template", [SILENT, skipping("assistant") + "{{ messages[1].content }}"])
-def test_null_is_never_written_as_none(run, byte_level, template):
-    record = {"messages": [USER, CALLING, RESULT, ANSWER]}
-    texts, _ = run(byte_level(template=template), record, kind="sft", on={"unrendered": "keep"})
-    assert all("None" not in text for text, _ in texts)
-
-
 @pytest.mark.parametrize(
     ("template", "record", "detail"),
     [
@@ -137,25 +129,6 @@ def test_tools_and_calls_that_no_side_shows(run, byte_level):
     assert not run(byte_level(template=JSON), pair)[1].dropped
 
 
-@pytest.mark.parametrize(
-    "written", ["m.content | upper", "m.content | tojson", "m.content.split('</think>')[-1]"]
-)
-def test_words_may_be_shown_in_another_form(run, byte_level, written):
-    tokenizer = byte_level(template=SILENT.replace("m.content", written))
-    talk = [USER, {"role": "assistant", "content": '<think>hm</think>say "é"'}]
-    texts, tally = run(tokenizer, {"messages": talk}, kind="sft")
-    assert len(texts) == 1
-    assert not tally.dropped + tally.noted
-
-
-def test_empty_arguments_need_not_be_shown(run, byte_level):
-    template = JSON.replace("c.function.arguments | tojson", "'x'")
-    for arguments in ("", "{}", {}, None):
-        call = {"function": {"name": "f", "arguments": arguments}}
-        talk = [USER, {"role": "assistant", "content": "", "tool_calls": [call]}]
-        assert not run(byte_level(template=template), {"messages": talk}, kind="sft")[1].dropped
-
-
 def test_arguments_that_the_template_quotes_are_counted(run, byte_level):
     tokenizer = byte_level(template=JSON)
     talk = {"messages": [USER, CALLING]}
@@ -166,36 +139,6 @@ def test_arguments_that_the_template_quotes_are_counted(run, byte_level):
     _, tally = run(refusing, talk, kind="sft")
     assert dict(tally.dropped) == {"template_refused": 1}
     assert "may have to be objects" in tally.samples[0].detail
-
-
-@pytest.mark.parametrize("name", ["chatml", "plain"])
-def test_our_own_templates_show_null_and_text_arguments(run, byte_level, name):
-    texts, tally = run(byte_level(template=name), {"messages": [USER, CALLING]}, kind="sft")
-    assert '<tool_call>\n{"name": "f", "arguments": {"x":1}}\n</tool_call>' in texts[0][1]
-    assert "None" not in texts[0][0]
-    assert not tally.noted
-
-
-THOUGHTS = JSON.replace(
-    "{{ m.content or '' }}",
-    "{% if m.content %}{{ m.thinking }}|{{ m.reasoning_content }}{{ m.content }}{% endif %}",
-)
-
-
-@pytest.mark.parametrize("template", [ONLY_NULL, JSON, THOUGHTS])
-@pytest.mark.parametrize("field", ["reasoning_content", "thinking", "reasoning"])
-def test_calls_and_thoughts_are_rendered_as_transformers_does(
-    byte_level, rows, sequences, template, field
-):
-    """Null content, text arguments and thoughts as they are; the tokenizer's method drops null."""
-    tokenizer = byte_level(template=template)
-    talk = [USER, CALLING, RESULT, {**ANSWER, field: "hm"}]
-    tools = TOOLS if template != ONLY_NULL else None
-    work = RecordTokenizer(tokenizer, TokenizeConfig(), "sft")
-    [(ids, _)] = sequences(work(rows([{"messages": talk, "tools": tools}]))[0])
-    [text], _ = render_jinja_template([talk], tools, chat_template=template)
-    library = tokenizers.Tokenizer.from_str(tokenizer.payload.decode())
-    assert ids == library.encode(text, add_special_tokens=False).ids
 
 
 @pytest.mark.parametrize("arguments", [{"x": 1, "y": ["é", None]}, '{"x":1}'])

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import pickle
-
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -121,22 +119,3 @@ def test_short_ways_give_what_jinja_gives(expression):
     if expression == "m.content.encode is defined":
         plain = "FalseFalse"  # stricter than Jinja
     assert ours(source).render(messages) == plain
-
-
-def test_generation_spans():
-    source = (
-        "{% for m in messages %}[{% if m.role == 'assistant' %}{% generation %}{{ m.content }}!"
-        "{% endgeneration %}{% else %}{{ m.content }}{% endif %}]{% endfor %}"
-    )
-    template = ours(source)
-    talk = [*TALK, {"role": "assistant", "content": "\U00100000 \U00100001"}]
-    text, spans = template.render_spans(talk, None)
-    assert text == template.render(talk)
-    assert [text[a:b] for a, b in spans] == ["Hello\n!", "\U00100000 \U00100001!"]
-    assert template.marks_generation
-    assert not ours("{{ generation }}{# {% generation %} #}").marks_generation
-
-
-def test_pickles():
-    again = pickle.loads(pickle.dumps(ours(BUILTIN["plain"])))
-    assert again.render(TALK) == ours(BUILTIN["plain"]).render(TALK)

@@ -8,9 +8,8 @@ import pytest
 import transformers
 
 from packstore.config import TokenizeConfig
-from packstore.errors import ConfigError, TokenizerError
+from packstore.errors import ConfigError
 from packstore.tokenizer import RecordTokenizer, load_tokenizer
-from packstore.tokenizer.records.shapes import parse_record, record_keys
 
 TALK = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
@@ -61,17 +60,6 @@ def test_a_template_that_is_asked_for_serves_all_records(named, run):
         assert tokenizer.provenance()["tool_use_template"] is None
 
 
-def test_a_template_for_tools_alone(named, run):
-    (named / "chat_template.jinja").unlink(missing_ok=True)
-    (named / "tokenizer_config.json").write_text(
-        json.dumps({"chat_template": [{"name": "tool_use", "template": NAMED["tool_use"]}]})
-    )
-    tokenizer = load_tokenizer(named)
-    assert run(tokenizer, {"messages": TALK, "tools": TOOLS}, kind="sft")[0][0][0].startswith("T")
-    with pytest.raises(TokenizerError, match="chat messages need a chat template"):
-        run(tokenizer, {"messages": TALK}, kind="sft")
-
-
 VARIABLES = (
     "{{ date_string | default('none') }}|{{ effort | default('none') }}|" + BODY
 )  # fmt: skip
@@ -104,23 +92,6 @@ def test_variables_that_are_not_for_users(run, byte_level, name):
     records = [{"messages": TALK, "chat_template_kwargs": value} for value in values]
     _, tally = run(byte_level(template=VARIABLES), *records, kind="sft")
     assert dict(tally.dropped) == {"wrong_type": len(values)}
-
-
-def test_variables_must_be_json():
-    with pytest.raises(ConfigError, match="JSON"):
-        TokenizeConfig(template_variables={"a": object()})
-    with pytest.raises(ConfigError, match="JSON"):
-        TokenizeConfig(template_variables={"a": float("nan")})
-
-
-def test_records_that_differ_in_variables_are_no_duplicates():
-    config = TokenizeConfig()
-    keys = [
-        record_keys(parse_record({"messages": TALK, "chat_template_kwargs": v}, "sft", config))
-        for v in (None, {"effort": 1}, {"effort": 2})
-    ]
-    assert len({record for _, record in keys}) == 3
-    assert len({prompt for prompt, _ in keys}) == 1
 
 
 EMPTY = "<think>\n\n</think>\n\n"

@@ -180,17 +180,6 @@ def test_keys_of_whole_segments_have_the_offsets_of_the_queries(
     assert not torch.equal(shared.cu_seqlens_k, shared.cu_seqlens)
 
 
-def test_a_batch_that_is_there_is_not_copied(kit: SimpleNamespace) -> None:
-    batch = collate(kit.packed(EXAMPLES, [2, 4], "shared_prefix"), "preference")
-    layout = batch.layout
-    assert batch.layout is layout
-    assert batch.to("cpu") is batch
-    moved = batch.to("meta")
-    assert moved is not batch
-    assert moved.layout.cu_seqlens_k.device.type == "meta"
-    assert batch.layout is layout
-
-
 def test_flash_and_megatron_inputs(kit: SimpleNamespace) -> None:
     batch = collate(kit.packed(EXAMPLES, [2, 4], "concat"), "preference")
     flash = batch.model_inputs("flash")

@@ -242,15 +242,6 @@ def test_the_exact_divisor_of_a_step_with_stand_ins(stored: Dataset) -> None:
     assert short == lost  # of one example each
 
 
-def test_a_mix_lists_what_its_sources_left_out(stored: Dataset) -> None:
-    lost = spoil(stored, 0)
-    source = PackedDataset(stored.url, lanes=4, reading=ReadConfig(on_error="quarantine"))
-    data = PackedDataset.mix({source: 1})
-    weights = [float(w) for batch in PackedDataLoader(data) for w in batch.weights]
-    assert weights.count(0) == lost
-    assert data.quarantined == [f"{stored.shard_urls[0]}, row group 0"]
-
-
 def test_nothing_readable_is_an_error(stored: Dataset) -> None:
     for url in stored.shard_urls:
         Path(url).write_bytes(b"")

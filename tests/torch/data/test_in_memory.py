@@ -101,19 +101,6 @@ def test_shapes_of_records(record: dict[str, Any], ids: list[int], labels: list[
     assert (batch.input_ids[first].tolist(), batch.labels[first].tolist()) == (ids, labels)
 
 
-def test_fields_and_carried_columns() -> None:
-    record = {"q": [1], "better": [2], "worse": [3], "advantage": 0.5, "source": "a"}
-    (batch,) = pt.pack_in_memory(
-        [record, {**record, "advantage": 1.0}],
-        90,
-        fields={"prompt": "q", "chosen": "better", "rejected": "worse"},
-        carry=("advantage", "source"),
-    )
-    assert batch.input_ids.tolist() == [1, 2, 1, 3] * 2
-    assert batch.columns["advantage"].tolist() == [0.5, 1.0]
-    assert batch.columns["source"].tolist() == ["a", "a"]
-
-
 PAIR = {"prompt": [1], "chosen": [2], "rejected": [3]}
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import pickle
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -150,32 +149,6 @@ def test_ranks_and_resuming_share_one_sequence(stored: list[Dataset]) -> None:
         resumed = loaded(stored)
         resumed.load_state_dict(json.loads(state))
         assert [names(batch) for batch in resumed] == whole[k:]
-
-
-def test_epochs_differ_and_a_copy_is_the_same(stored: list[Dataset]) -> None:
-    loader = loaded(stored)
-    first = [names(b) for b in loader]
-    loader.set_epoch(1)
-    second = [names(b) for b in loader]
-    assert second != first
-    loader.set_epoch(0)
-    assert [names(b) for b in loader] == first
-    assert [names(b) for b in PackedDataLoader(pickle.loads(pickle.dumps(loader.data)))] == first
-
-
-def test_a_rare_source_and_one_that_repeats(kit: SimpleNamespace, tmp_path: Path) -> None:
-    """Its next pack is further than a reader looks ahead; the other passes hundreds of times."""
-    datasets = {}
-    for name, n, weight in (("often", 5, 1100.0), ("rare", 2, 1.0)):
-        packs = kit.packed(random_examples(n), [1] * n, "concat")
-        datasets[kit.write(str(tmp_path / name), packs)] = weight
-    data = PackedDataset.mix(datasets, until="all", **ALONE)
-    seen = [names(b)[0] for b in PackedDataLoader(data)]
-    assert [source for source, _ in seen] == data.stream.sources(np.arange(len(seen))).tolist()
-    assert [example for source, example in seen if source].sort() == [0, 1].sort()
-    often = [example for source, example in seen if not source]
-    assert all(len({*often[i : i + 5]}) == 5 for i in range(0, len(often) - 5, 5))
-    assert len({tuple(often[i : i + 5]) for i in range(0, 500, 5)}) > 20
 
 
 def test_a_state_of_another_mix_is_refused(stored: list[Dataset]) -> None:

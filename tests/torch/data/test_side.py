@@ -17,9 +17,8 @@ import packstore
 from packstore.errors import CompatibilityError, ConfigError
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.side import side_reader
-from packstore.io.side.side import SideWriter, open_side
-from packstore.testing import random_examples
-from packstore.torch import PackedDataLoader, PackedDataset, collate
+from packstore.io.side.side import SideWriter
+from packstore.torch import PackedDataLoader, PackedDataset
 
 CARRY = ("source:string", "turns:int64", "weight:float64", "checked:bool")
 N = 150
@@ -97,12 +96,6 @@ def test_joined_by_id_also_after_repacking(
     assert sorted(seen) == list(range(N))
 
 
-def test_a_side_of_what_was_packed_anew(packed: SimpleNamespace, tmp_path: Path) -> None:
-    side = derived(str(tmp_path / "side"), packed.again, score="float64", name="string")
-    for batch in batches(PackedDataset(packed.first, side=[open_side(side)])):
-        assert_joined(batch)
-
-
 def test_through_the_loader_and_its_workers(packed: SimpleNamespace) -> None:
     stream = PackedDataset(packed.again, lanes=4, side=[packed.side])
     for workers in (0, 1):
@@ -117,15 +110,6 @@ def test_through_the_loader_and_its_workers(packed: SimpleNamespace) -> None:
             assert_carried(batch)
             seen += batch.example_ids[batch.weights > 0].tolist()
         assert sorted(seen) == list(range(N))
-
-
-def test_several_sides(packed: SimpleNamespace, tmp_path: Path) -> None:
-    columns = {"margin": "float32"}
-    with SideWriter(str(tmp_path / "more"), packed.first, columns) as writer:
-        writer.write(np.arange(N), {"margin": np.arange(N)})
-    for batch in batches(PackedDataset(packed.again, side=[packed.side, tmp_path / "more"])):
-        assert_joined(batch)
-        assert batch.columns["margin"].tolist() == batch.example_ids.tolist()
 
 
 def test_two_columns_of_one_name(packed: SimpleNamespace, tmp_path: Path) -> None:
@@ -169,15 +153,6 @@ def test_an_example_without_values(packed: SimpleNamespace, tmp_path: Path) -> N
     stream = PackedDataset(packed.first, shuffle=False, side=[str(tmp_path / "side")])
     with pytest.raises(CompatibilityError, match="the first of them 0"):
         list(stream)
-
-
-def test_ref_logps_of_the_packs_and_of_the_caller(kit: SimpleNamespace) -> None:
-    packs = kit.packed(random_examples(4), [2, 2], "concat")
-    assert collate(packs, "preference").ref_logps is None
-    given = np.arange(8, dtype=np.float32)
-    assert collate(packs, "preference", ref_logps=given).ref_logps.tolist() == given.tolist()
-    with pytest.raises(ConfigError, match="one value for each of 8 sequences"):
-        collate(packs, "preference", ref_logps=given[1:])
 
 
 def assert_carried(batch: Any) -> None:

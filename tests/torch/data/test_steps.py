@@ -14,12 +14,12 @@ from memory_packs import MemoryPacks
 
 import packstore.torch.data.steps as steps_module
 from packstore.config import BatchConfig
-from packstore.errors import ConfigError, UnknownNameError
+from packstore.errors import ConfigError
 from packstore.format.arrays import PackSizes
 from packstore.testing import random_examples
 from packstore.torch import PackedDataLoader, PackedDataset
 from packstore.torch.data.position import Position, Unseen
-from packstore.torch.data.ranks import assign_ranks, spread
+from packstore.torch.data.ranks import assign_ranks
 from packstore.torch.data.steps import StepCutter
 
 N = 41
@@ -143,24 +143,6 @@ def test_steps_and_ranks(
             assert sum(tokens[p] for p in batch) <= mode.get("tokens_per_batch", np.inf)
 
 
-@given(st.lists(st.integers(0, 50), min_size=1, max_size=40), st.integers(1, 6))
-@settings(max_examples=100, deadline=None)
-def test_spread_is_largest_first_to_the_least_loaded(work: list[int], ranks: int) -> None:
-    parts = spread(np.array(work), ranks)
-    assert sorted(i for part in parts for i in part.tolist()) == list(range(len(work)))
-    in_turn = [len(range(r, len(work), ranks)) for r in range(ranks)]
-    assert sorted((len(p) for p in parts), reverse=True) == in_turn
-    loads, counts = [0] * ranks, [0] * ranks
-    extra = len(work) % ranks
-    for item in sorted(range(len(work)), key=lambda i: -work[i]):
-        room = [r for r in range(ranks) if counts[r] < len(work) // ranks + (extra > 0)]
-        rank = min(room, key=lambda r: (loads[r], r))
-        extra -= counts[rank] == len(work) // ranks
-        assert item in parts[rank].tolist()
-        loads[rank] += work[item]
-        counts[rank] += 1
-
-
 @pytest.fixture(scope="module")
 def memory(kit: SimpleNamespace) -> Any:
     sizes = np.random.default_rng(0).integers(1, 8, N)
@@ -233,21 +215,6 @@ def test_a_plan_of_more_epochs_leaves_the_dataset_where_it_is(memory: Any) -> No
         assert getattr(both, name) == sum(getattr(plan, name) for plan in plans)
 
 
-def test_nothing_is_computed_but_packs_and_one_for_a_rank_without(memory: Any) -> None:
-    """Batches that are larger than what is left of the epoch."""
-    for world in (1, 3):
-        loaders = [
-            PackedDataLoader(
-                PackedDataset(memory, rank=rank, world_size=world), packs_per_batch=64, tail="pad"
-            )
-            for rank in range(world)
-        ]
-        batches = [batch for loader in loaders for batch in loader]
-        assert len(batches) == world
-        assert sum(batch.num_packs for batch in batches) == N
-        assert all(batch.weights.min() > 0 for batch in batches)
-
-
 class Huge:
     """A hundred million packs that are nowhere."""
 
@@ -295,38 +262,3 @@ def test_a_pack_longer_than_the_budget_is_refused_at_once(memory: Any) -> None:
     with pytest.raises(ConfigError, match=message):
         data.plan(tokens_per_batch=longest - 1)
     PackedDataLoader(data, tokens_per_batch=longest)
-
-
-def test_settings(memory: Any) -> None:
-    data = PackedDataset(memory)
-    with pytest.raises(UnknownNameError, match=r"'pack_per_batch'.*mean 'packs_per_batch'"):
-        data.plan(pack_per_batch=2)
-    with pytest.raises(ConfigError, match="accumulation must be at least 1; found 0"):
-        data.plan(accumulation=0)
-
-
-@given(
-    n=st.integers(1, 30),
-    out=st.sets(st.integers(0, 29)),
-    taken=st.sets(st.integers(0, 29), max_size=9),
-)
-@settings(max_examples=200, deadline=None)
-def test_packs_not_yet_yielded(n: int, out: set[int], taken: set[int]) -> None:
-    """Positions against sets of packs."""
-    given = sorted(p for p in out if p < n)
-    left = [p for p in range(n) if p not in given]
-    first = left[0] if left else n
-    position = Position(first, 3, np.array([p for p in given if p > first], np.int64))
-    again = Position.from_state(position.to_state(), n)
-    assert (again.next, again.step, again.given.tolist()) == (first, 3, position.given.tolist())
-    unseen = Unseen(n, again)
-    assert len(unseen) == len(left)
-    assert unseen[np.arange(len(left))].tolist() == left
-    for place in range(len(left) + 3):
-        after = Unseen(n, unseen.after(place, 4))
-        assert after[np.arange(len(left[place:]))].tolist() == left[place:]
-    places = np.array([i for i in taken if i < len(left)], np.int64)
-    rest = [p for i, p in enumerate(left) if i not in taken]
-    after = Unseen(n, unseen.without(places, 3))
-    assert len(after) == len(rest)
-    assert after[np.arange(len(rest))].tolist() == rest
