@@ -212,7 +212,7 @@ def test_stratified_order(varied: Dataset) -> None:
         PackedDataset(varied, shuffle="no")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn"])
+@pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_workers_read_after_this_process_has_read(varied: Dataset, context: str) -> None:
     """Whatever is open here, with threads in the middle of reading, the workers begin afresh."""

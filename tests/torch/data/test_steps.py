@@ -253,10 +253,11 @@ def test_planning_a_hundred_million_packs_begins_at_once(mode: Any) -> None:
 
 
 def test_a_pack_longer_than_the_budget_is_refused_at_once(memory: Any) -> None:
+    data = PackedDataset(memory, rank=0, world_size=2)
+    data.set_epoch(0)
     longest = int(memory.pack_sizes.tokens.max())
     where = int(np.flatnonzero(memory.pack_sizes.tokens[memory.order] == longest)[0])
     message = f"must fit tokens_per_batch={longest - 1}; found {longest} tokens in pack {where} of"
-    data = PackedDataset(memory, rank=0, world_size=2)
     with pytest.raises(ConfigError, match=message):
         PackedDataLoader(data, tokens_per_batch=longest - 1)
     with pytest.raises(ConfigError, match=message):
