@@ -18,7 +18,7 @@ from packstore.config.training import TrainConfig
 from packstore.errors import BackendError
 from packstore.testing import random_examples
 from packstore.torch import PackedBatch, collate, compile_layers, use_packed_attention
-from packstore.torch.attention import Settings, _auto, flash
+from packstore.torch.attention import _auto, flash
 from packstore.torch.training import setup
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler's
@@ -85,35 +85,6 @@ def test_one_graph_for_all_layers_and_shapes(
         assert len(found) <= limit
     assert not counters["graph_break"]
     assert _auto._LOADED.keys() >= {"torch_varlen"}
-
-
-def test_auto_is_traced_with_any_sizes(kit: SimpleNamespace, as_on_a_gpu: None) -> None:
-    """With FSDP2 the compiler has symbols for head sizes as well."""
-    packs = kit.packed(random_examples(3, seed=1), [3], "shared_prefix")
-    layout = collate(packs, "preference").layout
-    found, backend = graphs()
-    attend = torch.compile(_auto.attend, backend=backend, dynamic=True, fullgraph=True)
-    for size in (8, 16):
-        q, k, v = (torch.randn(layout.num_queries, n, size).double() for n in (4, 2, 2))
-        expected = _auto.attend(q, k, v, layout, Settings(0.3))
-        assert torch.equal(attend(q, k, v, layout, Settings(0.3)), expected)
-    assert len(found) == 1
-
-
-@pytest.mark.slow
-def test_other_backends_run_outside(kit: SimpleNamespace) -> None:
-    torch._dynamo.reset()
-    model = use_packed_attention(kit.tiny_family("llama", num_hidden_layers=1))
-    plain = use_packed_attention(kit.tiny_family("llama", num_hidden_layers=1))
-    found, backend = graphs()
-    compile_layers(model, backend=backend)
-    for seed in range(3):
-        packs = kit.packed(random_examples(2 + seed, seed=seed), [2 + seed], "shared_prefix")
-        batch = collate(packs, "preference")
-        for a, b in zip(gradients(model, batch), gradients(plain, batch), strict=True):
-            assert (a - b).abs().max() <= 1e-9 * b.abs().max()
-    assert found
-    torch._dynamo.reset()
 
 
 def test_training_compiles_policy_and_reference(

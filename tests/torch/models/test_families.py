@@ -14,7 +14,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -44,7 +43,7 @@ LARGEST = 6_000_000
 """Weights of a model that is made for the test."""
 
 LIMIT = 24
-"""Tokens beyond which `longrope` and `dynamic` have other tables."""
+"""Tokens beyond which `dynamic` has other tables; `longrope` is in test_mixers.py."""
 
 PAIRS = ((4, 6, 9), (30, 8, 8), (20, 3, 2), (40, 12, 12), (2, 1, 1), (20, 9, 3))
 """Tokens of prompt, chosen and rejected; the last pair is on both sides of the limit."""
@@ -54,14 +53,14 @@ SHORT = ((4, 6, 9), (10, 3, 2), (2, 1, 1))
 
 COMPOSITE = "several models in one, whose language model is a family of its own"
 NOT_MADE = {
-    **dict.fromkeys(("dots3_note", "emu3", "fuyu", "gemma3n", "gemma4"), COMPOSITE),
-    "gemma3": "tested as a vision-language model",
-    **dict.fromkeys(("gemma4_assistant", "gemma4_unified"), COMPOSITE),
-    **dict.fromkeys(("gemma4_unified_assistant", "git", "got_ocr2", "llama4", "mllama"), COMPOSITE),
-    **dict.fromkeys(("moss_transcribe_diarize", "musicgen", "musicgen_melody"), COMPOSITE),
-    **dict.fromkeys(("phi4_multimodal", "qwen3_5", "qwen3_5_moe", "qwen4_exp"), COMPOSITE),
+    **dict.fromkeys(("dots3_note", "emu3", "fuyu", "gemma3n", "gemma4", "git"), COMPOSITE),
+    **dict.fromkeys(("gemma4_assistant", "gemma4_unified", "got_ocr2", "llama4"), COMPOSITE),
+    **dict.fromkeys(("gemma4_unified_assistant", "mllama", "moss_transcribe_diarize"), COMPOSITE),
+    **dict.fromkeys(("musicgen", "musicgen_melody", "phi4_multimodal", "qwen3_5"), COMPOSITE),
+    **dict.fromkeys(("qwen3_5_moe", "qwen4_exp"), COMPOSITE),
     **dict.fromkeys(("blt", "dbrx", "zamba", "zamba2"), "has no tiny config"),
     **dict.fromkeys(("dots3_note_text", "reformer"), "has no tiny config that runs by itself"),
+    "gemma3": "tested as a vision-language model",
 }
 WRITTEN = (5, 23)
 """The transformers of the page: in older ones a family may run another way."""
@@ -100,44 +99,14 @@ def variants(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
     rope = getattr(config, "rope_parameters", None)
     if rope:
         kinds = [kind for kind, part in rope.items() if isinstance(part, dict)]
-        for made in (longrope(name), {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}):
-            parts = dict.fromkeys(kinds, made)
-            yield made["rope_type"], {"rope_parameters": parts or made}
-
-
-def longrope(name: str) -> dict[str, Any]:
-    scales = {"long_mscale": 1.3, "short_mscale": 1.1} if name == "phimoe" else {}
-    return {
-        "rope_type": "longrope",
-        "factor": 4.0,
-        "rope_theta": 1e4,
-        "original_max_position_embeddings": LIMIT,
-        "short_factor": [1.0] * 4,
-        "long_factor": [4.0, 3.0, 2.0, 1.5],
-        **scales,
-    }
+        dynamic = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+        yield "dynamic", {"rope_parameters": dict.fromkeys(kinds, dynamic) or dynamic}
 
 
 def made(kit: SimpleNamespace, name: str, settings: dict[str, Any]) -> Any:
-    """The model; its frequencies are as many as its heads need."""
-    settings = copy.deepcopy(settings)
-    rope = settings.get("rope_parameters", {})
-    parts = [
-        part for part in (rope, *rope.values()) if isinstance(part, dict) and "long_factor" in part
-    ]
-    if "dynamic" in str(rope):
-        settings["max_position_embeddings"] = LIMIT
-    if name in ("phi3", "phimoe"):
-        settings["original_max_position_embeddings"] = LIMIT
-    if parts:
-        plain = {k: v for k, v in settings.items() if k != "rope_parameters"}
-        with torch.device("meta"):
-            buffers = list(kit.tiny_family(name, torch.float32, **plain).named_buffers())
-        for part in parts:
-            kind = next((kind for kind, own in rope.items() if own is part), "")
-            sizes = [len(x) for path, x in buffers if path.endswith(f"{kind}_inv_freq".lstrip("_"))]
-            part["short_factor"] = [1.0] * sizes[0]
-            part["long_factor"] = np.linspace(4, 1.5, sizes[0]).tolist()
+    """The model; tables of RoPE change at the limit."""
+    if "dynamic" in str(settings):
+        settings = {**copy.deepcopy(settings), "max_position_embeddings": LIMIT}
     return kit.tiny_family(name, torch.float32, **settings).eval()
 
 
@@ -200,7 +169,7 @@ def check(kit: SimpleNamespace, name: str, variant: str, settings: dict[str, Any
     except Exception:  # whatever the model raises
         return None
     try:
-        if variant in ("longrope", "dynamic"):
+        if variant == "dynamic":
             with torch.no_grad():
                 compare(kit, model, ("reference",), PAIRS, (1e-3, 0))
         else:
@@ -253,14 +222,13 @@ def test_in_float64_and_by_the_probe(kit: SimpleNamespace, exact: None, name: st
     assert check_isolation(model, "auto") < 1e-3
 
 
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
 TEXT = {
     "vocab_size": 50,
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
+    **HEADS,
     "initializer_range": 0.3,
     **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
 }
@@ -268,22 +236,9 @@ WINDOW = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attent
 SECTIONS = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
 }
-SEEN = {
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 8,
-    "patch_size": 4,
-}
-QWEN_SEEN = {
-    "depth": 1,
-    "hidden_size": 16,
-    "num_heads": 2,
-    "intermediate_size": 16,
-    "out_hidden_size": 32,
-    "patch_size": 4,
-}
+SIGHT = {"hidden_size": 16, "intermediate_size": 16, "patch_size": 4}
+SEEN = {**SIGHT, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8}
+QWEN_SEEN = {**SIGHT, "depth": 1, "num_heads": 2, "out_hidden_size": 32}
 QWEN_IDS = {"image_token_id": 49, "video_token_id": 48, "vision_start_token_id": 47}
 VISION: dict[str, dict[str, Any]] = {
     "gemma3": {
@@ -312,10 +267,7 @@ VISION: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "gemma3",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in VISION if name != "gemma3"),
-    ],
+    ["gemma3", *(pytest.param(n, marks=pytest.mark.slow) for n in VISION if n != "gemma3")],
 )
 def test_vision_language_models_take_text(kit: SimpleNamespace, exact: None, name: str) -> None:
     """As by their own attention, from logits and from the head; images are refused."""

@@ -13,9 +13,9 @@ from ranks import launch
 from torch import Tensor
 
 from packstore.testing import random_examples
-from packstore.torch import PackedBatch, PreferenceLoss, collate, segment_logps
+from packstore.torch import PackedBatch, PreferenceLoss, collate, count_step, segment_logps
 from packstore.torch import use_packed_attention as prepare
-from packstore.torch.losses.divisor import count_step
+from packstore.torch.models.load import checkpoint_gradients
 from packstore.torch.parallel import (
     context_shard,
     pad_batch,
@@ -60,8 +60,7 @@ def outcome(model: Any, case: Case, batch: PackedBatch, row: Any, shared: bool) 
     prepare(model, case.backend)
     model.train()
     if case.checkpointing:
-        name = "activation_checkpointing_enable"  # the name from transformers 5.20 on
-        getattr(model, name, model.gradient_checkpointing_enable)()
+        checkpoint_gradients(model)
     inputs = row.model_inputs()
     if case.fused:
         hidden = model.model(**inputs).last_hidden_state

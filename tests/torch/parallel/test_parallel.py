@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from gradients import take_gradients
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -72,7 +73,7 @@ def test_the_multiple_suits_all(context: int, sequence: int, fp8: bool) -> None:
     assert suits == [multiple]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(SEEDS, KINDS, LAYOUTS, st.sampled_from([1, 2, 3, 8]), st.booleans())
 def test_padded_segments(
     kit: SimpleNamespace, seed: int, kind: str, layout: str, multiple: int, twice: bool
@@ -110,7 +111,7 @@ def test_padded_segments(
         assert torch.equal(getattr(padded, name), getattr(batch, name)), name
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(SEEDS, LAYOUTS, st.integers(2, 4), st.sampled_from(["zigzag", "contiguous"]), st.booleans())
 def test_shares_of_a_row(
     kit: SimpleNamespace, seed: int, layout: str, size: int, how: str, static: bool
@@ -174,7 +175,7 @@ def test_splits_refuse_what_does_not_divide(kit: SimpleNamespace) -> None:
 
 def test_fixed_shapes(kit: SimpleNamespace) -> None:
     shapes = set()
-    for seed in range(5):
+    for seed in range(3):
         batch = make(kit, seed)
         padded = pad_batch(batch, num_tokens=300, num_segments=30, max_seqlen=40, num_targets=150)
         for name in ("input_ids", "labels", "position_ids", "segment_ids", "target_index"):
@@ -191,31 +192,17 @@ def test_fixed_shapes(kit: SimpleNamespace) -> None:
         assert padded.columns["s"].tolist() == ["0", "1", "2", "3", "4"] + [""] * 10
         tensors = {n: getattr(padded, n) for n in vars(padded)}
         shapes.add(tuple((n, x.shape) for n, x in tensors.items() if isinstance(x, Tensor)))
-        padded_segments = pad_batch(pad_segments(batch, 4), num_tokens=400, num_segments=30)
-        assert padded_segments.cu_seqlens_unpadded is not None
-        assert len(padded_segments.cu_seqlens_unpadded) == 31
-        rows = torch.zeros(3, 300, 1, 1)
-        assert len(list(padded.layout.split(*rows))) == 10 + len(added)  # no work for empty ones
     assert len(shapes) == 1
-    whole = pad_batch(batch, num_tokens=batch.num_tokens)
-    assert torch.equal(whole.cu_seqlens, batch.cu_seqlens)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
+    for sizes, found in (
         ({"num_tokens": 50}, r"pad_batch\(num_tokens=50\): the batch must fit; found \d+"),
-        ({"num_tokens": 400, "num_segments": 10}, r"num_segments=10\): the batch must fit; found"),
-        ({"num_tokens": 400, "num_segments": 31}, r"multiple of 2, as examples.*found 31"),
-        ({"num_tokens": 400, "max_seqlen": 3}, r"max_seqlen=3\): the batch must fit; found"),
-        ({"num_tokens": 400, "num_targets": 3}, r"num_targets=3\): the batch must fit; found"),
-    ],
-)
-def test_what_does_not_fit_is_refused(
-    kit: SimpleNamespace, sizes: dict[str, int], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        pad_batch(make(kit, 0), **sizes)
+        ({"num_segments": 31}, r"multiple of 2, as examples.*found 31"),
+        *(
+            ({name: 3}, rf"{name}=3\): the batch must fit")
+            for name in ("max_seqlen", "num_targets")
+        ),
+    ):
+        with pytest.raises(ConfigError, match=found):
+            pad_batch(batch, **{"num_tokens": 400, **sizes})
 
 
 SIZES = {"num_tokens": 500, "num_segments": 40, "max_seqlen": 60, "num_targets": 200}
@@ -261,28 +248,28 @@ def test_losses_do_not_see_what_fills_up(kit: SimpleNamespace, kind: str, layout
     assert not counts[real:].any()
 
 
-@pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
-@pytest.mark.parametrize("backend", ["reference", "sdpa"])
+@pytest.mark.parametrize(
+    ("backend", "layout"), [("reference", "concat"), ("sdpa", "shared_prefix")]
+)
 def test_models_do_not_see_what_fills_up(kit: SimpleNamespace, backend: str, layout: str) -> None:
     batch = make(kit, 2, "preference", layout)
-    padded = pad_batch(pad_segments(batch, 4), **SIZES)
     model = use_packed_attention(kit.tiny_model(), backend)
-    seen = []
-    for one in (batch, padded):
-        logits = model(**one.model_inputs()).logits
+    losses, gradients = [], []
+    for each in (batch, pad_batch(pad_segments(batch, 4), **SIZES)):
+        logits = model(**each.model_inputs()).logits
         assert logits.isfinite().all()
-        out = PreferenceLoss("orpo")(segment_logps(one, logits=logits), one)
-        out.loss.backward()
-        seen.append((out.loss.detach(), {n: p.grad for n, p in model.named_parameters()}))
-        model.zero_grad()
-    (loss, gradients), (p_loss, p_gradients) = seen
-    assert abs(loss - p_loss) < 1e-12
-    for name, gradient in gradients.items():
-        assert (p_gradients[name] - gradient).abs().max() < 1e-10, name
+        losses.append(PreferenceLoss("orpo")(segment_logps(each, logits=logits), each).loss)
+        losses[-1].backward()
+        gradients.append(take_gradients(model))
+    assert abs(losses[0] - losses[1]) < 1e-12
+    for name, gradient in gradients[0].items():
+        assert (gradients[1][name] - gradient).abs().max() < 1e-10, name
 
 
-@pytest.mark.parametrize("kind", ["preference", "sft", "ranked"])
-@pytest.mark.parametrize(("multiple", "layout"), [(1, "concat"), (8, "shared_prefix")])
+@pytest.mark.parametrize(
+    ("kind", "multiple", "layout"),
+    [("preference", 1, "concat"), ("sft", 8, "concat"), ("ranked", 8, "shared_prefix")],
+)
 def test_sizes_from_the_manifest(
     kit: SimpleNamespace, tmp_path: Path, kind: str, multiple: int, layout: str
 ) -> None:
@@ -317,16 +304,6 @@ def test_compiled_once(kit: SimpleNamespace) -> None:
         assert difference.abs().max() < 1e-9
         frames.append(counter.frame_count)
     assert frames[0] == frames[1] == frames[2] > 0
-
-
-def test_a_share_travels(kit: SimpleNamespace) -> None:
-    batch = pad_segments(make(kit, 0, "preference", "shared_prefix"), 4)
-    shard = ContextShard.of(batch, ContextSplit.zigzag(batch.cu_seqlens, 2), 1).to("meta")
-    for part in (shard, shard.layout, shard.targets):
-        tensors = [x for x in vars(part).values() if isinstance(x, Tensor)]
-        assert tensors
-        assert {x.device.type for x in tensors} == {"meta"}
-    assert shard.num_segments == batch.num_segments
 
 
 def test_a_share_without_targets(kit: SimpleNamespace) -> None:
