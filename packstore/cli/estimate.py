@@ -16,10 +16,6 @@ from packstore.pages import charts, frame
 if TYPE_CHECKING:
     from packstore.etl.estimate import Choice, Estimate
 
-COLUMNS = (
-    *("pack size", "layout", "strategy", "fill", "padded", "saved"),
-    *("packs", "per pack", "too long", "steps", "per step"),
-)
 NOTE = (
     "padded: fill once sequences are padded (pad_to_multiple); saved: tokens that the layout "
     "leaves out; per pack, per step: examples; too long: examples that do not fit; steps: "
@@ -97,10 +93,11 @@ def print_estimate(result: Estimate) -> None:
     console = common.stdout_console()
     console.print(_summary(result))
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for column in COLUMNS:
+    for column in _cells(result.choices[0]):
         table.add_column(column, justify="right", no_wrap=True)
     for choice in result.choices:
-        table.add_row(*_row(choice), style="bold green" if choice is result.recommended else None)
+        style = "bold green" if choice is result.recommended else None
+        table.add_row(*_cells(choice).values(), style=style)
     console.print(table)
     console.print(NOTE)
     if len(result.choices) > 1:
@@ -160,20 +157,21 @@ def _settings(choice: Choice) -> str:
     return f"pack size {choice.pack_size}, layout {choice.layout}, strategy {choice.strategy}"
 
 
-def _row(choice: Choice) -> tuple[str, ...]:
-    return (
-        common.number(choice.pack_size),
-        choice.layout,
-        choice.strategy,
-        f"{choice.fill_rate:.2%}",
-        f"{choice.aligned_fill_rate:.2%}",
-        f"{choice.tokens_saved:.1%}",
-        common.number(choice.packs),
-        f"{choice.examples_per_pack:.1f}",
-        common.number(choice.overlong),
-        common.number(choice.steps),
-        f"{choice.examples_per_step:.1f}",
-    )
+def _cells(choice: Choice) -> dict[str, str]:
+    """Returns the row of a choice, by column."""
+    return {
+        "pack size": common.number(choice.pack_size),
+        "layout": choice.layout,
+        "strategy": choice.strategy,
+        "fill": f"{choice.fill_rate:.2%}",
+        "padded": f"{choice.aligned_fill_rate:.2%}",
+        "saved": f"{choice.tokens_saved:.1%}",
+        "packs": common.number(choice.packs),
+        "per pack": f"{choice.examples_per_pack:.1f}",
+        "too long": common.number(choice.overlong),
+        "steps": common.number(choice.steps),
+        "per step": f"{choice.examples_per_step:.1f}",
+    }
 
 
 def _page(result: Estimate, source: str) -> str:
@@ -181,6 +179,7 @@ def _page(result: Estimate, source: str) -> str:
     for choice in result.choices:
         name = f"{choice.layout}, {choice.strategy}"
         fills.setdefault(name, []).append((choice.pack_size, choice.fill_rate))
+    cells = [_cells(choice) for choice in result.choices]
     lengths = [
         charts.histogram(f"Tokens of an example, layout {layout}", values, "tokens")
         for layout, values in result.example_tokens.items()
@@ -194,7 +193,7 @@ def _page(result: Estimate, source: str) -> str:
             *lengths,
             charts.histogram("Tokens of a sequence", result.sequence_tokens, "tokens"),
         ],
-        tables={"Choices": (COLUMNS, [_row(choice) for choice in result.choices])},
+        tables={"Choices": ([*cells[0]], [[*row.values()] for row in cells])},
     )
 
 
