@@ -20,7 +20,7 @@ from packstore.format.tokenizer_identity import PROBES, probe_sha256, vocabulary
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.manifest.manifest import Manifest
 from packstore.registry import missing_extra
-from packstore.torch.models.unwrap import rope_kinds, unwrapped
+from packstore.torch.models.unwrap import rope_kinds, text_config, unwrapped
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +43,7 @@ def check_model(data: Dataset | Manifest, model: Any) -> None:
         ConfigError: `model` has no vocabulary size.
     """
     manifest = data.manifest if isinstance(data, Dataset) else data
-    config = getattr(unwrapped(model), "config", model)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = text_config(unwrapped(model))
     size = getattr(text, "vocab_size", None)
     if not isinstance(size, int):
         raise ConfigError(

@@ -33,12 +33,8 @@ def load_model(
 ) -> Any:
     """Loads a causal LM that takes packed batches, in evaluation mode, on the CPU.
 
-    Args:
-        path: folder or hub name of the model; or the folder of a LoRA adapter, which names its
-            base model.
-        dtype: dtype of the weights.
-        attention: backend of packed attention, see :func:`use_packed_attention`.
-        trainable: False freezes all weights; True with an adapter trains the adapter only.
+    `path` is a folder or hub name, or the folder of a LoRA adapter, which names its base model. If
+    `trainable` is False all weights are frozen; True with an adapter trains the adapter only.
     """
     name = os.fspath(path)
     if is_adapter(name):
@@ -81,13 +77,9 @@ def add_lora(
     are all linear layers except the head.
     """
     peft = _peft()
-    config = peft.LoraConfig(
-        r=rank,
-        lora_alpha=alpha,
-        lora_dropout=dropout,
-        target_modules=list(targets) or "all-linear",
-        task_type="CAUSAL_LM",
-    )
+    modules = list(targets) or "all-linear"
+    options = {"lora_alpha": alpha, "lora_dropout": dropout, "target_modules": modules}
+    config = peft.LoraConfig(r=rank, task_type="CAUSAL_LM", **options)
     try:
         return peft.get_peft_model(model, config)
     except ValueError as error:

@@ -48,14 +48,10 @@ class _TouchedMaskError(UnservedError, AttributeError):
 
 
 class RequestedMask:
-    """Replaces transformers' mask: causal, and within a window or chunk if there is one.
+    """Replaces transformers' mask: causal, and within a `window` or `chunk` if there is one.
 
     Layers must pass it to attention unchanged. Any use of it as a tensor raises, as packed
     attention would not see the result.
-
-    Attributes:
-        window: tokens that a query sees, itself included; None: all before it.
-        chunk: a query sees the tokens since the last multiple of it; None: all before it.
     """
 
     __slots__ = ("chunk", "window")
@@ -77,11 +73,8 @@ class RequestedMask:
 def skip_row_search() -> None:
     """Stops transformers from reading `position_ids` in calls with packed attention.
 
-    Before it asks for a mask, transformers looks for packed rows in the positions of a call without
-    a mask, and the host waits for the device. All masks are made behind one function, from which
-    the positions are hidden here. There is no public setting: a mask that is passed to avoid the
-    search is read by gpt2, biogpt and others, and without a mask function of ours the windows of
-    masks would be unknown.
+    It looks for packed rows in the positions of a call without a mask, and the host waits for the
+    device. There is no setting: a mask that is passed instead is read by gpt2, biogpt and others.
     """
     from transformers import masking_utils
 

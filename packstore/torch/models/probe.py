@@ -55,10 +55,7 @@ class _UnclearError(BackendError):
 
 
 def probe_model(model: nn.Module) -> None:
-    """Runs :func:`check_isolation` before a model is used, and logs the result.
-
-    With nearly random weights in half precision the result may be inconclusive, which is logged.
-    """
+    """Logs the result of :func:`check_isolation`, which nearly random weights leave unclear."""
     try:
         logger.info("probe: packed and unpacked logits differ by %.2g", check_isolation(model))
     except _UnclearError as error:

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from packstore.errors import CompatibilityError, sentence
 from packstore.torch.batch.collate import PackedBatch, collate
 from packstore.torch.models.probe import one_pack
-from packstore.torch.models.unwrap import unwrapped
+from packstore.torch.models.unwrap import text_config, unwrapped
 
 logger = logging.getLogger("packstore")
 
@@ -71,8 +71,7 @@ def router_settings(model: Any) -> RouterSettings | None:
     loss itself, or another one, is refused.
     """
     model = unwrapped(model)
-    config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = text_config(model)
     if not hasattr(text, "output_router_logits"):
         return None
     name, coefficient = type(model).__name__, getattr(text, "router_aux_loss_coef", None)

@@ -28,20 +28,14 @@ from packstore.torch.models.unwrap import backbone_of, evaluating
 
 logger = logging.getLogger("packstore")
 
-STATES = frozenset(
-    {
-        *("attention_mask", "conv_mask", "mask", "seq_idx", "state"),
-        *("cache_params", "past_key_value", "past_key_values"),
-    }
-)
+STATES = {
+    *("attention_mask", "conv_mask", "mask", "seq_idx", "state"),
+    *("cache_params", "past_key_value", "past_key_values"),
+}
 """Arguments of modules that look at other tokens: a cache, a state, or a mask."""
-
-REGISTRY = "ALL_ATTENTION_FUNCTIONS"
-"""Name by which modules find their attention in transformers' registry."""
 
 CHECKPOINTS = ("_gradient_checkpointing_func", "checkpoint_fn")
 """Attributes that hold the checkpoint function: of transformers' layers, of torch's wrapper."""
-
 
 OTHER_INPUTS = ("pixel_values", "pixel_values_videos", "input_features", "mm_encoder_outputs")
 """Arguments of models that take images, videos or sound beside text."""
@@ -84,11 +78,9 @@ def run_each(
 ) -> Any:
     """Calls `forward` once per logical sequence, and returns the row's output.
 
-    Arguments by token, `[1, T, ...]` or `[T]`, also inside tuples and mappings, are cut; others are
-    passed as they are. With shared prefixes each sequence gets its whole prompt; of its output,
-    the tokens of its own segment are kept. Padding at the end of a segment is left out, and its
-    output is zero. Outputs by token are `[1, T, ...]`, or `[T, E]` as those
-    of routers. Others, such as a state, become None; a number is kept if there is one sequence.
+    Arguments by token, `[1, T, ...]` or `[T]`, are cut. Each sequence gets its whole prompt,
+    without padding; of its output the tokens of its own segment are kept. Outputs that are not by
+    token, `[1, T, ...]` or `[T, E]`, become None; a number is kept if there is one sequence.
     """
     if type(layout) is not AttentionLayout:
         raise BackendError(
@@ -153,10 +145,7 @@ def _kept(rows: Tensor, queries: int, keys: int, real: int) -> Tensor:
 
 
 def mixers(model: nn.Module) -> dict[str, nn.Module]:
-    """Returns the modules that mix tokens without attention from transformers' registry, by path.
-
-    They are found by their arguments: innermost modules that take a cache, a state or a mask.
-    """
+    """Returns the innermost modules that take a cache, state or mask but do not attend, by path."""
     takers = {path: module for path, module in model.named_modules() if path and _takes(module)}
     return {
         path: module
@@ -181,7 +170,7 @@ class _Mixer(Replaced):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, packed_layout: Any = None, **kwargs: Any) -> Any:
-        if not str(self.config._attn_implementation).startswith(PREFIX):
+        if not _is_ours(self.config):
             return self.own(*args, **kwargs)
         layout = LAYOUT.get() if packed_layout is None else packed_layout
         if layout is None:
@@ -194,6 +183,11 @@ class _Mixer(Replaced):
         return run_each(self.own, layout, args, kwargs)
 
 
+def _is_ours(config: Any) -> bool:
+    """Returns True while a model has packed attention, not one of its own again."""
+    return str(config._attn_implementation).startswith(PREFIX)
+
+
 def _takes(module: nn.Module) -> bool:
     if isinstance(module, nn.Embedding) or hasattr(type(module), "gradient_checkpointing"):
         return False  # positions from a mask; and whole layers
@@ -203,7 +197,7 @@ def _takes(module: nn.Module) -> bool:
 def _attends(module: nn.Module) -> bool:
     """Returns True if the module finds its attention in transformers' registry."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return code is not None and REGISTRY in code.co_names
+    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
 
 
 @dataclass
@@ -217,12 +211,6 @@ class Serving:
     """Why the whole model runs once per sequence, with that attention; empty: it does not."""
     causal: bool = False
     """It was seen that no token changes the output of those before it."""
-
-    @property
-    def packed(self) -> bool:
-        """True while the model has packed attention, not one of its own again."""
-        name = self.model.config.get_text_config()._attn_implementation
-        return str(name).startswith(PREFIX)
 
     def run_whole(self, reason: str) -> None:
         """Runs the whole model once per sequence from now on, and logs why."""
@@ -261,10 +249,11 @@ class _Entry(Replaced):
         if self.serving.reason:
             return self._each(layout, args, kwargs)
         # In a graph, a variable of the thread would break it.
-        if torch.compiler.is_compiling() or not self.serving.packed:
+        config = self.serving.model.config.get_text_config()
+        if torch.compiler.is_compiling() or not _is_ours(config):
             return self.own(*args, **kwargs)
         if self.module.training and LAYOUT.get() is None:
-            _carry(self.module)
+            _carry_layouts(self.module)
         try:
             with computing(layout):
                 return self.own(*args, **kwargs)
@@ -318,7 +307,7 @@ class _Carrying:
         return self.checkpoint(run, *args, **kwargs)
 
 
-def _carry(model: nn.Module) -> None:
+def _carry_layouts(model: nn.Module) -> None:
     """Wraps the checkpoint functions that were set since the last call."""
     for module in model.modules():
         for name in CHECKPOINTS:

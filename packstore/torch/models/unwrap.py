@@ -14,8 +14,7 @@ from packstore.errors import CompatibilityError
 def unwrapped(model: Any) -> Any:
     """Returns the Hugging Face model inside DDP, FSDP, ``torch.compile`` and PEFT, in any order.
 
-    The layers that LoRA put into the model stay in it; FSDP2 and ``model.compile()`` change a model
-    in place and wrap nothing. Anything but a wrapper, such as a config, is returned as it is.
+    The layers of LoRA stay in it. Anything but a wrapper, such as a config, is returned as it is.
     """
     *_, inner = layers(model)
     return inner
@@ -55,11 +54,7 @@ def backbone_of(model: Any) -> Any:
 
 
 def check_not_compiled(model: nn.Module) -> None:
-    """Refuses a model whose forward call is compiled, also in place or inside wrappers.
-
-    Log-probs without logits call the backbone and then the head, so what is around the forward call
-    of the whole model would not run.
-    """
+    """Refuses a compiled model, whose whole forward call log-probs without logits do not run."""
     for layer in layers(model):
         in_place = getattr(layer, "_compiled_call_impl", None) is not None
         if in_place or "_orig_mod" in layer._modules:
@@ -92,6 +87,12 @@ def evaluating(*models: nn.Module) -> Iterator[None]:
     finally:
         for model, training in zip(models, before, strict=True):
             model.train(training)
+
+
+def text_config(model: Any) -> Any:
+    """Returns the text config of a model or of a config; what has none is returned as it is."""
+    config = getattr(model, "config", model)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def rope_parts(config: Any) -> list[Mapping[str, Any]]:
