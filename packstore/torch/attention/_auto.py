@@ -1,9 +1,8 @@
 """Backend ``auto``: chooses at each call, as a model may change device after it was prepared.
 
-On a CUDA device (compute capability 8 or newer) in half precision: `torch_varlen`, which needs
-torch only, or `flex` if scores are soft-capped, with chunks or sinks, or if flash kernels do not
-support the head size. Elsewhere `sdpa`, or `reference` if scores are soft-capped. The flash-attn
-packages are used only if selected by name.
+On a CUDA device (compute capability 8 or newer) in half precision: `torch_varlen`, or `flex` if
+scores are soft-capped, with chunks or sinks, or if flash kernels do not support the head size.
+Elsewhere `sdpa`, or `reference` if scores are soft-capped.
 
 ``torch.compile`` makes the choice while it traces, as device, dtype and sizes are guarded: with
 `torch_varlen` the graph stays whole.

@@ -65,11 +65,9 @@ def rounded(tokens: int) -> int:
     return -(-tokens // step) * step
 
 
-def block_mask(
-    layout: AttentionLayout, sliding_window: int | None, chunk: int | None = None
-) -> BlockMask:
+def block_mask(layout: AttentionLayout, window: int | None, chunk: int | None = None) -> BlockMask:
     """Returns the mask of a layout, made on first use."""
-    masks, span = _masks.setdefault(layout, {}), (sliding_window, chunk)
+    masks, span = _masks.setdefault(layout, {}), (window, chunk)
     if span not in masks:
         masks[span] = _block_mask(*_runs(layout, *span))
     return masks[span]
@@ -119,9 +117,8 @@ def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
 @cache
 def _kernel(device: str) -> Any:
     # fullgraph: raises instead of running the uncompiled kernel, which makes all scores of a row.
-    return torch.compile(
-        flex_attention, fullgraph=True, backend="eager" if device == "cpu" else "inductor"
-    )
+    compiler = "eager" if device == "cpu" else "inductor"
+    return torch.compile(flex_attention, fullgraph=True, backend=compiler)
 
 
 @cache

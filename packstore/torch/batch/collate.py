@@ -58,7 +58,6 @@ def collate(
     starts = np.zeros(len(segments) + 1, np.int32)
     np.cumsum(segments, out=starts[1:])
     longest, logical = int(segments.max()), int(lengths.sum(dtype=np.int64))
-    whole = logical == starts[-1]
     pack_examples = _steps([p.example_offsets for p in parts])
     number = len(pack_examples)
     unweighted = list(range(number - fillers, number))
@@ -76,7 +75,7 @@ def collate(
         kind=kind,
         cu_seqlens=torch.from_numpy(starts),
         max_seqlen=longest,
-        max_seqlen_k=longest if whole else int(lengths.max()),
+        max_seqlen_k=longest if logical == starts[-1] else int(lengths.max()),
         lengths=torch.from_numpy(lengths),
         rewards=_joined([p.reward for p in parts], np.float32),
         # A copy, as stored columns are read-only views.

@@ -115,10 +115,9 @@ class Unseen:
 
 
 class SharedStart:
-    """Epoch and position where the next iteration begins, shared with worker processes.
+    """Epoch and position where the next iteration begins, in memory shared with workers.
 
-    Lies in shared memory, so that persistent workers notice :meth:`set`. One iteration uses a
-    start, in any process; the next one begins at the start of the epoch.
+    One iteration uses a start, in any process; the next one begins at the start of the epoch.
     """
 
     def __init__(self) -> None:

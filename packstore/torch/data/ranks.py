@@ -39,9 +39,8 @@ def assign_ranks(step: Step, rank: int, world_size: int, config: BatchConfig) ->
 def _balanced(step: Step, world_size: int, config: BatchConfig) -> list[list[Int64]]:
     """The positions of each rank in each batch, with sums of squared lengths as even as possible.
 
-    With packs per batch the whole step is balanced at once, and each rank takes its largest packs
-    first, so that packs of similar size run together. With a token budget each batch is balanced
-    alone, and round-robin where some rank would exceed the budget.
+    With packs per batch the whole step is balanced at once, largest packs first. With a token
+    budget each batch is balanced alone, and round-robin where some rank would exceed the budget.
     """
     sizes, start = step.sizes, step.start
     if config.tokens_per_batch is None:
