@@ -1,18 +1,7 @@
 """The divisor of an optimizer step's losses: counts over its batches and all ranks.
 
 A loss is a sum. Every pair weighs the same in the gradient of a step if all its sums are divided
-by one number: the pairs of the whole step. A loader's batch carries that number on every rank, so
-a loop need not pass it::
-
-    loss_fn = PreferenceLoss("dpo")          # gradients="mean": DDP and FSDP average over ranks
-    for batch in loader:
-        loss_fn(logps, batch).loss.backward()
-        if batch.step.last:
-            optimizer.step()
-
-For experts, ``divisor=`` replaces it. ``count_step(batches, loss_fn)`` returns the count of the
-whole step, also for batches that no loader planned; if gradients are averaged afterwards, divide
-it by the number of ranks: ``.averaged(ranks)``.
+by one number: the pairs of the whole step, which a loader's batch carries on every rank.
 """
 
 from __future__ import annotations
@@ -56,7 +45,7 @@ class StepDivisor:
 
 
 class CountedLoss(Protocol):
-    """Attributes of a :class:`~packstore.torch.PreferenceLoss` that decide its divisor."""
+    """The part of a :class:`~packstore.torch.PreferenceLoss` that decides its divisor."""
 
     pairs: Any
     reduction: Any

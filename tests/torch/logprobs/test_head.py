@@ -122,37 +122,26 @@ def lora(model: nn.Module, **settings: Any) -> Any:
 
 
 @of_peft
-def test_adapters(kit: SimpleNamespace, batch: PackedBatch) -> None:
+@pytest.mark.parametrize("whole_head", [False, True])
+def test_adapters(kit: SimpleNamespace, batch: PackedBatch, whole_head: bool) -> None:
+    """Also with the head among the modules that PEFT saves whole."""
     base = use_packed_attention(kit.tiny_model())
     plain = packed_logps(base, batch).detach()
-    model = lora(base, target_modules=["q_proj", "v_proj"])
+    saved = {"modules_to_save": ["lm_head"]} if whole_head else {}
+    model = lora(base, target_modules=["q_proj", "v_proj"], **saved)
+    if whole_head:
+        with torch.no_grad():
+            find_head(model).weight.mul_(2)
     logits = segment_logps(batch, logits=model(**batch.model_inputs()).logits)
     found = packed_logps(model, batch)
     torch.testing.assert_close(found, logits, rtol=0, atol=1e-9)
     assert (found - plain).abs().max() > 1e-3
     wanted, given = gradients(model, logits), gradients(model, found)
     assert wanted.keys() == given.keys()
-    assert all("lora" in name for name in given)
+    assert all("lora" in name or "modules_to_save" in name for name in given)
+    assert any("modules_to_save" in name for name in given) == whole_head
     for parameter, gradient in given.items():
         torch.testing.assert_close(gradient, wanted[parameter], rtol=0, atol=1e-9)
-    with model.disable_adapter(), torch.no_grad():
-        torch.testing.assert_close(packed_logps(model, batch), plain, rtol=0, atol=1e-12)
-
-
-@of_peft
-def test_a_head_among_the_modules_to_save(kit: SimpleNamespace, batch: PackedBatch) -> None:
-    base = use_packed_attention(kit.tiny_model())
-    plain = packed_logps(base, batch).detach()
-    model = lora(base, target_modules=["q_proj"], modules_to_save=["lm_head"])
-    with torch.no_grad():
-        find_head(model).weight.mul_(2)
-    logits = segment_logps(batch, logits=model(**batch.model_inputs()).logits)
-    found = packed_logps(model, batch)
-    torch.testing.assert_close(found, logits, rtol=0, atol=1e-9)
-    wanted, given = gradients(model, logits), gradients(model, found)
-    assert any("modules_to_save" in name for name in given)
-    for parameter, gradient in wanted.items():
-        torch.testing.assert_close(gradient, given[parameter], rtol=0, atol=1e-9)
     with model.disable_adapter(), torch.no_grad():
         torch.testing.assert_close(packed_logps(model, batch), plain, rtol=0, atol=1e-12)
 

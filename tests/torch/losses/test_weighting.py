@@ -123,6 +123,17 @@ def test_a_mix(kit: SimpleNamespace) -> None:
     torch.testing.assert_close(found.metrics["loss"][0] / 4, found.loss)
 
 
+def test_losses_of_examples_are_means_over_their_pairs(kit: SimpleNamespace) -> None:
+    batch, logps, ref = make(kit, [2, 4], "ranked")
+    loss_fn = PreferenceLoss("dpo", pairs="all")
+    losses, _ = loss_fn.per_example(logps, batch, ref)
+    for weights, loss in zip(torch.eye(len(losses)), losses, strict=True):
+        alone = loss_fn(logps, batch.replace(weights=weights), ref)
+        if alone.count:  # else no two responses of the example differ in reward
+            torch.testing.assert_close(loss, alone.loss)
+    assert loss_fn(logps, batch, ref).count > len(losses)
+
+
 def test_ranked_without_any_gap_gives_zero(kit: SimpleNamespace) -> None:
     batch, logps, ref = make(kit, [3], "ranked")
     batch.rewards.zero_()
