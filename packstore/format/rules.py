@@ -86,17 +86,7 @@ def check_tokens(
     where: str = "packs",
     first_row: int = 0,
 ) -> None:
-    """Checks that ids and labels, int32 `[N]`, can be joined to signed ids without loss.
-
-    Args:
-        input_ids: the ids.
-        labels: the labels; None: only the ids are checked.
-        offsets: int64 `[P + 1]`, offsets of the packs in them.
-        vocab_size, where, first_row: see :func:`check_packs`.
-
-    Raises:
-        FormatError: an id is out of range, or a label is neither the id at its place nor -100.
-    """
+    """Checks that ids and labels (None: ids alone), int32 `[N]`, can be joined to signed ids."""
     need = _Need(where, first_row)
     _check_ids(input_ids, offsets, vocab_size, need)
     if labels is None:

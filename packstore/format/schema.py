@@ -60,14 +60,7 @@ def pack_schema(
     label_spans: bool = False,
     carry: Mapping[str, str] | None = None,
 ) -> pa.Schema:
-    """Returns the Arrow schema of a shard.
-
-    Args:
-        kind: ``preference``, ``sft`` or ``ranked``.
-        layout: ``concat`` or ``shared_prefix``.
-        label_spans: store ``label_spans`` instead of ``labels`` (the compact profile).
-        carry: carried columns, name -> a name in `CARRY_TYPES`.
-    """
+    """Returns the Arrow schema of a shard; `carry`: column -> a name in `CARRY_TYPES`."""
     int32, int64 = list_of(pa.int32()), list_of(pa.int64())
     columns: dict[str, pa.DataType] = {
         "input_ids": int32,
@@ -137,21 +130,10 @@ def from_arrow(
     where: str = "packs",
     allocate: Callable[[int], Int32] = lambda n: np.empty(n, np.int32),
 ) -> Packs:
-    """Converts an Arrow batch to packs, whose arrays share no memory with it.
+    """Converts an Arrow batch to packs, with arrays of their own, signed ids from `allocate`.
 
     The copies free the decoder's buffers (or the mapped file) at once, in the thread that allocated
     them; allocators keep the gaps between such buffers, about half as much memory again.
-
-    Args:
-        batch: rows of a shard.
-        kind: kind of the examples.
-        vocab_size: upper bound of ids, if known.
-        where: name of the packs in error texts.
-        allocate: returns an int32 array `[n]` for the signed ids.
-
-    Raises:
-        FormatError: a column is missing, has another type, or holds nulls; columns have different
-            numbers of rows; or a rule for ids, labels or spans is broken.
     """
     ids, tokens = flat_column(batch, "input_ids", pa.int32())
     reward, sequences = flat_column(batch, "reward", pa.float32())

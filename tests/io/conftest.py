@@ -15,7 +15,8 @@ from packstore.config import PackConfig
 from packstore.format.arrays import Examples, Packs, Tally, to_offsets
 from packstore.io.dataset.dataset import Dataset, open
 from packstore.io.dataset.pack_index import put_index
-from packstore.io.manifest.manifest import Manifest, PackShape, build_manifest, commit_manifest
+from packstore.io.manifest.commit import commit, refuse_existing
+from packstore.io.manifest.manifest import Manifest, PackShape, build_manifest
 from packstore.io.store.location import Location
 from packstore.io.write.shard_writer import ShardWriter
 from packstore.testing import random_examples
@@ -154,7 +155,8 @@ class Written:
         with self.writer(**settings) as writer:
             for packs in parts:
                 writer.write(packs)
-            commit_manifest(self.location, self.manifest(writer, **settings), overwrite)
+            version = refuse_existing(self.location, overwrite)
+            commit(self.location, self.manifest(writer, **settings).to_json(), version)
         return open(self.location.url)
 
 

@@ -30,7 +30,8 @@ from packstore.config import PackConfig
 from packstore.format.arrays import Examples, Packs, Tally, to_offsets
 from packstore.io.dataset.dataset import Dataset, open
 from packstore.io.dataset.pack_index import put_index
-from packstore.io.manifest.manifest import PackShape, build_manifest, commit_manifest
+from packstore.io.manifest.commit import commit
+from packstore.io.manifest.manifest import PackShape, build_manifest
 from packstore.io.store.location import Location
 from packstore.io.write.shard_writer import ShardWriter
 from packstore.pack.fill import fill
@@ -286,7 +287,7 @@ def write(url: str, packs: Packs, kind: str = "preference", layout: str = "conca
         tally = Tally(read=writer.counter.examples)
         manifest = build_manifest(shape, config, shards, writer.counter, tally, {}, provenance)
         index = put_index(location, (part.sizes for part in finished), 1)
-        commit_manifest(location, replace(manifest, pack_index=index))
+        commit(location, replace(manifest, pack_index=index).to_json(), 1)
     return open(url)
 
 

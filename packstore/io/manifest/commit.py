@@ -90,35 +90,21 @@ def refuse_existing(location: Location, overwrite: bool, name: str = DATASET) ->
     return current + 1
 
 
-def commit(
-    location: Location,
-    data: bytes,
-    overwrite: bool,
-    name: str = DATASET,
-    version: int | None = None,
-) -> int:
-    """Writes the text of a manifest, with its hash, if its number is free; returns the number.
+def commit(location: Location, data: bytes, version: int, name: str = DATASET) -> None:
+    """Writes the text of a manifest, with its hash, if its number is free.
 
-    `version` is that of :func:`refuse_existing` at the start of the job; None: the next number. The
-    same text under it counts as written: an equal job was first, or this put was sent twice.
-
-    Raises:
-        DatasetExistsError: another writer committed first.
-        FormatError: the text is too large.
+    `version` is that of :func:`refuse_existing` at the start of the job. The same text under it
+    counts as written: an equal job was first, or this put was sent twice.
     """
-    data = with_hash(data)
-    following = refuse_existing(location, overwrite or version is not None, name)
-    number = following if version is None else version
-    path = manifest_path(number, name)
+    data, path = with_hash(data), manifest_path(version, name)
     if len(data) > MAX_MANIFEST_BYTES:
         raise too_large(location.join(path).display, str(len(data)))
     with contextlib.suppress(DatasetExistsError):
-        if number == following:
+        if version == refuse_existing(location, True, name):
             location.create_bytes(path, data)
-            return number
-    if version in versions(location, name) and location.read_bytes(path) == data:
-        return number
-    raise too_late(location)
+            return
+    if version not in versions(location, name) or location.read_bytes(path) != data:
+        raise too_late(location)
 
 
 def require_files(location: Location, files: Mapping[str, int], must: str, do: str) -> None:

@@ -39,7 +39,7 @@ from packstore.format.typed_json import (
     require_choice,
     require_equal,
 )
-from packstore.io.manifest.commit import commit, read_committed
+from packstore.io.manifest.commit import read_committed
 from packstore.io.manifest.stored_file import StoredFile
 from packstore.io.shards.shard import PackCounter, PackShape, ShardInfo, Statistics, Totals
 from packstore.io.store.location import Location, check_relative
@@ -236,13 +236,6 @@ def read_manifest(location: Location, version: int | None = None) -> tuple[Manif
     """Returns the manifest of a dataset, by default the current one, and its version."""
     data, where, number = read_committed(location, version)
     return Manifest.from_json(data, where), number
-
-
-def commit_manifest(
-    location: Location, manifest: Manifest, overwrite: bool = False, version: int | None = None
-) -> int:
-    """Commits a dataset in one step; returns its version; see :func:`.commit.commit`."""
-    return commit(location, manifest.to_json(), overwrite, version=version)
 
 
 class _Head(msgspec.Struct):

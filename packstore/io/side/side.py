@@ -159,7 +159,7 @@ class SideWriter:
             self._flush(self._pending_rows)
         self._staging.remove()
         manifest = replace(self._manifest, shards=tuple(self._shards))
-        commit(self._location, manifest.to_json(), True, SIDE, self._version)
+        commit(self._location, manifest.to_json(), self._version, SIDE)
         self._release()
         require_committed(self._location, manifest.files, self._version)
         return self._version

@@ -27,13 +27,14 @@ from packstore.io.dataset.dataset import Dataset
 from packstore.io.manifest.commit import (
     DATASET,
     FOLDER,
+    commit,
     refuse_existing,
     require_committed,
     require_exclusive,
     require_files,
 )
 from packstore.io.manifest.concat import Member, check_alike, merge
-from packstore.io.manifest.manifest import Manifest, commit_manifest
+from packstore.io.manifest.manifest import Manifest
 from packstore.io.shards.shard import ShardInfo
 from packstore.io.store.location import Location
 from packstore.io.store.operations import list_folder, remove_empty, removing_empty_folders
@@ -204,7 +205,7 @@ class WriteJob:
 
     def commit(self, manifest: Manifest) -> None:
         """Writes the manifest under the number of this job, then checks that its files exist."""
-        commit_manifest(self.location, manifest, version=self.version)
+        commit(self.location, manifest.to_json(), self.version)
         require_committed(self.location, manifest.files, self.version)
         # Read back like a reader does. By now the newest version may be another job's.
         as_stored = Manifest.from_json(manifest.to_json(), self.location.display)

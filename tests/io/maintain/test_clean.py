@@ -41,45 +41,6 @@ def files(url: str) -> set[str]:
     return {path[len(root) :].lstrip("/") for path in fs.find(root)}
 
 
-def held_put(monkeypatch: pytest.MonkeyPatch, number: int) -> tuple[threading.Event, ...]:
-    """The put of a manifest says that it begins, and waits for leave."""
-    reached, go, real = threading.Event(), threading.Event(), Location.create_bytes
-
-    def create(self: Location, path: str, data: bytes) -> None:
-        if path == manifest_path(number) and not reached.is_set():
-            reached.set()
-            assert go.wait(120)
-        real(self, path, data)
-
-    monkeypatch.setattr(Location, "create_bytes", create)
-    return reached, go
-
-
-@pytest.mark.parametrize("dead", [False, True])
-def test_a_late_commit_finds_its_shards(
-    place: str, pack: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, dead: bool
-) -> None:
-    """A writer stopped before its put, with a marker that is there, or was removed."""
-    pack(place)
-    reached, go = held_put(monkeypatch, 2)
-    writer = threading.Thread(target=lambda: pack(place, pairs(40, 100), overwrite=True))
-    writer.start()
-    assert reached.wait(120)
-    before = files(place)
-    if dead:
-        (marker,) = Location(place).files("_packstore/writers")
-        Location(place).remove(f"_packstore/writers/{marker.name}")
-        before.remove(f"_packstore/writers/{marker.name}")
-    report = clean(place, delete=True)
-    assert report.removable == []
-    assert files(place) == before
-    go.set()
-    writer.join()
-    late = packstore.open(place)
-    assert late.version == 2
-    assert late.verify().ok
-
-
 def test_shards_of_a_failed_first_job_are_removed(
     place: str, pack: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -88,6 +88,24 @@ def test_a_writer_wakes_after_another_and_clean(
         packstore.open(place, version=3)
 
 
+@pytest.mark.parametrize("dead", [False, True])
+def test_clean_leaves_what_a_late_writer_commits(
+    place: str, monkeypatch: pytest.MonkeyPatch, dead: bool
+) -> None:
+    """Also where its marker was removed."""
+    packstore.pack(pairs(20), place, **SETTINGS)
+    late = Paused(
+        monkeypatch, 2, lambda: packstore.pack(pairs(40, 100), place, overwrite=True, **SETTINGS)
+    )
+    if dead:
+        (marker,) = Location(place).files("_packstore/writers")
+        Location(place).remove(f"_packstore/writers/{marker.name}")
+    assert clean(place, delete=True).removable == []
+    assert late.wake() is None
+    assert packstore.open(place).version == 2
+    assert packstore.open(place).verify().ok
+
+
 def test_a_writer_wakes_after_its_shards_were_cleaned(
     place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ import copy
 import json
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,8 +17,8 @@ from packstore.errors import (
     FormatError,
 )
 from packstore.io.manifest import commit as module
-from packstore.io.manifest.commit import manifest_path, refuse_existing, without_hash
-from packstore.io.manifest.manifest import Manifest, commit_manifest, read_manifest
+from packstore.io.manifest.commit import commit, manifest_path, refuse_existing, without_hash
+from packstore.io.manifest.manifest import Manifest, read_manifest
 from packstore.io.store.location import Location
 
 pytestmark = pytest.mark.usefixtures("no_collector")
@@ -163,9 +164,11 @@ def test_an_existing_dataset_is_refused(kit, place):
     made = kit.Written(place)
     assert refuse_existing(made.location, overwrite=False) == 1
     ds = made.dataset([kit.some_packs(20)])
-    for action in (refuse_existing, lambda p, o: commit_manifest(p, ds.manifest, o)):
-        with pytest.raises(DatasetExistsError, match=r"version 1 of one. Name another place, or"):
-            action(made.location, False)
+    with pytest.raises(DatasetExistsError, match=r"version 1 of one. Name another place, or"):
+        refuse_existing(made.location, overwrite=False)
+    with pytest.raises(DatasetExistsError, match="only one writer may commit at a time"):
+        commit(made.location, replace(ds.manifest, seed=9).to_json(), 1)
+    commit(made.location, ds.manifest.to_json(), 1)  # the same text counts as written
     assert refuse_existing(made.location, overwrite=True) == 2
 
 
@@ -175,7 +178,7 @@ def test_a_huge_manifest_is_neither_written_nor_read(kit, place, monkeypatch):
     monkeypatch.setattr(module, "MAX_MANIFEST_BYTES", 1000)
     for action in (
         lambda: read_manifest(made.location),
-        lambda: commit_manifest(made.location, ds.manifest, overwrite=True),
+        lambda: commit(made.location, ds.manifest.to_json(), 2),
     ):
         with pytest.raises(FormatError, match="at most 1000 bytes"):
             action()

@@ -41,11 +41,3 @@ def test_memory_is_used_again_after_its_last_view(look):
     del view
     gc.collect()
     assert address(pooled_array(1000)) == at
-
-
-def test_little_memory_waits(monkeypatch):
-    monkeypatch.setattr(rooms, "KEPT_BYTES", 5 * (64 << 10))
-    arrays = [pooled_array(16384) for _ in range(9)]
-    arrays.clear()
-    gc.collect()
-    assert len(rooms._waiting) == 5

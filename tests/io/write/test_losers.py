@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from small_jobs import SETTINGS, pairs
 
@@ -13,9 +15,14 @@ from packstore.io.store.location import Location
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 RECORDS = pairs(60)
+ACTS: dict[str, Callable[[str, Dataset], Dataset]] = {
+    "pack": lambda place, _: packstore.pack(pairs(20, 0), place, overwrite=True, **SETTINGS),
+    "append": lambda place, _: packstore.append(place, pairs(20, 900)),
+    "concat": lambda place, other: packstore.concat([place, other], place, overwrite=True),
+}
 
 
-@pytest.mark.parametrize("how", ["pack", "append", "concat"])
+@pytest.mark.parametrize("how", ACTS)
 def test_a_commit_without_its_shards_is_told(
     place: str, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
@@ -31,15 +38,10 @@ def test_a_commit_without_its_shards_is_told(
             self.remove(own[0])
         create(self, path, data)
 
-    act = {
-        "pack": lambda: packstore.pack(pairs(20, 0), place, overwrite=True, **SETTINGS),
-        "append": lambda: packstore.append(place, pairs(20, 900)),
-        "concat": lambda: packstore.concat([place, other], place, overwrite=True),
-    }[how]
     with monkeypatch.context() as patch:
         patch.setattr(Location, "create_bytes", removed)
         with pytest.raises(MissingFilesError, match=r"version 2, which was just .* found 1 of its"):
-            act()
+            ACTS[how](place, other)
     broken = packstore.open(place)
     assert broken.version == 2
     with pytest.raises(StorageError, match=r"data/.*, row group 0"):
@@ -51,7 +53,7 @@ def test_a_commit_without_its_shards_is_told(
     assert packstore.open(place, version=1).verify().ok
 
 
-@pytest.mark.parametrize("how", ["pack", "append", "concat"])
+@pytest.mark.parametrize("how", ACTS)
 def test_a_call_returns_what_it_committed(
     place: str, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
@@ -65,14 +67,9 @@ def test_a_call_returns_what_it_committed(
         if path == manifest_path(2):
             later.append(packstore.pack(pairs(5, 3000), place, overwrite=True, **SETTINGS))
 
-    act = {
-        "pack": lambda: packstore.pack(pairs(20, 0), place, overwrite=True, **SETTINGS),
-        "append": lambda: packstore.append(place, pairs(20, 900)),
-        "concat": lambda: packstore.concat([place, other], place, overwrite=True),
-    }[how]
     with monkeypatch.context() as patch:
         patch.setattr(Location, "create_bytes", overtaken)
-        made = act()
+        made = ACTS[how](place, other)
     assert (made.version, later[0].version, packstore.open(place).version) == (2, 3, 3)
     stored = packstore.open(place, version=2)
     assert made.manifest.to_json() == stored.manifest.to_json()
