@@ -19,7 +19,7 @@ import numpy as np
 
 from packstore.errors import ConfigError
 from packstore.format.arrays import Int64, range_indices, to_offsets
-from packstore.format.seeds import U64, derive, mixed, permutation
+from packstore.format.seeds import U64, keys_at, mixed, permutation
 
 LANES = 64
 """Row groups open at once, over all ranks; mixes as well as a full shuffle."""
@@ -111,8 +111,7 @@ class PackOrder:
 
     def _keys(self, purpose: str, groups: Int64) -> U64:
         """Returns a pseudo-random number for each row group in this epoch."""
-        start = np.uint64(derive(self.seed, purpose, self.epoch))
-        return mixed(start + _GOLDEN * (groups.astype(np.uint64) + np.uint64(1)))
+        return keys_at(groups.astype(np.uint64), self.seed, purpose, self.epoch)
 
     def _stratified(self, places: Int64, rows: Int64) -> Int64:
         """Returns the row at each of `places`, given positions `rows` in their row groups."""

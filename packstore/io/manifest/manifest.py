@@ -48,7 +48,6 @@ MAX_FOOTER_BYTES, GROUP_FOOTER_BYTES = 1 << 24, 1 << 16
 """Maximum bytes of a footer: a constant part, and a part for each row group."""
 
 FILE_FORMATS = ("parquet", "arrow")
-_GROUP_COLUMNS = ("rows", "examples", "tokens", "longest")
 _OPTIONAL = ("fields_used", "fields_not_used")
 _SUMS = ("examples", "sequences", "tokens", "supervised_tokens", "bytes")
 
@@ -327,7 +326,8 @@ def _check_shard(shard: ShardInfo, manifest: Manifest, where: str) -> None:
     full &= groups.tokens <= groups.rows * manifest.pack_size
     if not full.all():
         bad = int(np.argmin(full))
-        figures = {name: int(getattr(groups, name)[bad]) for name in _GROUP_COLUMNS}
+        names = ("rows", "examples", "tokens", "longest")
+        figures = {name: int(getattr(groups, name)[bad]) for name in names}
         must = "every pack must hold an example and at most pack_size tokens"
         require(False, f"{where}, row group {bad}", must, figures)
 

@@ -151,11 +151,6 @@ class Statistics:
     planning: Mapping[str, Any]  # figures of the planner
 
 
-NO_TOTALS = Totals(
-    packs=0, examples=0, sequences=0, tokens=0, supervised_tokens=0, logical_tokens=0, bytes=0
-)
-
-
 def pack_figures(packs: Packs, kind: str) -> Int64:
     """Returns int64 `[P, 10]`: examples, sequences, tokens, supervised tokens, longest segment and
     sum of squared segment lengths of each pack, and the four of

@@ -98,7 +98,7 @@ class SideTable:
             for name, type_name in side.manifest.columns.items():
                 arrays = [b.column(name) for b in batches]
                 if name == REF_LOGPS:
-                    self._load_lists(name, arrays, order)
+                    self._load_lists(arrays, order)
                 elif type_name == "string":
                     whole = pa.concat_arrays([a.cast(pa.large_string()) for a in arrays] or [_NONE])
                     self._columns[name] = whole.take(pa.array(order))
@@ -137,13 +137,15 @@ class SideTable:
             raise CompatibilityError(sentence(where, must, str(counts[i]), _REMEDY))
         return np.asarray(values[ragged_indices(offsets, rows)])
 
-    def _load_lists(self, name: str, arrays: list[Any], order: Int64) -> None:
+    def _load_lists(self, arrays: list[Any], order: Int64) -> None:
         flat = [as_numpy(a.flatten()) for a in arrays]
         lengths = [np.diff(as_numpy(a.offsets).astype(np.int64)) for a in arrays]
         values, counts = (np.concatenate(x or [_NO_IDS]) for x in (flat, lengths))
         if not np.isfinite(values).all():
-            raise IntegrityError(sentence(self.url, f"{name} must be finite", "NaN or infinity"))
-        self._columns[name] = _settled(values[ragged_indices(to_offsets(counts), order)])
+            raise IntegrityError(
+                sentence(self.url, f"{REF_LOGPS} must be finite", "NaN or infinity")
+            )
+        self._columns[REF_LOGPS] = _settled(values[ragged_indices(to_offsets(counts), order)])
         self._offsets = _settled(to_offsets(counts[order]))
 
 
