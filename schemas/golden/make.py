@@ -23,7 +23,8 @@ from packstore.format.arrays import IGNORE_INDEX, Examples, Tally, example_id, t
 from packstore.format.schema import KINDS, LAYOUTS
 from packstore.io.dataset.dataset import open as open_dataset
 from packstore.io.dataset.pack_index import put_index
-from packstore.io.manifest.manifest import build_manifest, commit_manifest
+from packstore.io.manifest.commit import commit
+from packstore.io.manifest.manifest import build_manifest
 from packstore.io.shards.shard import PackShape
 from packstore.io.side.side import SideWriter
 from packstore.io.store.location import Location
@@ -192,7 +193,7 @@ def write(golden: Golden, folder: Path, packs: list[list[int]]) -> None:
     tally = Tally(read=len(numbers))
     manifest = build_manifest(shape, config, shards, writer.counter, tally, {}, provenance)
     index = put_index(location, (part.sizes for part in finished), 1)
-    commit_manifest(location, replace(manifest, pack_index=index))
+    commit(location, replace(manifest, pack_index=index).to_json(), 1)
 
 
 def side_row(kind: str, number: int) -> Row:

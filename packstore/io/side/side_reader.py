@@ -142,9 +142,7 @@ class SideTable:
         lengths = [np.diff(as_numpy(a.offsets).astype(np.int64)) for a in arrays]
         values, counts = (np.concatenate(x or [_NO_IDS]) for x in (flat, lengths))
         if not np.isfinite(values).all():
-            raise IntegrityError(
-                sentence(self.url, f"{REF_LOGPS} must be finite", "NaN or infinity")
-            )
+            raise IntegrityError(sentence(self.url, "ref_logps must be finite", "NaN or infinity"))
         self._columns[REF_LOGPS] = _settled(values[ragged_indices(to_offsets(counts), order)])
         self._offsets = _settled(to_offsets(counts[order]))
 
