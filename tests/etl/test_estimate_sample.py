@@ -113,20 +113,6 @@ def test_a_dataset_is_sampled(ordered: Path, tmp_path: Path) -> None:
     assert abs(a.packs - b.packs) <= b.packs_error < 0.2 * a.packs
 
 
-def test_too_long_is_the_same_whatever_else_is_asked(ordered: Path) -> None:
-    def overlong(*pack_sizes: int, **settings: Any) -> dict[tuple[int, str], int]:
-        found = estimate(ordered, pack_sizes=pack_sizes, strategies=("pool",), **settings)
-        assert "overlong" not in found.tally.dropped
-        return {(c.pack_size, c.layout): c.overlong for c in found.choices}
-
-    alone, among = overlong(LONG), overlong(LONG, 8 * LONG)
-    assert alone[LONG, "concat"] > alone[LONG, "shared_prefix"] > 0
-    assert among.items() >= alone.items()
-    assert among[8 * LONG, "concat"] == 0
-    short = overlong(LONG, 8 * LONG, max_length=100)
-    assert short[LONG, "concat"] >= short[8 * LONG, "concat"] > 0
-
-
 def test_pack_size_layout_and_strategy_are_respected(
     ordered: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

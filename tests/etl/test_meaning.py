@@ -94,17 +94,3 @@ def test_the_log_names_them_once(do_pack: Pack, caplog: pytest.LogCaptureFixture
     told = [r.getMessage() for r in caplog.records if r.levelno == logging.INFO]
     assert "further fields not used: lang" in told
     assert any("score_chosen" in text for text in told)
-
-
-@pytest.mark.parametrize("partitions", [1, 2])
-def test_what_is_appended_may_lack_a_mapped_field(
-    do_pack: Pack, tokenizer: Tokenizer, tmp_path: Path, partitions: int
-) -> None:
-    """The mapping is that of the dataset, where it was right, and append cannot change it."""
-    fields = {"chosen_reward": "score_chosen", "rejected_reward": "score_rejected"}
-    first = do_pack(SCORED, fields=fields, partitions=partitions)
-    source = tmp_path / "more.jsonl"
-    write_jsonl(source, PAIRS)
-    both = packstore.append(first.url, source, tokenizer)
-    assert both.manifest.records.fields_used["prompt"] == 40
-    assert both.manifest.records.fields_used["score_chosen"] == 20

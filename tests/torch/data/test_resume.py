@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from memory_packs import MemoryPacks
 from ranks import launch
@@ -87,7 +87,8 @@ def take(
 
 
 @given(st.lists(st.tuples(st.integers(1, 4), MODES, st.integers(0, 12)), min_size=1, max_size=4))
-@settings(max_examples=150, deadline=None)
+@example(legs=[(2, BALANCED, 1), (3, {"packs_per_batch": 1}, 0)])  # inside a balanced step
+@settings(max_examples=100, deadline=None)
 def test_any_cut_continued_on_any_ranks_is_the_whole(
     memory: Any, legs: list[tuple[int, Any, int]]
 ) -> None:
