@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -246,14 +247,5 @@ def matches(expected: str, printed: str) -> bool:
 @contextlib.contextmanager
 def inside(folder: Path) -> Iterator[None]:
     """A context in `folder`, with a console of a hundred columns and without colours."""
-    before = {name: os.environ.get(name) for name in ("COLUMNS", "NO_COLOR")}
-    os.environ |= {"COLUMNS": "100", "NO_COLOR": "1"}
-    try:
-        with contextlib.chdir(folder):
-            yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+    with contextlib.chdir(folder), mock.patch.dict(os.environ, COLUMNS="100", NO_COLOR="1"):
+        yield

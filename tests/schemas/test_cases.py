@@ -73,24 +73,14 @@ def derive(row: Case, k: int | None) -> Case:
     }
 
 
-def test_valid_packs(valid: Case) -> None:
+def test_valid_packs(valid: Case, validator: Validator) -> None:
     packs = check(valid)
     logical = to_arrow(packs, arrow_schema(valid, label_spans=False)).to_pylist()
     for row, derived, back in zip(valid["rows"], valid["derived"], logical, strict=True):
-        expected = {"labels": derived.get("labels"), **row}
-        expected.pop("label_spans", None)
-        assert back == expected
-
-
-def test_what_is_derived(valid: Case) -> None:
-    for row, derived in zip(valid["rows"], valid["derived"], strict=True):
-        names = {name: value for name, value in derived.items() if name != "labels"}
-        assert derive(row, KINDS[valid["kind"]]) == names
-
-
-def test_valid_packs_fit_the_json_schema(valid: Case, validator: Validator) -> None:
-    for row in valid["rows"]:
         validator(f"pack#/$defs/{valid['kind']}").validate(row)
+        labels = {"labels": derived.pop("labels")} if "labels" in derived else {}
+        assert back == {**labels, **{n: v for n, v in row.items() if n != "label_spans"}}
+        assert derive(row, KINDS[valid["kind"]]) == derived
 
 
 def test_invalid_packs(invalid: Case) -> None:
@@ -110,38 +100,28 @@ def test_valid_cases_cover_the_format(load: Load) -> None:
     assert {name for c in cases for name in c.get("features", [])} == set(FEATURES)
 
 
-def first(load: Load) -> tuple[Case, Case]:
+def test_a_column_is_missing_or_holds_nulls_or_has_another_type(
+    load: Load, validator: Validator
+) -> None:
     case = load("cases/valid.json")["cases"][0]
-    return case, case["rows"][0]
-
-
-def test_a_column_is_missing_or_holds_nulls(load: Load, validator: Validator) -> None:
-    case, row = first(load)
-    batch = to_batch(case)
+    row, batch, document = case["rows"][0], to_batch(case), validator("pack#/$defs/preference")
     for at, name in enumerate(batch.schema.names):
         with pytest.raises(FormatError, match=f"label_spans|{name}"):
             from_arrow(batch.drop_columns([name]), "preference")
-        assert not validator("pack#/$defs/preference").is_valid(
-            {k: row[k] for k in row if k != name}
-        )
-        for null in (None, [None]):
-            column = pa.array([null], pa.list_(batch.schema.types[at].value_type))
-            with pytest.raises(FormatError, match="must not hold nulls"):
-                from_arrow(batch.set_column(at, name, column), "preference")
-            assert not validator("pack#/$defs/preference").is_valid({**row, name: null})
-
-
-def test_a_column_has_another_type(load: Load, validator: Validator) -> None:
-    case, row = first(load)
-    batch = to_batch(case)
-    for at, name in enumerate(batch.schema.names):
-        with pytest.raises(FormatError, match=f"{name}.*its type must be list"):
-            from_arrow(batch.set_column(at, name, pa.array([["a"]])), "preference")
-        assert not validator("pack#/$defs/preference").is_valid({**row, name: ["a"]})
+        assert not document.is_valid({k: row[k] for k in row if k != name})
+        lists = pa.list_(batch.schema.types[at].value_type)
+        for value, type_, text in (
+            (None, lists, "must not hold nulls"),
+            ([None], lists, "must not hold nulls"),
+            (["a"], None, f"{name}.*its type must be list"),
+        ):
+            with pytest.raises(FormatError, match=text):
+                from_arrow(batch.set_column(at, name, pa.array([value], type_)), "preference")
+            assert not document.is_valid({**row, name: value})
 
 
 def test_counts_of_responses_are_for_kind_ranked(load: Load, validator: Validator) -> None:
-    _, row = first(load)
+    row = load("cases/valid.json")["cases"][0]["rows"][0]
     assert not validator("pack#/$defs/ranked").is_valid(row)
     assert validator("pack#/$defs/ranked").is_valid({**row, "num_responses": [2]})
     assert not validator("pack#/$defs/preference").is_valid({**row, "num_responses": [2]})
@@ -168,49 +148,45 @@ def patched(document: Any, operations: list[Case]) -> Any:
     return document
 
 
-def test_valid_manifests(manifests_valid: Case, validator: Validator) -> None:
-    manifest = manifests_valid["manifest"]
-    validator("manifest").validate(manifest)
-    parsed = Manifest.from_json(json.dumps(manifest).encode())
+READERS: dict[str, Any] = {"manifest": Manifest, "side": SideManifest}
+
+
+def judge_valid(case: Case, name: str, validator: Validator) -> None:
+    document = case["manifest"]
+    validator(name).validate(document)
+    parsed = READERS[name].from_json(json.dumps(document).encode())
     written = json.loads(parsed.to_json())
-    validator("manifest").validate(written)
-    if manifests_valid["name"] == "unknown-optional-fields":
-        assert written != manifest
-    else:
-        assert written == manifest
-    assert Manifest.from_json(parsed.to_json()).fingerprint == parsed.fingerprint
+    validator(name).validate(written)
+    assert (written == document) == (case["name"] != "unknown-optional-fields")
+    assert READERS[name].from_json(parsed.to_json()).to_json() == parsed.to_json()
 
 
-def test_invalid_manifests(manifests_invalid: Case, load: Load, validator: Validator) -> None:
-    cases = load("cases/manifests_valid.json")["cases"]
-    base = next(c["manifest"] for c in cases if c["name"] == manifests_invalid["base"])
-    manifest = patched(base, manifests_invalid["patch"])
+def judge_invalid(case: Case, name: str, load: Load, validator: Validator) -> None:
+    cases = load(f"cases/{name}s_valid.json")["cases"]
+    document = patched(
+        next(c["manifest"] for c in cases if c["name"] == case["base"]), case["patch"]
+    )
     with pytest.raises(FormatError) as caught:
-        Manifest.from_json(json.dumps(manifest).encode())
-    assert type(caught.value) is getattr(packstore.errors, manifests_invalid["error"])
-    assert manifests_invalid["tells"] in str(caught.value)
-    assert validator("manifest").is_valid(manifest) != manifests_invalid["schema"]
+        READERS[name].from_json(json.dumps(document).encode())
+    assert type(caught.value) is getattr(packstore.errors, case["error"])
+    assert case["tells"] in str(caught.value)
+    assert validator(name).is_valid(document) != case["schema"]
+
+
+def test_valid_manifests(manifests_valid: Case, validator: Validator) -> None:
+    judge_valid(manifests_valid, "manifest", validator)
 
 
 def test_valid_sides(sides_valid: Case, validator: Validator) -> None:
-    manifest = sides_valid["manifest"]
-    validator("side").validate(manifest)
-    parsed = SideManifest.from_json(json.dumps(manifest).encode())
-    written = json.loads(parsed.to_json())
-    validator("side").validate(written)
-    assert (written == manifest) == (sides_valid["name"] != "unknown-optional-fields")
-    assert SideManifest.from_json(parsed.to_json()) == parsed
+    judge_valid(sides_valid, "side", validator)
+
+
+def test_invalid_manifests(manifests_invalid: Case, load: Load, validator: Validator) -> None:
+    judge_invalid(manifests_invalid, "manifest", load, validator)
 
 
 def test_invalid_sides(sides_invalid: Case, load: Load, validator: Validator) -> None:
-    cases = load("cases/sides_valid.json")["cases"]
-    base = next(c["manifest"] for c in cases if c["name"] == sides_invalid["base"])
-    manifest = patched(base, sides_invalid["patch"])
-    with pytest.raises(FormatError) as caught:
-        SideManifest.from_json(json.dumps(manifest).encode())
-    assert type(caught.value) is getattr(packstore.errors, sides_invalid["error"])
-    assert sides_invalid["tells"] in str(caught.value)
-    assert validator("side").is_valid(manifest) != sides_invalid["schema"]
+    judge_invalid(sides_invalid, "side", load, validator)
 
 
 def test_batches_hold_what_is_derived(valid: Case) -> None:
@@ -222,11 +198,8 @@ def test_batches_hold_what_is_derived(valid: Case) -> None:
         batch = collate(packs.row(row), valid["kind"])
         for name in ("segment_ids", "position_ids", "cu_seqlens", "cu_seqlens_k"):
             assert getattr(batch, name).tolist() == derived[name], name
-        assert (batch.max_seqlen, batch.max_seqlen_k) == (
-            derived["max_seqlen"],
-            derived["max_seqlen_k"],
-        )
-        whole = not any(derived["segment_offsets"])
-        assert whole == (batch.kv_index is None)
+        longest = [batch.max_seqlen, batch.max_seqlen_k]
+        assert longest == [derived["max_seqlen"], derived["max_seqlen_k"]]
+        assert any(derived["segment_offsets"]) == (batch.kv_index is not None)
         if batch.kv_index is not None:
             assert batch.kv_index.tolist() == derived["kv_index"]

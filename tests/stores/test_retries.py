@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,28 +26,20 @@ FAST = {"retry_attempts": 3, "retry_backoff": 0.001}
 
 
 def failing(times: int, error: Exception) -> Callable[[], str]:
-    """Raises `error` so often, then returns."""
-    calls = []
+    """Raises `error` so often, as a read of a store does, then returns."""
+    calls = iter(range(1, 200))
 
     def call() -> str:
-        calls.append(1)
-        if len(calls) <= times:
-            raise error
-        return f"after {len(calls)}"
+        with as_storage_errors("read", "s3://b/x", {}):
+            if (number := next(calls)) <= times:
+                raise error
+            return f"after {number}"
 
     return call
 
 
 def asked(call: Callable[[], str], **config: Any) -> str:
-    return retrying(named(call), RetryConfig(**{"backoff": 0.001, **config}))
-
-
-def named(call: Callable[[], str]) -> Callable[[], str]:
-    def naming() -> str:
-        with as_storage_errors("read", "s3://b/x", {}):
-            return call()
-
-    return naming
+    return retrying(call, RetryConfig(**{"backoff": 0.001, **config}))
 
 
 class Answer(Exception):
@@ -99,39 +92,25 @@ def test_what_lasts_is_not(error: Exception, text: str) -> None:
     assert calls() == "after 2"
 
 
-def waiting(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """A clock that only waits move on; returns the waits."""
-    waits: list[float] = []
-    monkeypatch.setattr(time, "monotonic", lambda: sum(waits))
-    return waits
-
-
 def test_time_alone_is_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """By default: the waits double up to about 20 s, and the last attempt begins after 120 s."""
-    waits = waiting(monkeypatch)
-    call = named(failing(100, ConnectionResetError()))  # then it would succeed
+    waits: list[float] = []
+    monkeypatch.setattr(time, "monotonic", lambda: sum(waits))
     with pytest.raises(StorageError, match=r"(?s)no connection.*Tried \d+ times"):
-        retrying(call, RetryConfig(), pause=waits.append)
+        retrying(failing(100, ConnectionResetError()), RetryConfig(), pause=waits.append)
     assert sum(waits) == pytest.approx(120)
     assert 0.25 <= waits[0] <= 0.75
     assert 10 <= max(waits) <= 30
-    assert len(waits) > 8
-
-
-def test_a_store_that_is_back_in_time_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    waits = waiting(monkeypatch)
-
-    def call() -> str:
-        if sum(waits) < 119:
-            raise TimeoutError
-        return "back"
-
-    assert retrying(named(call), RetryConfig(), pause=waits.append) == "back"
+    tries = len(waits)
+    assert tries > 8
+    waits.clear()  # and a store that is back in time is found
+    call = failing(tries // 2, TimeoutError())
+    assert retrying(call, RetryConfig(), pause=waits.append) == f"after {tries // 2 + 1}"
 
 
 def test_who_stops_waits_no_longer() -> None:
     with pytest.raises(StorageError) as caught:
-        retrying(named(failing(9, TimeoutError())), RetryConfig(), pause=lambda _: True)
+        retrying(failing(9, TimeoutError()), RetryConfig(), pause=lambda _: True)
     assert "Tried" not in told(caught.value)
 
 
@@ -148,15 +127,10 @@ def test_patience_does_not_multiply() -> None:
 )
 def test_refusals_have_a_bound_of_their_own(error: Exception, tries: int) -> None:
     """In a running training, rights may be renewed; a file that is missing stays missing."""
-    calls = []
-
-    def call() -> str:
-        calls.append(1)
-        raise error
-
+    call = failing(tries, error)
     with pytest.raises(StorageError):
-        retrying(named(call), RetryConfig(attempts=6, backoff=0), refusals=4)
-    assert len(calls) == tries
+        retrying(call, RetryConfig(attempts=6, backoff=0), refusals=4)
+    assert call() == f"after {tries + 1}"
 
 
 def test_settings_come_with_the_storage_options() -> None:
@@ -167,17 +141,20 @@ def test_settings_come_with_the_storage_options() -> None:
         RetryConfig.split({"retry_attempts": "often"})
 
 
+@contextlib.contextmanager
+def reached(store: Store, kind: str, **how: Any) -> Iterator[Location]:
+    """The place, whose requests meet faults of a kind."""
+    with faulty(store.endpoint, Faults(1.0, kinds=[kind], **how)) as endpoint:
+        yield Location(store.url, {**store.through(endpoint).options, **FAST})
+
+
 def test_a_create_whose_answer_is_lost_has_won(store: Store) -> None:
     """If the client asks again, or packstore does; who had other bytes has lost."""
-    with faulty(store.endpoint, Faults(1.0, kinds=["done but lost"], most=1)) as endpoint:
-        Location(store.url, {**store.through(endpoint).options, **FAST}).create_bytes("m", b"ours")
-    place = Location(store.url, store.options)
-    assert place.read_bytes("m") == b"ours"
-    with faulty(store.endpoint, Faults(1.0, kinds=["done but lost"], most=1)) as endpoint:
-        late = Location(store.url, {**store.through(endpoint).options, **FAST})
-        with pytest.raises(DatasetExistsError):
-            late.create_bytes("m", b"another's")
-    assert place.read_bytes("m") == b"ours"
+    with reached(store, "done but lost", most=1) as place:
+        place.create_bytes("m", b"ours")
+    with reached(store, "done but lost", most=1) as place, pytest.raises(DatasetExistsError):
+        place.create_bytes("m", b"another's")
+    assert Location(store.url, store.options).read_bytes("m") == b"ours"
 
 
 @pytest.mark.parametrize("kind", ["refuse", "done but lost", "cut up"])
@@ -187,14 +164,12 @@ def test_a_large_file_is_whole_or_not_there(s3: Store, tmp_path: Path, kind: str
     path.write_bytes(bytes(range(256)) * ((2 * clients.PART_BYTES + 4096) // 256))
     place = Location(s3.url, s3.options)
     for first in range(4):
-        with faulty(s3.endpoint, Faults(1.0, kinds=[kind], most=1, after=first)) as endpoint:
-            through = Location(s3.url, {**s3.through(endpoint).options, **FAST})
+        with reached(s3, kind, most=1, after=first) as through:
             through.put_file(str(path), f"large{first}")
         assert place.read_bytes(f"large{first}") == path.read_bytes()
-    with faulty(s3.endpoint, Faults(1.0, kinds=["refuse"])) as endpoint:
-        through = Location(s3.url, {**s3.through(endpoint).options, **FAST})
-        with pytest.raises(StorageError, match=r"(?s)never: cannot write; .*Tried 3 times"):
-            through.put_file(str(path), "never")
+    text = r"(?s)never: cannot write; .*Tried 3 times"
+    with reached(s3, "refuse") as through, pytest.raises(StorageError, match=text):
+        through.put_file(str(path), "never")
     assert not place.exists("never")
     for upload in uploads(place) or []:
         abort_upload(place, upload)

@@ -22,51 +22,36 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
-import numpy as np
-
 import packstore
 
 PAIRS = 40
-SIDES = ("prompt", "chosen", "rejected")
+SIDES = tuple(enumerate(("prompt", "chosen", "rejected")))
 
 
-def texts(first: int = 0) -> list[dict[str, str]]:
-    """Pairs of text, each with a text of its own."""
-    return [
-        {"prompt": f"What is {i} and one?", "chosen": f"It is {i + 1}.", "rejected": f"Not {i}."}
-        for i in range(first, first + PAIRS)
-    ]
-
-
-def token_ids() -> list[dict[str, list[int]]]:
-    """Pairs of token ids."""
-    rng = np.random.default_rng(0)
-    return [
-        {side: rng.integers(3, 90, int(rng.integers(2, 9))).tolist() for side in SIDES}
-        for _ in range(PAIRS)
-    ]
+IDS = [
+    {side: [3 + (7 * i + 5 * n + m) % 87 for m in range(2 + (i + n) % 7)] for n, side in SIDES}
+    for i in range(PAIRS)
+]
 
 
 def text_file(name: str = "pairs.jsonl", first: int = 0) -> str:
-    """The pairs of text as a file."""
-    lines = "".join(json.dumps(record) + "\n" for record in texts(first))
-    Path(name).write_text(lines, encoding="utf-8")
+    """Pairs of text, each with a text of its own, as a file."""
+    with open(name, "w", encoding="utf-8") as file:
+        for i in range(first, first + PAIRS):
+            sides = (f"What is {i} and one?", f"It is {i + 1}.", f"Not {i}.")
+            record = {side: text for (_, side), text in zip(SIDES, sides, strict=True)}
+            file.write(json.dumps(record) + "\n")
     return name
 
 
 def tokenizer() -> str:
-    """A byte-level tokenizer, trained on the texts."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    """A byte-level tokenizer without merges."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
 
-    made = Tokenizer(models.BPE())
+    letters = ["</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    made = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    made.add_special_tokens(["</s>"])
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=["</s>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    made.train_from_iterator([text for record in texts() for text in record.values()], trainer)
     made.save("tokenizer.json")
     return "tokenizer.json"
 
@@ -93,10 +78,10 @@ def sequences(dataset: packstore.Dataset) -> list[list[int]]:
 def core() -> str:
     """Packs, reads and verifies without any extra."""
     heavy = [name for name in ("torch", "transformers") if find_spec(name)]
-    made = packstore.pack(token_ids(), "ids", pack_size=64)
+    made = packstore.pack(IDS, "ids", pack_size=64)
     dataset = packstore.open("ids")
     assert dataset.manifest.fingerprint == made.manifest.fingerprint
-    expected = [r["prompt"] + r[side] for r in token_ids() for side in ("chosen", "rejected")]
+    expected = [r["prompt"] + r[side] for r in IDS for side in ("chosen", "rejected")]
     assert sequences(dataset) == sorted(expected)
     assert dataset.verify().ok
     assert packstore.plan([3, 4, 5], pack_size=8).num_packs == 2
@@ -118,7 +103,7 @@ def torch() -> str:
 
     import packstore.torch as pt
 
-    packstore.pack(token_ids(), "for-torch", pack_size=64)
+    packstore.pack(IDS, "for-torch", pack_size=64)
     loader = pt.PackedDataLoader(pt.PackedDataset("for-torch", seed=0), packs_per_batch=2)
     loss_fn, pairs = pt.PreferenceLoss("dpo", beta=0.1), 0
     for batch in loader:
@@ -149,15 +134,12 @@ def train() -> str:
         eos_token_id=0,
     )
     LlamaForCausalLM(config).save_pretrained("model")
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_file("tokenizer.json"), eos_token="</s>"
-    )
-    fast.save_pretrained("model")
+    made = Tokenizer.from_file("tokenizer.json")
+    PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>").save_pretrained("model")
     where = ("--model", "model", "--dataset", "for-train", "--output", "run")
     command("train", *where, "--examples-per-step", "8", "--epochs", "1")
-    assert "accurac" in command(
-        "evaluate", "for-train", "--model", "run/model", "--reference-model", "model"
-    )
+    models = ("--model", "run/model", "--reference-model", "model")
+    assert "accurac" in command("evaluate", "for-train", *models)
     return "a tiny model trained and evaluated from the command line"
 
 
@@ -165,31 +147,26 @@ def sentencepiece() -> str:
     """Packs texts with a SentencePiece model."""
     import sentencepiece
 
-    lines = [text for record in texts() for text in record.values()]
-    sentencepiece.SentencePieceTrainer.Train(
-        sentence_iterator=iter(lines),
-        model_prefix="pieces",
-        vocab_size=60,
-        hard_vocab_limit=False,
-        minloglevel=2,
-    )
-    made = packstore.pack(text_file(), "pieces", tokenizer="pieces.model", pack_size=128)
+    lines = Path(text_file()).read_text(encoding="utf-8").splitlines()
+    how = {"vocab_size": 60, "hard_vocab_limit": False, "minloglevel": 2}
+    train = sentencepiece.SentencePieceTrainer.Train
+    train(sentence_iterator=iter(lines), model_prefix="pieces", **how)
+    made = packstore.pack("pairs.jsonl", "pieces", tokenizer="pieces.model", pack_size=128)
     return f"{made.manifest.pairs} pairs packed with a SentencePiece model"
 
 
 def ray() -> str:
     """Packs on a local Ray cluster, and finds the bytes of local workers."""
-    here = packstore.pack(text_file(), "here", tokenizer=tokenizer(), pack_size=128)
-    there = packstore.pack(
-        "pairs.jsonl", "there", tokenizer="tokenizer.json", pack_size=128, engine="ray"
-    )
+    source, by = text_file(), tokenizer()
+    here = packstore.pack(source, "here", by, pack_size=128)
+    there = packstore.pack(source, "there", by, pack_size=128, engine="ray")
     assert there.manifest.fingerprint == here.manifest.fingerprint
     return "the same bytes on a local Ray cluster"
 
 
 def http_() -> str:
     """Reads a dataset from a web server on this machine."""
-    packstore.pack(token_ids(), "on-web", pack_size=64)
+    packstore.pack(IDS, "on-web", pack_size=64)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Ranges) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         report = packstore.open(f"http://127.0.0.1:{server.server_port}/on-web").verify()
@@ -226,16 +203,10 @@ def filesystem(protocol: str) -> str:
 
 
 PARTS: dict[str, Callable[[], str]] = {
-    "core": core,
-    "torch": torch,
-    "train": train,
-    "sentencepiece": sentencepiece,
-    "ray": ray,
-    "http": http_,
-    "s3": functools.partial(filesystem, "s3"),
-    "gcs": functools.partial(filesystem, "gs"),
-    "azure": functools.partial(filesystem, "az"),
+    f.__name__.strip("_"): f for f in (core, torch, train, sentencepiece, ray, http_)
 }
+for extra, scheme in {"s3": "s3", "gcs": "gs", "azure": "az"}.items():
+    PARTS[extra] = functools.partial(filesystem, scheme)
 
 
 if __name__ == "__main__":
