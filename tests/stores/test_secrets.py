@@ -163,21 +163,18 @@ def test_signed_addresses(
     told.check(secrets)
 
 
-LOGINS = [  # URL, what of it is shown, what nobody may see
-    ("http://user:p@ssW0RD@host/r.jsonl", "http://host/r.jsonl", "ssW0RD"),
-    ("http://us@er:passW0RD@host/r.jsonl", "http://host/r.jsonl", "passW0RD"),
-    ("s3://AKIA:abc/SECRET@bucket/r.jsonl", "s3://bucket/r.jsonl", "SECRET"),
-    ("s3://AKIA:abc/SEC/R@ETS@bucket/r.jsonl", "s3://bucket/r.jsonl", "ETS"),
-    ("ftp://user:abc?SECRET@host/r.jsonl", "ftp://***", "SECRET"),
-    ("ftp://user:a#SECRET@host/r.jsonl", "ftp://host/r.jsonl", "SECRET"),
-    ("simplecache::ftp://user:p@ss/W0RD@host/r.jsonl", "simplecache::ftp://host/r.jsonl", "W0RD"),
-    ("zip://a.jsonl::ftp://u:abc/W0RD@host/a.zip", "zip://a.jsonl::ftp://host/a.zip", "W0RD"),
-    ("https://user:pw@host/x?sig=a@SECRET", "https://***", "SECRET"),
-    ("http://user:123/W0RD@host/r.jsonl", "http://host/r.jsonl", "W0RD"),
-    ("http://user:123/W0RD/456@host:8080/r.jsonl", "http://host:8080/r.jsonl", "W0RD"),
-    ("http://user:123?W0RD@host/r.jsonl", "http://***", "W0RD"),
-]
-PLAIN = [  # URLs without a password, as they are shown
+ADDRESSES = [  # URL, what of it is shown; nobody may see what is in capitals
+    ("http://user:p@ssWRD@host/r.jsonl", "http://host/r.jsonl"),
+    ("http://us@er:passWRD@host/r.jsonl", "http://host/r.jsonl"),
+    ("s3://key:abc/SECRET@bucket/r.jsonl", "s3://bucket/r.jsonl"),
+    ("s3://key:abc/sec/r@ETS@bucket/r.jsonl", "s3://bucket/r.jsonl"),
+    ("ftp://user:abc?SECRET@host/r.jsonl", "ftp://***"),
+    ("ftp://user:a#SECRET@host/r.jsonl", "ftp://host/r.jsonl"),
+    ("simplecache::ftp://user:p@ss/WRD@host/r.jsonl", "simplecache::ftp://host/r.jsonl"),
+    ("zip://a.jsonl::ftp://u:abc/WRD@host/a.zip", "zip://a.jsonl::ftp://host/a.zip"),
+    ("https://user:pw@host/x?sig=a@SECRET", "https://***"),
+    ("http://user:123/WRD/456@host:8080/r.jsonl", "http://host:8080/r.jsonl"),
+    ("http://user:123?WRD@host/r.jsonl", "http://***"),
     ("http://host/a@b/c", "http://host/a@b/c"),
     ("http://host:8080/a%40b/c", "http://host:8080/a%40b/c"),
     ("http://[::1]/a@b", "http://[::1]/a@b"),
@@ -189,27 +186,20 @@ PLAIN = [  # URLs without a password, as they are shown
 ]
 
 
-@pytest.mark.parametrize(("url", "shown", "secret"), LOGINS)
-def test_a_login_with_odd_characters_is_hidden(url: str, shown: str, secret: str) -> None:
+@pytest.mark.parametrize(("url", "shown"), ADDRESSES)
+def test_a_login_with_odd_characters_is_hidden(url: str, shown: str) -> None:
     assert display(url) == shown
+    secrets = re.findall("[A-Z]{3,}", url)
     hidden = Secrets(url, {}).hide(f"403 for {url} by aiohttp, at {quote(url)}")
-    assert secret not in hidden
+    assert not any(secret in hidden for secret in secrets)
     with contextlib.suppress(packstore.errors.StorageError):
-        assert secret not in repr(Location(url))
-
-
-@pytest.mark.parametrize(("url", "shown"), PLAIN)
-def test_an_address_without_a_password_is_shown(url: str, shown: str) -> None:
-    assert display(url) == shown
-    assert Location(url).display == shown
+        told = repr(Location(url))
+        assert not any(secret in told for secret in secrets)
+        assert secrets or Location(url).display == shown
 
 
 def test_a_login_with_a_slash_is_refused() -> None:
-    for url in (
-        "s3://AKIA:abc/SECRET@bucket/r.jsonl",
-        "http://user:abc?SECRET@host/r.jsonl",
-        "http://user:123/SECRET@host/r.jsonl",
-    ):
+    for url in ("s3://AKIA:abc/SECRET@b/r.jsonl", "http://user:abc?SECRET@host/r.jsonl"):
         with pytest.raises(packstore.errors.StorageError, match="Write %2F") as caught:
             packstore.pack(url, "never", "never")
         assert "SECRET" not in str(caught.value)

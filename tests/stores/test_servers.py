@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from stores import Store
@@ -27,26 +29,16 @@ def test_a_store_holds_bytes_and_creates_once(store: Store) -> None:
 
 
 def test_of_many_creators_exactly_one_wins(store: Store) -> None:
-    for attempt in range(3):
-        place, winners = Location(store.url, store.options), []
-        start = threading.Barrier(8)
+    place, start = Location(store.url, store.options), threading.Barrier(8)
 
-        def create(
-            number: int,
-            place: Location = place,
-            winners: list[int] = winners,
-            start: threading.Barrier = start,
-            path: str = f"{attempt}.json",
-        ) -> None:
-            start.wait()
-            with contextlib.suppress(DatasetExistsError):
-                place.create_bytes(path, b"%d" % number * 1000)
-                winners.append(number)
+    def create(number: int, path: str) -> list[int]:
+        start.wait()
+        with contextlib.suppress(DatasetExistsError):
+            place.create_bytes(path, b"%d" % number * 1000)
+            return [number]
+        return []
 
-        threads = [threading.Thread(target=create, args=(n,)) for n in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        (winner,) = winners
-        assert place.read_bytes(f"{attempt}.json") == b"%d" % winner * 1000
+    for path in ("0.json", "1.json", "2.json"):
+        with ThreadPoolExecutor(8) as pool:
+            (winner,) = itertools.chain(*pool.map(create, range(8), [path] * 8))
+        assert place.read_bytes(path) == b"%d" % winner * 1000

@@ -21,6 +21,7 @@ from packstore.io.dataset.reader import ShardReader
 from packstore.io.manifest.commit import without_hash
 from packstore.io.manifest.manifest import Manifest
 from packstore.io.manifest.side_manifest import SideManifest
+from packstore.io.shards.parquet import byte_range
 from packstore.io.side.side import open_side
 
 
@@ -92,42 +93,33 @@ def flip(region: Region, step: int, kept: int = 5) -> tuple[Counter[str], list[s
 
 def _shard_regions(data: Dataset, number: int, path: Path) -> Iterator[Region]:
     shard = data.manifest.shards[number]
-    size, first = shard.bytes, shard.bytes - shard.footer_bytes
 
-    def read(group: int) -> Callable[[bytes], list[Packs]]:
-        def run(new: bytes) -> list[Packs]:
-            reader = ShardReader(data.location, data.manifest, shard, new)
-            return [reader.read_packs(group)]
+    def region(name: str, start: int, stop: int, group: int) -> Region:
+        def read(new: bytes) -> list[Packs]:
+            return [ShardReader(data.location, data.manifest, shard, new).read_packs(group)]
 
-        return run
+        return Region(name, path, start, stop, read)
 
-    yield Region("footer", path, first, size, read(0))
-    at = 0
+    at, first, group = 0, shard.bytes - shard.footer_bytes, 0
     for group, (start, stop) in enumerate(_ranges(path)):
-        if at < start:
-            yield Region("padding", path, at, start, read(group))
-        yield Region("row group", path, start, stop, read(group))
+        yield region("padding", at, start, group)
+        yield region("row group", start, stop, group)
         at = stop
-    if at < first:
-        yield Region("padding", path, at, first, read(0))
+    yield region("padding", at, first, group)
+    yield region("footer", first, shard.bytes, 0)
 
 
 def _ranges(path: Path) -> list[tuple[int, int]]:
     """Finds row groups: column chunks, or record batches with their framing."""
     if path.suffix == ".parquet":
-        metadata, found = pq.read_metadata(path), []
-        for number in range(metadata.num_row_groups):
-            group = metadata.row_group(number)
-            last = group.column(group.num_columns - 1)
-            stop = last.data_page_offset + last.total_compressed_size
-            found.append((group.column(0).data_page_offset, stop))
-        return found
+        metadata, size = pq.read_metadata(path), path.stat().st_size
+        return [byte_range(metadata.row_group(i), size) for i in range(metadata.num_row_groups)]
     source = pa.py_buffer(path.read_bytes())
     file = pa.ipc.open_file(source)
     ends = [8]
     for number in range(file.num_record_batches):
-        batch = file.get_batch(number)
-        buffers = [b for c in batch.columns for b in c.buffers() if b is not None]
+        columns = file.get_batch(number).columns
+        buffers = [b for column in columns for b in column.buffers() if b is not None]
         ends.append(max(b.address + b.size for b in buffers) - source.address)
     return list(pairwise(ends))
 
