@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -28,11 +29,12 @@ def good(tmp_path: Path) -> Dataset:
 def test_whole_and_right_or_an_error(s3: Store, good: Dataset, rates: list[float]) -> None:
     """A pack is whole or not there, and a rerun mends it; an epoch is the right one."""
     packstore.pack(RECORDS, s3.url, storage_options=s3.options, **SETTINGS)
+    faults = Counter[str]()
     for seed, rate in enumerate(rates):
         for found in (pack_run(s3, rate, seed, good), epoch_run(s3, rate, seed, good)):
             assert not found.wrong, (seed, found)
-            assert found.faults["requests"]
-            assert rate < 0.1 or len(found.faults) > 1
+            faults += found.faults
+    assert faults.total() > faults["requests"]
 
 
 def test_what_is_damaged_on_the_way_up_is_not_stored(s3: Store, tmp_path: Path) -> None:
