@@ -25,14 +25,10 @@ OTHER_PART = {TRAIN: "for_validation", VALIDATION: "for_training"}
 
 
 class Selection:
-    """Assigns examples to parts, in input order.
+    """Assigns examples to parts, in input order, by their prompts and `seed`.
 
-    Args:
-        config: settings of deduplication and validation.
-        seed: decides, together with the prompt of an example, its part.
-        repeated: int64, sorted: ids of the duplicates, if known; None: an example is a duplicate
-            if an earlier call had one with the same key.
-        paths: ordinal of each input -> its path, for the places of duplicates.
+    `repeated` has the ids of the duplicates, int64, sorted; None: an example is a duplicate if an
+    earlier call had one with the same key. `paths`, ordinal -> path, name their places.
     """
 
     def __init__(

@@ -181,8 +181,7 @@ def estimate(
     reader = open_examples(source, tokenizer, limitless, options, SAMPLE_BLOCK_BYTES)
     report = None if progress is None else lambda n: progress("read", n, None, "records")
     drawn = reader.sample(sample, base.seed, report)
-    layouts = tuple(tried[1])
-    measured = Measured(("concat", *layouts), base.pad_to_multiple).of(reader)
+    measured = Measured(("concat", *tried[1]), base.pad_to_multiple).of(reader)
 
     @functools.cache
     def cut(pack_size: int, layout: Any) -> Measured:
@@ -227,8 +226,8 @@ def estimate_of(
         scale=total / drawn.records,
         choices=tuple(choices),
         recommended=_recommended(choices),
-        example_tokens=measured.tokens,
-        sequence_tokens=measured.sequence_tokens,
+        example_tokens={layout: measured.values(layout) for layout in measured.layouts},
+        sequence_tokens=measured.values("sequence"),
     )
 
 
@@ -245,7 +244,7 @@ class Measured:
         self.tally = Tally()
         self.read: list[int] = []
         self.overlong: list[int] = []
-        self._layouts, self._multiple = tuple(dict.fromkeys(layouts)), multiple
+        self.layouts, self._multiple = tuple(dict.fromkeys(layouts)), multiple
         self._parts: dict[str, list[Int32]] = defaultdict(list)
 
     def of(self, parts: Iterable[tuple[Examples, Tally]]) -> Self:
@@ -261,7 +260,7 @@ class Measured:
         starts = examples.example_offsets[:-1]
         if len(starts):
             self._parts["longest"].append(np.maximum.reduceat(examples.lengths, starts))
-        for layout in self._layouts:
+        for layout in self.layouts:
             self._parts[layout].append(sizes(examples, layout))
             self._parts[f"padded {layout}"].append(sizes(examples, layout, self._multiple))
         self.read.append(tally.read)
@@ -273,16 +272,6 @@ class Measured:
         tokens in it; or int32 `[S]`: tokens of each ``sequence``.
         """
         return np.concatenate([np.empty(0, np.int32), *self._parts[name]])
-
-    @property
-    def tokens(self) -> dict[str, Int32]:
-        """Layout -> int32 `[E]`, tokens of each example."""
-        return {layout: self.values(layout) for layout in self._layouts}
-
-    @property
-    def sequence_tokens(self) -> Int32:
-        """int32 `[S]`."""
-        return self.values("sequence")
 
 
 class _Projection:
@@ -342,12 +331,7 @@ class _Projection:
         )
 
     def _total(self, values: npt.NDArray[Any], more: Any = 0) -> tuple[float, float]:
-        """Estimates a sum over all records, and two standard errors of it.
-
-        Args:
-            values: of the examples, `[E]`.
-            more: further values of the places, `[B]`.
-        """
+        """Estimates a sum over all records of `values` `[E]` and `more` `[B]`; two errors of it."""
         by_place = np.bincount(self._place, values, len(self._read)) + more
         error = standard_error(by_place, self._read, self._weights, self._known)
         return float(self._weights @ by_place), 2 * error

@@ -192,7 +192,9 @@ def _pack(
                 written.append(partition.written)
     by_dataset = zip(*written, strict=True)
     for name, (part, job), packs in zip(names, parts.items(), by_dataset, strict=True):
-        about = totals.of_part(name), _planning(packs, config), totals.provenance(part)
+        planned = [some.planning for some in packs if some.planning]
+        planning = {**merged_statistics(planned), "partitions": config.partitions}
+        about = totals.of_part(name), planning, totals.provenance(part)
         _commit(job, shape, config, [shard for some in packs for shard in some.shards], about)
     for note in notes:
         note.remove()
@@ -240,12 +242,6 @@ def _partitions(
     counting.wrote(0, 0)
     if taken:
         log.info("took over %d of %d partitions of an interrupted run", taken, number)
-
-
-def _planning(written: Sequence[Written], config: PackConfig) -> dict[str, Any]:
-    """Merges the statistics of all plans."""
-    planned = [w.planning for w in written if w.planning]
-    return {**merged_statistics(planned), "partitions": config.partitions}
 
 
 def _commit(

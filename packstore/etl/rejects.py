@@ -24,12 +24,8 @@ _NUMBER = re.compile(r"([0-9]+)$")
 class RejectsFile:
     """Collects lines in a temporary file and publishes it once all records were read.
 
-    An existing file is replaced only then, and stays if the job ends before. A context manager.
-
-    Args:
-        url: local path or any fsspec URL; None: collect nothing.
-        storage_options: options of its fsspec filesystem.
-        inputs: input files of the job; `url` must not be one of them.
+    An existing file is replaced only then, and stays if the job ends before. Without a `url` it
+    collects nothing. A context manager.
     """
 
     def __init__(

@@ -59,15 +59,7 @@ class Spill:
         self._folder.cleanup()
 
     def append(self, examples: Examples, lengths: Int32) -> None:
-        """Appends `examples`.
-
-        Args:
-            examples: E examples.
-            lengths: int32 `[E]`, tokens of each in a pack.
-
-        Raises:
-            StorageError: the disk is full or unwritable.
-        """
+        """Appends examples; `lengths`: int32 `[E]`, tokens of each in a pack."""
         if not examples.num_examples:
             return
         if not self._segments or self._segments[-1].id_bytes >= SEGMENT_BYTES:

@@ -53,19 +53,12 @@ class Counting:
 
 @dataclass(frozen=True, eq=False)
 class Contents:
-    """The records of a partition.
+    """The records of a partition."""
 
-    Attributes:
-        examples: number of examples of each dataset, in the order of :attr:`Selection.parts`.
-        tally: counts of all records.
-        sources: ordinal of an input -> its path, bytes, hash and records; only of files.
-        rejects: the dropped records, compressed; empty without setting `rejects`.
-    """
-
-    examples: list[int]
+    examples: list[int]  # of each dataset, in the order of `Selection.parts`
     tally: Tally
-    sources: dict[int, dict[str, Any]]
-    rejects: bytes
+    sources: dict[int, dict[str, Any]]  # ordinal of a file -> path, bytes, hash and records
+    rejects: bytes  # the dropped records, compressed; empty without setting `rejects`
 
 
 class RecordTotals:

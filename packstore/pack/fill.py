@@ -24,13 +24,9 @@ from packstore.pack.layout import segment_offsets
 def fill(
     examples: Examples, pack_offsets: Int64, layout: str, order: Int32 | Int64 | None = None
 ) -> Packs:
-    """Fills packs with `examples` in the order of the plan.
+    """Fills packs with `examples`, in the order of the plan.
 
-    Args:
-        examples: the examples, from which `order` selects.
-        order: int32 or int64 `[E]`, indices of the examples to pack, in order; None: all in order.
-        pack_offsets: int64 `[P + 1]`; pack i holds ``examples[pack_offsets[i]:pack_offsets[i+1]]``.
-        layout: ``concat`` or ``shared_prefix``.
+    Pack i holds those at ``order[pack_offsets[i] : pack_offsets[i + 1]]``; `order` None: all.
     """
     number = examples.num_examples if order is None else len(order)
     if (
@@ -132,12 +128,7 @@ def convert(packs: Packs, layout: str) -> Packs:
 
 
 def _boundaries(starts: Int64, sequences: Int64) -> Int32:
-    """Offsets of the segments inside each pack, including the end of the last one.
-
-    Args:
-        starts: int64 `[S + 1]`, offsets of the segments in the tokens of all packs.
-        sequences: int64 `[P + 1]`, offsets of the packs in the segments.
-    """
+    """Offsets of the segments inside each pack, including the end of the last one."""
     number = np.diff(sequences) + 1
     pack = np.repeat(np.arange(len(number)), number)
     boundaries: Int64 = starts[np.arange(len(pack)) - pack] - starts[sequences[pack]]
@@ -169,8 +160,7 @@ def _copy_in(
 ) -> np.int32:
     """Copies segment i from ``source[i]`` on to ``starts[i]:starts[i + 1]``, as signed ids.
 
-    Returns:
-        A negative number if an id is negative.
+    Returns a negative number if an id is negative.
     """
     every = np.int32(0)
     # Slices, as the compiler vectorises them: their indices cannot be negative.

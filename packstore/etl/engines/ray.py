@@ -25,13 +25,7 @@ MAX_RETRIES = 3
 
 
 def run(work: Callable[[T], R], items: Iterable[T], num_workers: int | None) -> Iterator[R]:
-    """Yields ``work(item)`` for every item, in order.
-
-    Args:
-        work: picklable; stored once, and loaded once by each worker.
-        items: picklable; at most two per worker are held at a time.
-        num_workers: tasks at a time; None: as many as the cluster has cores.
-    """
+    """Yields ``work(item)`` in order; `num_workers` None: a task for each core of the cluster."""
     started = not ray.is_initialized()
     if started:
         # A worker of an earlier call would keep its tokenizer in memory.

@@ -29,12 +29,7 @@ Versions = dict[int, str]
 
 @dataclass(frozen=True, eq=False)
 class Written:
-    """The packs of a partition in one dataset.
-
-    Attributes:
-        shards: the shards, in order.
-        planning: statistics of the plan; None if there are no packs.
-    """
+    """The packs of a partition in one dataset, and the statistics of their plan, if any."""
 
     shards: list[Finished]
     planning: dict[str, Any] | None = None
@@ -83,13 +78,8 @@ def taken_over(
 ) -> Partition | None:
     """Returns the partition of an earlier run; None if it has no note, or anything has changed.
 
-    Its notes are put again, so that `clean` treats all files of the run as recent.
-
-    Args:
-        notes: notes of each dataset.
-        item: the partition.
-        hashes: ordinal of an input -> its sha256; new ones are added.
-        rejects: the job collects rejects, so the earlier run must have, too.
+    Its notes are put again, so that `clean` treats all files of the run as recent. `hashes`,
+    ordinal of an input -> its sha256, grows.
     """
     number, slices, _ = item
     noted = [note for place in notes if (note := place.read(number, Note)) is not None]

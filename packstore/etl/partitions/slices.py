@@ -111,17 +111,11 @@ def warn_of_reads(slices: Sequence[Sequence[Slice]], files: int) -> None:
 
 @dataclass(frozen=True)
 class ReadFile:
-    """A file, read to its end.
-
-    Attributes:
-        ordinal: number of the input.
-        source: its `path`, `bytes`, `sha256` and `records`.
-        version: its version in the store before it was read; empty if the store has none.
-    """
+    """A file, read to its end."""
 
     ordinal: int
-    source: dict[str, Any]
-    version: str
+    source: dict[str, Any]  # its `path`, `bytes`, `sha256` and `records`
+    version: str  # in the store before it was read; empty if the store has none
 
 
 def blocks_of(
@@ -129,13 +123,7 @@ def blocks_of(
     config: PackConfig,
     on_file: Callable[[Owner, ReadFile], None] = lambda *_: None,
 ) -> Iterator[tuple[Owner, Block]]:
-    """Yields the blocks of some partitions; each file is read once for all of them.
-
-    Args:
-        partitions: pairs of an owner, yielded with its blocks, and its slices.
-        config: see :class:`InputReader`.
-        on_file: called for each owner of blocks of a file, after the last block.
-    """
+    """Yields blocks with their owners; each file is read once for all, then `on_file` called."""
     takers: dict[int, list[tuple[Owner, Slice]]] = {}
     for owner, slices in partitions:
         for part in slices:
@@ -180,13 +168,7 @@ class ReadKeys:
         run: Run,
         on_keys: Callable[[int], None] = lambda _: None,
     ) -> Iterator[tuple[U64, Int64]]:
-        """Yields uint64 `[n]` and int64 `[n]` of each partition, in input order.
-
-        Args:
-            partitions: the slices of each.
-            run: tokenizes the blocks.
-            on_keys: called with the number of keys of each block.
-        """
+        """Yields the keys, uint64 `[n]`, and ids, int64 `[n]`, of each partition in input order."""
         keys = [[np.empty(0, np.uint64)] for _ in partitions]
         ids = [[np.empty(0, np.int64)] for _ in partitions]
         pairs = blocks_of(enumerate(partitions), self._config)

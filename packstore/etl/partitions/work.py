@@ -98,14 +98,7 @@ class PackPartitions:
         counting: Counting | None = None,
         on_read: Callable[[Contents], None] = lambda _: None,
     ) -> Iterator[Partition]:
-        """Yields the partitions in order, made or taken over.
-
-        Args:
-            items: the partitions to make.
-            run: tokenizes the blocks.
-            counting: counts the records read and the packs written.
-            on_read: called for each before it is written; may raise to refuse it.
-        """
+        """Yields the partitions in order; `on_read` may raise to refuse one before its writing."""
         assert self._tokenize is not None
         tokenize = self._tokenize
         at_once = -(-(self._config.partitions or 1) // PASSES)
