@@ -158,9 +158,6 @@ def dry_run(
         sample: most records to tokenize.
         storage_options, source_storage_options: see :func:`packstore.pack`.
         progress: called with the number of records read.
-
-    Raises:
-        PackstoreError: the input cannot be read, or a setting or the tokenizer is wrong.
     """
     config = PackConfig.of(config, **settings)
     options = dict(storage_options or {})

@@ -340,15 +340,7 @@ class _Projection:
 def standard_error(
     values: npt.NDArray[Any], records: npt.NDArray[Any], weights: npt.NDArray[Any], known: float
 ) -> float:
-    """Estimates the standard error of the weighted sum of `values`, as a ratio to records.
-
-    Uses differences of neighbouring places, as one place was drawn from each run of neighbours.
-    Source: Wolter, "Introduction to Variance Estimation", chapter 8, successive differences.
-
-    Args:
-        values, records, weights: `[B]`, of the places of the sample, in input order.
-        known: sampled fraction of the input, 0..1.
-    """
+    """Estimates the standard error of the weighted sum of `values`, as a ratio to records."""
     if known >= 1:
         return 0.0
     if len(values) < 2:

@@ -86,12 +86,6 @@ def pack(
         The committed dataset. ``manifest.records`` counts every record that was read. With
         `validation_fraction` it is the dataset in ``OUT/train``; the other one is in
         ``OUT/validation``.
-
-    Raises:
-        DatasetExistsError: a dataset of other input or settings is at `out`, and `overwrite` is
-            False. One of the same input and settings is returned as it is, so a call may be
-            repeated.
-        PackstoreError: see :mod:`packstore.errors`; `out` keeps the versions that it had.
     """
     config = PackConfig.of(config, **settings)
     STRATEGIES.check(config.strategy)

@@ -56,9 +56,6 @@ def check_packs(
         vocab_size: upper bound of ids, if known.
         where: name of the packs in error texts (a shard's path).
         first_row: row number of the first pack in `where`.
-
-    Raises:
-        FormatError: a rule is broken; names the first one and the row.
     """
     need = _Need(where, first_row)
     segments = _check_structure(packs, pack_size, need)
@@ -100,11 +97,7 @@ def check_tokens(
 
 
 def check_structure(packs: Packs, layout: str, pack_size: int, where: str) -> None:
-    """Checks the rules that indexing relies on, without reading tokens; see :func:`check_packs`.
-
-    Every reader of stored packs calls it, as hashes do not prove who wrote a file: a negative
-    length could otherwise cause a write outside an array.
-    """
+    """Checks the rules that indexing relies on, without reading tokens; see :func:`check_packs`."""
     need = _Need(where, 0)
     segments = _check_structure(packs, pack_size, need)
     need("reward-finite", np.isfinite(packs.reward), packs.sequence_offsets)

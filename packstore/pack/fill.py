@@ -120,10 +120,7 @@ def unpack(packs: Packs) -> Examples:
 
 
 def convert(packs: Packs, layout: str) -> Packs:
-    """Converts packs to another layout; lossless in both directions.
-
-    From ``shared_prefix`` to ``concat`` packs grow, possibly beyond the planned pack size.
-    """
+    """Converts packs to another layout; lossless in both directions."""
     return fill(unpack(packs), packs.example_offsets, layout)
 
 

@@ -24,25 +24,14 @@ def segment_offsets(examples: Examples, layout: str) -> Int32:
 
 
 def shared_prefix_offsets(examples: Examples) -> Int32:
-    """Returns the number of leading tokens that each sequence omits with shared prompts: `[S]`.
-
-    The prompt of a sequence ends before its first supervised token. A sequence omits the common
-    prefix of its prompt and the prompt of its example's first sequence, except the last token. The
-    first sequence, and one that shares nothing, omit none.
-    """
+    """Returns the number of leading tokens that each sequence omits with shared prompts: `[S]`."""
     return _shared_prefix_offsets(
         examples.input_ids, examples.supervised, examples.sequence_offsets, examples.example_offsets
     )
 
 
 def sizes(examples: Examples, layout: str, multiple: int = 1) -> Int32:
-    """Returns the tokens that each example occupies in a pack: int32 `[E]`.
-
-    Args:
-        examples: the examples.
-        layout: ``concat`` or ``shared_prefix``.
-        multiple: multiple to which each sequence is padded at load.
-    """
+    """Returns the tokens that each example occupies in a pack: int32 `[E]`."""
     physical = round_up(examples.lengths - segment_offsets(examples, layout), multiple)
     ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(physical, dtype=np.int64)])
     return np.diff(ends[examples.example_offsets]).astype(np.int32)

@@ -40,9 +40,6 @@ class PackOrder:
         lanes: see above; part of the position, as another number changes the order.
         shuffle: False: file order, with no lanes.
         strata: int64 `[packs]` in file order, such as the examples of each pack; default: none.
-
-    Raises:
-        ConfigError: fewer than one lane, or not one stratum for each pack.
     """
 
     def __init__(
@@ -133,16 +130,7 @@ class PackOrder:
 
 
 def permuted(values: Int64, sizes: Int64, keys: U64) -> Int64:
-    """Maps ``values[i]`` by the permutation of ``0 .. sizes[i] - 1`` with key ``keys[i]``.
-
-    Invertible steps on as many bits as the size needs (multiply by an odd number, add, xor the
-    high bits into the low ones), repeated while the result is out of range (cycle walking). Each
-    value is computed independently.
-
-    Source: Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002.
-
-    `values` and `sizes` are int64 `[n]`, `keys` uint64 `[n]`, pseudo-random.
-    """
+    """Maps ``values[i]`` by the permutation of ``0 .. sizes[i] - 1`` with key ``keys[i]``."""
     bits = np.frexp(sizes - 1)[1].astype(np.uint64)
     out = values.astype(np.uint64)
     limit = sizes.astype(np.uint64)

@@ -133,10 +133,7 @@ class InputReader:
             raise InputError(sentence(names, "must hold at least one record", "no records"))
 
     def sources(self) -> list[dict[str, Any]]:
-        """Returns `path`, `bytes`, `sha256` and `records` of each input read to its end.
-
-        Bytes and hash are of the stored file; in memory, of the records as JSON lines.
-        """
+        """Returns `path`, `bytes`, `sha256` and `records` of each input read to its end."""
         return list(self._sources)
 
     def read_file(self, item: Input) -> Iterator[Block]:

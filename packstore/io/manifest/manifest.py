@@ -138,10 +138,7 @@ class Manifest:
 
     @property
     def lineage(self) -> str:
-        """Id shared by all datasets whose examples have equal tokens under equal ids.
-
-        Repacking keeps it. By default it is the dataset's fingerprint.
-        """
+        """Id shared by all datasets whose examples have equal tokens under equal ids."""
         return str(self.provenance.get("lineage", self.fingerprint))
 
     @property

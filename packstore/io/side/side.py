@@ -58,11 +58,6 @@ class SideWriter:
 
     Attributes:
         examples: number written so far.
-
-    Raises:
-        ConfigError: two writers could both commit there.
-        DatasetExistsError: one exists, and `overwrite` is False.
-        FormatError: a column or a member of `provenance` is not valid.
     """
 
     def __init__(
@@ -121,11 +116,6 @@ class SideWriter:
             values: of every column: `[E]`, and of ``ref_logps`` float32 `[S]`, the sequences of
                 each example in order.
             num_responses: int `[E]`, K of each example; needed only for kind ``ranked``.
-
-        Raises:
-            ConfigError: other columns, or values of another length or type.
-            FormatError: a log-prob is not finite.
-            StorageError: no space, no permission, or the store refuses.
         """
         head = self._manifest
         if values.keys() != head.columns.keys():
@@ -146,12 +136,7 @@ class SideWriter:
             self._flush(SHARD_ROWS)
 
     def commit(self) -> int:
-        """Finishes the last shard and commits the side dataset; returns its version.
-
-        Raises:
-            ConfigError: an example of the dataset has no values.
-            DatasetExistsError: another writer committed first.
-        """
+        """Finishes the last shard and commits the side dataset; returns its version."""
         if self.examples != self._expected:
             must = f"a side dataset must hold each of {self._expected} examples of its dataset once"
             raise ConfigError(f"{must}; got {self.examples}.")

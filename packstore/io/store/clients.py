@@ -68,10 +68,7 @@ def _client(fs: Any) -> str:
 
 
 def creates_exclusively(fs: Any) -> bool:
-    """Returns True if exactly one of many concurrent calls of `create` is known to succeed.
-
-    Most filesystems check that the file is missing and then write it: a race. Not for local disks.
-    """
+    """Returns True if exactly one of many concurrent calls of `create` is known to succeed."""
     return _client(fs) in ("s3fs", "gcsfs", "adlfs", "memory")
 
 

@@ -18,18 +18,7 @@ class Strategy(Protocol):
     """The type of a strategy."""
 
     def __call__(self, lengths: Int32, capacity: int, seed: int) -> tuple[Int32, Int64]:
-        """Assigns every example to a pack.
-
-        Args:
-            lengths: int32 `[n]`, C-contiguous, tokens of each example in input order, each
-                1..capacity (:func:`packstore.pack.plan.plan` checks it).
-            capacity: most tokens of a pack.
-            seed: source of every random choice.
-
-        Returns:
-            order: int32 `[n]`, the examples, pack by pack.
-            offsets: int64 `[P + 1]`; pack i holds ``order[offsets[i]:offsets[i + 1]]``.
-        """
+        """Assigns every example to a pack."""
 
 
 STRATEGIES: Registry[Strategy] = Registry(

@@ -25,11 +25,7 @@ def first_fit_decreasing(lengths: Int32, capacity: int, seed: int) -> tuple[Int3
 
 
 def first_fit_shuffle(lengths: Int32, capacity: int, seed: int) -> tuple[Int32, Int64]:
-    """Packs the examples in random order.
-
-    The strategy of this name in NeMo-Aligner and Megatron-Bridge draws its order from numpy, this
-    one from the seed: the same order gives the same packs, another order about as many.
-    """
+    """Packs the examples in random order."""
     queue = seeds.permutation(len(lengths), seed, "first_fit_shuffle").astype(np.int32)
     return _first_fit(lengths, capacity, queue)
 

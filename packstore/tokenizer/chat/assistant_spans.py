@@ -33,22 +33,7 @@ def render_turns(
     last_only: bool,
     prompts: dict[int, str] | None = None,
 ) -> tuple[str, list[Span]]:
-    """Renders a dialogue, and finds its supervised spans.
-
-    Args:
-        template: the chat template.
-        messages: prompt and response.
-        first: number of messages in the prompt; only assistant turns after it are supervised.
-        tools: tool descriptions.
-        last_only: supervise only the last of those turns.
-        prompts: cache of rendered prompts by number of messages, shared by the responses to one
-            prompt.
-
-    Returns:
-        The text and the spans of the turns. A turn starts after the generation prompt, as at
-        inference, and includes the template's end-of-turn text, but not a generation prompt that
-        the template writes after the last turn.
-    """
+    """Renders a dialogue, and finds its supervised spans."""
     turns = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
     if not turns:
         raise Refused("unsupervised", "no turn of the assistant")

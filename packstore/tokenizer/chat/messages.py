@@ -236,11 +236,7 @@ def split_messages(dialogues: Sequence[list[Message]]) -> tuple[list[Message], l
 
 
 def split_texts(texts: Sequence[str]) -> tuple[str, list[str]]:
-    """Splits dialogues of the Anthropic HH form into their common prompt and the rest of each side.
-
-    The prompt is the longest common prefix of turns, with the header of the assistant turn that
-    follows.
-    """
+    """Splits dialogues of the HH form into their common prompt and the rest of each side."""
     turns = [re.split(f"(?={HUMAN}|{ASSISTANT})", text) for text in texts]
     cut = _common_turns(turns, lambda turn: turn.startswith(ASSISTANT))
     size = len("".join(turns[0][:cut])) + len(ASSISTANT)

@@ -238,15 +238,7 @@ class _Marks(NodeTransformer):
 
 
 def mark_outputs(tree: nodes.Template, taken: str) -> list[str]:
-    """Marks the outputs of a template, in place.
-
-    Args:
-        tree: the parsed template.
-        taken: characters that must not be used as marks.
-
-    Returns:
-        The marks: at least one private-use character per output.
-    """
+    """Marks the outputs of a template, in place."""
     marks = free_characters(taken, sum(1 for _ in tree.find_all(nodes.Output)))
     _Marks(marks).visit(tree)
     return marks

@@ -29,12 +29,7 @@ class Engine(Protocol):
         """Makes those of `tokens` that are in the vocabulary control tokens."""
 
     def encode_batch(self, texts: Sequence[str], *, control: bool) -> tuple[Int32, Int64]:
-        """Encodes all texts; returns flat ids and their offsets.
-
-        Args:
-            texts: the texts.
-            control: True: the strings of `specials` become their ids; False: they are plain text.
-        """
+        """Encodes all texts; returns flat ids and their offsets."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decodes `ids` to text, including control tokens."""

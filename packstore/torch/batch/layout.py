@@ -66,12 +66,7 @@ class AttentionLayout:
         return rows if self.kv_index is None else rows.index_select(0, self.kv_index)
 
     def split(self, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yields queries, keys and values of each segment; `k` and `v` come from :meth:`keys`.
-
-        Uses views of one split: its backward is one concatenation, while slices would each
-        allocate a gradient as large as the row. Empty segments, which pad the number of segments,
-        are skipped.
-        """
+        """Yields queries, keys and values of each segment; `k` and `v` come from :meth:`keys`."""
         queries, keys = self.sizes
         parts = torch.split(q, queries), torch.split(k, keys), torch.split(v, keys)
         return (part for part in zip(*parts, strict=True) if len(part[0]))

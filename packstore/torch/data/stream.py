@@ -59,10 +59,7 @@ class PackStream(Protocol):
         """Returns the source index of each pack at `indices`, int64 `[n]`; 0 without a mix."""
 
     def read(self, batches: Iterable[Int64]) -> Iterator[list[Packs]]:
-        """Yields for each array of positions its packs, each as :class:`Packs` of one row.
-
-        Reads ahead, so it consumes `batches` before it yields the packs before them.
-        """
+        """Yields for each array of positions its packs, each as :class:`Packs` of one row."""
 
 
 class SideColumns:

@@ -119,12 +119,7 @@ class PackCollator:
         self.kind, self.config, self.loss_fn = kind, config or PackConfig(), loss_fn
 
     def __call__(self, items: Sequence[Packs | Mapping[str, Any]]) -> PackedInputs:
-        """Collates these items into one batch.
-
-        Raises:
-            RecordError: a record is not of the kind.
-            ConfigError: there are no items.
-        """
+        """Collates these items into one batch."""
         if not items:
             raise ConfigError("a batch must hold at least one item; found none.")
         packs: Sequence[Any] = items
@@ -175,11 +170,7 @@ class PackedLoss:
         labels: PackedLabels,
         num_items_in_batch: Tensor | float | None = None,
     ) -> Tensor:
-        """Returns the batch's loss divided by `num_items_in_batch`; None: by the batch's own count.
-
-        Raises:
-            ConfigError: the collator counted examples, and the loss divides by something else.
-        """
+        """Returns the loss divided by `num_items_in_batch`; None: by the batch's own count."""
         if not self.loss_fn.by_example(labels.batch) and labels.loss_fn is not self.loss_fn:
             kind = labels.batch.kind
             raise ConfigError(

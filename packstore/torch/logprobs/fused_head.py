@@ -143,12 +143,7 @@ def _operand_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
 def _d_logps(
     rest: Tensor, target_rows: Tensor, logps: Tensor, target_logits: Tensor, how: Projection
 ) -> Tensor:
-    """The derivative of the log-probs by the hidden states, `[n, H]`, of a head without gradient.
-
-    ``scale * ((1 - softmax_t) * slope_t * W_t - rest)``: of two terms that nearly cancel where the
-    model is sure of the target t, only the difference is rounded. Overwrites its inputs: `rest`,
-    the sum of ``softmax_j * slope_j * W_j`` over all columns j but t, and `target_rows`, ``W_t``.
-    """
+    """Gradient of the log-probs by the hidden states, `[n, H]`, under a frozen head."""
     share = torch.expm1(logps).neg_()
     if how.softcap is not None:
         share *= 1 - (target_logits / how.softcap).square_()

@@ -88,11 +88,7 @@ def dpo_norm(pairs: Pairs, *, beta: float = 0.1) -> Tensor:
 
 @_loss()
 def cdpo(pairs: Pairs, *, beta: float = 0.1, label_smoothing: float = 0.1) -> Tensor:
-    """``-(1 - e) log s(b d) - e log s(-b d)``, e = `label_smoothing` in 0..0.5.
-
-    Source: Mitchell 2023, "A note on DPO with noisy preferences and relationship to IPO". TRL
-    1.16 ignores its label smoothing for the plain sigmoid loss.
-    """
+    """``-(1 - e) log s(b d) - e log s(-b d)``, e = `label_smoothing` in 0..0.5."""
     e = _between("cdpo", "label_smoothing", label_smoothing, 0, 0.5)
     x = beta * pairs.d
     return -(1 - e) * logsigmoid(x) - e * logsigmoid(-x)
@@ -137,10 +133,7 @@ def rpo_sq(pairs: Pairs, *, beta: float = 0.1, eta: float = 1.0) -> Tensor:
 
 @_loss()
 def rpo_bwd_kl(pairs: Pairs, *, beta: float = 0.1, eta: float = 1.0) -> Tensor:
-    """``KL(Bern s(eta dr) || Bern s(b d))``; source: as ``rpo_sq``.
-
-    Its gradient is that of ``cdpo`` with a label smoothing of s(-eta dr) for each pair.
-    """
+    """``KL(Bern s(eta dr) || Bern s(b d))``; source: as ``rpo_sq``."""
     policy = beta * pairs.d
     return _bernoulli_kl(eta * pairs.dr, logsigmoid(policy), logsigmoid(-policy))
 

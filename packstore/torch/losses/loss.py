@@ -149,12 +149,6 @@ class PreferenceLoss:
                 if there is no SFT term. Default: the count of the whole optimizer step, divided by
                 the number of ranks if their gradients are averaged; without a loader's plan, the
                 batch's own count.
-
-        Raises:
-            ConfigError: a reference or router losses are required and missing, a tensor has another
-                shape or is rounded to 16 bits, the count of the step is unknown, or Accelerate
-                accumulates by other steps.
-            CompatibilityError: the batch holds single sequences and the loss compares two.
         """
         sums = SequenceSums.of(logps, batch, self._reference(batch, ref_logps))
         if logps.requires_grad:

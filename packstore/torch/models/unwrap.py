@@ -12,10 +12,7 @@ from packstore.errors import CompatibilityError
 
 
 def unwrapped(model: Any) -> Any:
-    """Returns the Hugging Face model inside DDP, FSDP, ``torch.compile`` and PEFT, in any order.
-
-    The layers of LoRA stay in it. Anything but a wrapper, such as a config, is returned as it is.
-    """
+    """Returns the Hugging Face model inside DDP, FSDP, ``torch.compile`` and PEFT, in any order."""
     *_, inner = layers(model)
     return inner
 

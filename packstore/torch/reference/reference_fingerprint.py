@@ -112,12 +112,6 @@ def check_reference(
         data: the training dataset.
         adapter: True: the reference is the model with its adapter; False: without.
         device: the device of the training; default: that of the model.
-
-    Raises:
-        CompatibilityError: another model, tokenizer or template; other numerics (weight dtype,
-            autocast, attention backend, kind of device, float32 matmul, precision of the head),
-            with which margins of the first step would be off by up to a nat; or a side dataset that
-            does not record them.
     """
     side = side if isinstance(side, Side) else open_side(side)
     recorded = side.manifest.provenance
