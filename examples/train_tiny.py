@@ -2,7 +2,7 @@
 
 A random Llama of half a million parameters is trained by SFT on chats, and then by DPO on pairs of
 better and worse answers; a fifth of the pairs is held out. CPU only, a few minutes. Everything is
-written to the folder that is named (made anew), and the curve to ``docs/train_tiny.svg``::
+written to the folder that is named (made anew), and the curves to ``curves.svg`` in it::
 
     python examples/train_tiny.py --data ../shared/data [--out train-tiny] [--quick]
 
@@ -32,7 +32,6 @@ from packstore.cli import main as command_line
 
 PAIRS = ("pairs/chat_en.jsonl", "pairs/chat_zh.jsonl")
 PACK_SIZE = 1536
-PICTURE = Path(__file__).parents[1] / "docs" / "train_tiny.svg"
 
 
 def split_pairs(data: Path, out: Path) -> None:
@@ -92,7 +91,7 @@ def train(settings: dict[str, Any]) -> list[dict[str, float]]:
     return [json.loads(line) for line in lines]
 
 
-def draw(sft: list[dict[str, float]], dpo: list[dict[str, float]]) -> None:
+def draw(sft: list[dict[str, float]], dpo: list[dict[str, float]], picture: Path) -> None:
     """Losses of both runs, and the accuracy on held-out pairs."""
     try:
         import matplotlib
@@ -128,8 +127,8 @@ def draw(sft: list[dict[str, float]], dpo: list[dict[str, float]]) -> None:
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
     axes[2].axhline(0.5, color="grey", lw=0.8, ls=":")
-    figure.savefig(PICTURE, metadata={"Date": None})
-    print(f"picture: {PICTURE}")
+    figure.savefig(picture, metadata={"Date": None})
+    print(f"picture: {picture}")
 
 
 def main() -> int:
@@ -177,7 +176,7 @@ def main() -> int:
         }
     )
     if not args.quick:
-        draw(sft, dpo)
+        draw(sft, dpo, out / "curves.svg")
     last = [r for r in dpo if "eval/loss" in r][-1]
     steps = sft[-1]["step"] + dpo[-1]["step"]
     print(f"{steps} steps in {time.perf_counter() - start:.0f} s: ", end="")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 
 import pytest
 
@@ -36,8 +37,9 @@ def test_usage_errors_are_one_line(
 
 
 def test_the_front_page_has_an_example_of_every_command(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     assert main([]) == 0
     page = capsys.readouterr().out
     assert max(map(len, page.splitlines())) <= 80
@@ -48,7 +50,11 @@ def test_the_front_page_has_an_example_of_every_command(
         with pytest.raises(SystemExit) as caught:
             main([name, "--help"])
         assert caught.value.code == 0
-        assert f"examples:\n  packstore {name} " in capsys.readouterr().out
+        text = capsys.readouterr().out
+        assert f"examples:\n  packstore {name} " in text
+        flags = text.partition("options:\n")[2].partition("examples:")[0]
+        # The help of a flag is one line, beside it or below it.
+        assert not re.search(r"^  -.*\S {2,}\S.*\n {24}|^ {24}.*\n {24}", flags, re.M), name
 
 
 def test_flags_reach_the_settings() -> None:
