@@ -1,4 +1,4 @@
-"""What a command says on stderr: notes, progress, errors; as text or as JSON objects."""
+"""Messages of a command on stderr: notes, progress, errors; as text or as JSON objects."""
 
 from __future__ import annotations
 

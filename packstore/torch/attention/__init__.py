@@ -17,7 +17,7 @@ from packstore.torch.batch.layout import AttentionLayout
 
 
 class Settings(NamedTuple):
-    """What a layer asks of attention.
+    """Settings of the attention of a layer.
 
     Attributes:
         scale: factor on scores.

@@ -1,4 +1,4 @@
-"""What packed attention has in place of a mask: the layout of the row, and the window of the layer.
+"""The stand-in of packed attention for a mask: the layout of the row, the window of the layer.
 
 transformers makes one mask per kind of layer and passes it to those layers. Its eager attention
 follows the mask; its flash attention follows the keyword ``sliding_window``. Some models set only
