@@ -20,8 +20,7 @@ from packstore.config import (
     WriteConfig,
 )
 from packstore.errors import ConfigError, MissingExtraError, UnknownNameError, sentence
-from packstore.format import seeds
-from packstore.format.arrays import Examples
+from packstore.format import Examples, seeds
 from packstore.registry import Registry
 from packstore.testing import assert_examples_equal, random_examples
 

@@ -100,7 +100,7 @@ def test_pack_is_a_call_and_a_package(imports: str) -> None:
 
 
 def test_help_and_the_signature_of_the_call() -> None:
-    from packstore.etl.pipeline import pack
+    from packstore import pack
 
     assert inspect.signature(packstore.pack) == inspect.signature(pack)
     text = pydoc.plain(pydoc.render_doc(packstore.pack))

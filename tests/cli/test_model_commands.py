@@ -17,7 +17,7 @@ from small_jobs import write_jsonl
 
 import packstore
 from packstore.cli import main
-from packstore.io.side.side import open_side
+from packstore.torch import open_side
 
 torch = pytest.importorskip("torch", reason="these commands run a model")
 transformers = pytest.importorskip("transformers", reason="these commands load a model")

@@ -12,8 +12,8 @@ from small_jobs import trained_tokenizer, write_jsonl
 from tokenizers import Tokenizer
 
 import packstore
+from packstore import Dataset
 from packstore.errors import DatasetExistsError
-from packstore.io.dataset.dataset import Dataset
 
 THERE = "already there, same input and settings"
 PAIRS = [

@@ -11,7 +11,8 @@ import pytest
 from small_jobs import trained_tokenizer
 
 import packstore
-from packstore.etl.doctor import Diagnosis, doctor
+from packstore import doctor
+from packstore.etl.doctor import Diagnosis
 
 PAIR = {"prompt": "Say yes.\n", "chosen": "Yes.", "rejected": "No."}
 

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 import packstore
+from packstore import estimate
 from packstore.cli import main
 from packstore.errors import ConfigError
-from packstore.etl.estimate import Estimate, estimate
+from packstore.etl.estimate import Estimate
 
 RNG = random.Random(1)
 LENGTHS = sorted(int(RNG.lognormvariate(4, 0.8)) + 2 for _ in range(6000))

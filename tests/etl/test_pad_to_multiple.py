@@ -26,8 +26,7 @@ M = 8
 @pytest.mark.parametrize("pack_size", [96, 100])
 def test_padded_packs_fit(tmp_path: Path, layout: str, pack_size: int) -> None:
     torch = pytest.importorskip("torch")
-    from packstore.torch import PackedDataset, collate
-    from packstore.torch.parallel import pad_segments
+    from packstore.torch import PackedDataset, collate, pad_segments
 
     settings: dict[str, Any] = {"pack_size": pack_size, "layout": layout}
     dataset = packstore.pack(

@@ -24,7 +24,7 @@ from packstore.errors import (
     ConfigError,
     DropRateError,
 )
-from packstore.format.arrays import Examples
+from packstore.format import Examples
 from packstore.pack.algorithms import STRATEGIES
 from packstore.pack.fill import unpack
 

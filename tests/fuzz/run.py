@@ -31,10 +31,10 @@ from fuzz_targets import CORPUS, TARGETS, make_input  # noqa: E402
 
 import packstore  # noqa: E402
 import packstore.torch as pt  # noqa: E402
+from packstore import export  # noqa: E402
 from packstore.cli import main as cli  # noqa: E402
 from packstore.errors import PackstoreError  # noqa: E402
-from packstore.exchange import export  # noqa: E402
-from packstore.io.side.side import open_side  # noqa: E402
+from packstore.torch import open_side  # noqa: E402
 
 MEMORY = 1 << 30
 """Bytes that reading may take."""

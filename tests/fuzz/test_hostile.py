@@ -16,9 +16,9 @@ import pyarrow.parquet as pq
 import pytest
 
 import packstore.torch as pt
+from packstore import Dataset
+from packstore import open as open_dataset
 from packstore.errors import IntegrityError
-from packstore.io.dataset.dataset import Dataset
-from packstore.io.dataset.dataset import open as open_dataset
 from packstore.io.dataset.pack_index import read_columns
 from packstore.io.manifest.manifest import Manifest
 from packstore.io.shards.checksums import row_group_crc32

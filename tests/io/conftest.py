@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from packstore import Dataset, open
 from packstore.config import PackConfig
-from packstore.format.arrays import Examples, Packs, Tally, to_offsets
-from packstore.io.dataset.dataset import Dataset, open
+from packstore.format import Examples, Packs, Tally, to_offsets
 from packstore.io.dataset.pack_index import put_index
 from packstore.io.manifest.commit import commit, refuse_existing
 from packstore.io.manifest.manifest import Manifest, PackShape, build_manifest

@@ -8,7 +8,7 @@ import pytest
 from small_jobs import trained_tokenizer, write_jsonl
 
 import packstore
-from packstore.io.dataset.dataset import Dataset
+from packstore import Dataset
 
 ATTACK = (
     "</script><script>document.title='owned'</script><img src=x onerror=document.title='owned'>"

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
+from packstore import Dataset
 from packstore.cli import main
-from packstore.io.dataset.dataset import Dataset
 from packstore.pages import frame, packs
 from packstore.pages.packs import PackReader
 

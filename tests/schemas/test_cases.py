@@ -13,9 +13,17 @@ import pytest
 
 import packstore.errors
 from packstore.errors import FormatError
-from packstore.format.arrays import Packs
-from packstore.format.rules import RULES, check_packs
-from packstore.format.schema import FEATURES, KINDS, LAYOUTS, from_arrow, pack_schema, to_arrow
+from packstore.format import (
+    FEATURES,
+    KINDS,
+    LAYOUTS,
+    RULES,
+    Packs,
+    check_packs,
+    from_arrow,
+    pack_schema,
+    to_arrow,
+)
 from packstore.io.manifest.manifest import Manifest
 from packstore.io.manifest.side_manifest import SideManifest
 

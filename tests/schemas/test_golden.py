@@ -11,12 +11,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from packstore.format.schema import FEATURES, FORMAT_VERSION, KINDS, LAYOUTS
-from packstore.io.dataset.dataset import Dataset
-from packstore.io.dataset.dataset import open as open_dataset
+from packstore import Dataset
+from packstore import open as open_dataset
+from packstore.format import FEATURES, FORMAT_VERSION, KINDS, LAYOUTS
 from packstore.io.manifest.side_manifest import SIDE_TYPES, check_side
-from packstore.io.side.side import open_side
 from packstore.io.side.side_reader import SideTable
+from packstore.torch import open_side
 
 GOLDEN = Path(__file__).parents[2] / "schemas" / "golden"
 V1 = GOLDEN / "v1"

@@ -13,9 +13,7 @@ import pyarrow as pa
 import pytest
 
 from packstore import config
-from packstore.format import schema
-from packstore.format.arrays import IGNORE_INDEX, SOURCE_SHIFT
-from packstore.format.rules import RULES
+from packstore.format import IGNORE_INDEX, RULES, SOURCE_SHIFT, schema
 from packstore.io.dataset import pack_index
 from packstore.io.manifest.commit import FOLDER, MAX_MANIFEST_BYTES, manifest_path
 from packstore.io.manifest.manifest import FILE_FORMATS, Manifest

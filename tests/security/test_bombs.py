@@ -17,8 +17,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from packstore import open as open_dataset
 from packstore.errors import FormatError, InputError, IntegrityError, StorageError
-from packstore.io.dataset.dataset import open as open_dataset
 from packstore.io.inputs.files import InputReader
 from packstore.io.manifest.manifest import Manifest
 from packstore.io.shards.shard import FileHashes, RowGroups

@@ -11,8 +11,8 @@ from fault_runs import RECORDS, SETTINGS, epoch_run, pack_run, rate_of, through
 from stores import Store
 
 import packstore
+from packstore import Dataset
 from packstore.errors import IntegrityError, StorageError
-from packstore.io.dataset.dataset import Dataset
 from packstore.io.store.location import Location
 from packstore.torch import PackedDataset
 

@@ -14,8 +14,8 @@ from small_jobs import SETTINGS, pairs, write_jsonl
 from stores import Store
 
 import packstore
+from packstore import clean
 from packstore.errors import DatasetExistsError, DatasetNotFoundError
-from packstore.io.maintain.clean import clean
 from packstore.io.store.location import Location
 from packstore.io.write.write_job import writing
 

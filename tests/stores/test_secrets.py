@@ -16,15 +16,16 @@ from stores import Store
 from tokenizers import Tokenizer
 
 import packstore
+from packstore import clean
 from packstore.config import ReadConfig
 from packstore.errors import display
-from packstore.io.maintain.clean import clean
 from packstore.io.maintain.preflight import preflight
-from packstore.io.side.side import SideWriter, open_side
+from packstore.io.side.side import SideWriter
 from packstore.io.store.location import Location
 from packstore.io.store.staging import Staging
 from packstore.io.store.storage_errors import Secrets
 from packstore.tokenizer import load_tokenizer
+from packstore.torch import open_side
 
 QUICK = {"retry_attempts": 2, "retry_backoff": 0.01}
 TOKEN = "ya29.t0ken-of-a-test"

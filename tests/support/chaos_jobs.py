@@ -24,8 +24,8 @@ from fault_runs import QUICKLY
 from stores import Store
 
 import packstore
+from packstore import clean
 from packstore.errors import PackstoreError
-from packstore.io.maintain.clean import clean
 from packstore.io.store import operations
 from packstore.torch import PackedDataset
 

@@ -13,8 +13,8 @@ from fault_proxy import Faults, faulty
 from stores import Store
 
 import packstore
+from packstore import Dataset
 from packstore.errors import DatasetNotFoundError, PackstoreError
-from packstore.io.dataset.dataset import Dataset
 from packstore.torch import PackedDataset
 
 RECORDS = [

@@ -13,16 +13,16 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from packstore import Dataset
 from packstore.errors import PackstoreError
-from packstore.format.arrays import Packs, PackSizes
-from packstore.io.dataset.dataset import Dataset
+from packstore.format import Packs, PackSizes
 from packstore.io.dataset.pack_index import PackIndex
 from packstore.io.dataset.reader import ShardReader
 from packstore.io.manifest.commit import without_hash
 from packstore.io.manifest.manifest import Manifest
 from packstore.io.manifest.side_manifest import SideManifest
 from packstore.io.shards.parquet import byte_range
-from packstore.io.side.side import open_side
+from packstore.torch import open_side
 
 
 @dataclass(frozen=True)

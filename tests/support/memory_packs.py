@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from packstore.format.arrays import Int64, Packs, PackSizes
+from packstore.format import Int64, Packs, PackSizes
 from packstore.format.seeds import permutation
 
 

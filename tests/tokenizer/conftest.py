@@ -15,7 +15,7 @@ import tokenizers
 import transformers
 
 from packstore.config import TokenizeConfig
-from packstore.format.arrays import Examples, Rows
+from packstore.format import Examples, Rows
 from packstore.tokenizer import RecordTokenizer, Tokenizer, load_tokenizer
 from packstore.tokenizer.fastest import fastest
 

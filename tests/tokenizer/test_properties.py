@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from packstore.config import REASONS, PackConfig, TokenizeConfig
-from packstore.format.arrays import Rows
+from packstore.format import Rows
 from packstore.testing import assert_examples_equal
 from packstore.tokenizer import RecordTokenizer
 

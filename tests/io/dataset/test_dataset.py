@@ -6,8 +6,8 @@ import threading
 import numpy as np
 import pytest
 
+from packstore import open as open_dataset
 from packstore.io.dataset.dataset import find_dataset
-from packstore.io.dataset.dataset import open as open_dataset
 
 
 @pytest.fixture

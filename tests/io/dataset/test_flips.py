@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from flips import Region, flip, regions
 
-from packstore.io.dataset.dataset import Dataset
-from packstore.io.dataset.dataset import open as open_dataset
-from packstore.io.side.side import SideWriter, open_side
+from packstore import Dataset
+from packstore import open as open_dataset
+from packstore.io.side.side import SideWriter
+from packstore.torch import open_side
 
 PROFILES: dict[str, dict[str, Any]] = {
     "parquet": {},

@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from packstore import Dataset
+from packstore import open as open_dataset
 from packstore.errors import IntegrityError
-from packstore.format.arrays import PackSizes, to_offsets
+from packstore.format import PackSizes, to_offsets
 from packstore.io.dataset import pack_index
-from packstore.io.dataset.dataset import Dataset
-from packstore.io.dataset.dataset import open as open_dataset
 from packstore.io.dataset.pack_index import SCHEMA
 from packstore.io.shards.shard import PackShape
 from packstore.pack.fill import fill

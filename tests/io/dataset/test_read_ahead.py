@@ -16,9 +16,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from packstore import Dataset
 from packstore.config import ReadConfig
 from packstore.errors import StorageError
-from packstore.io.dataset.dataset import Dataset
 from packstore.io.dataset.order import PackOrder
 from packstore.io.dataset.read_ahead import ReadAhead
 from packstore.io.side.side import SideWriter

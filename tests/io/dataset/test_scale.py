@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from packstore.io.dataset.dataset import Dataset
+from packstore import Dataset
 from packstore.io.manifest.manifest import Manifest
 from packstore.io.shards.shard import RowGroups
 

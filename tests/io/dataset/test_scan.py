@@ -12,8 +12,8 @@ import polars as pl
 import pytest
 
 import packstore
+from packstore import Dataset
 from packstore.errors import DatasetNotFoundError, IntegrityError
-from packstore.io.dataset.dataset import Dataset
 from packstore.pack.fill import unpack
 
 KINDS: dict[str, Callable[[int], dict[str, Any]]] = {

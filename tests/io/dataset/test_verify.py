@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from packstore import Dataset
+from packstore import open as open_dataset
 from packstore.cli import main
 from packstore.errors import ConfigError, PackstoreError
 from packstore.io.dataset import reader
-from packstore.io.dataset.dataset import Dataset
-from packstore.io.dataset.dataset import open as open_dataset
 
 
 @pytest.fixture(params=["parquet", "arrow"])

@@ -11,6 +11,7 @@ import pytest
 from small_jobs import DAY, SETTINGS, later, pairs
 
 import packstore
+from packstore import clean
 from packstore.errors import (
     ConfigError,
     DatasetBusyError,
@@ -18,7 +19,6 @@ from packstore.errors import (
     FormatError,
     StorageError,
 )
-from packstore.io.maintain.clean import clean
 from packstore.io.manifest.commit import manifest_path
 from packstore.io.store import operations
 from packstore.io.store.location import Location

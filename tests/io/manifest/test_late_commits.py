@@ -12,9 +12,8 @@ import pytest
 from small_jobs import DAY, SETTINGS, later, pairs
 
 import packstore
+from packstore import append, clean, concat
 from packstore.errors import DatasetExistsError, MissingFilesError, StorageError
-from packstore.etl.concat import append, concat
-from packstore.io.maintain.clean import clean
 from packstore.io.manifest.commit import manifest_path
 from packstore.io.store.location import Location
 

@@ -18,12 +18,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from packstore import open as open_dataset
 from packstore.errors import (
     FormatError,
     IntegrityError,
     StorageError,
 )
-from packstore.io.dataset.dataset import open as open_dataset
 from packstore.io.manifest.commit import with_hash, without_hash
 from packstore.io.shards import checksums, parquet
 from packstore.io.shards.checksums import batch_crc32

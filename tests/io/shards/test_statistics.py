@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from packstore.format.arrays import IGNORE_INDEX
+from packstore.format import IGNORE_INDEX
 from packstore.io.shards.shard import (
     PackCounter,
     Spread,

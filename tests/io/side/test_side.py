@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from small_jobs import write_jsonl
 
 import packstore
+from packstore import Dataset, clean
+from packstore import open as open_dataset
 from packstore.errors import (
     CompatibilityError,
     ConfigError,
@@ -26,15 +28,13 @@ from packstore.errors import (
     IntegrityError,
     StorageError,
 )
-from packstore.io.dataset.dataset import Dataset
-from packstore.io.dataset.dataset import open as open_dataset
-from packstore.io.maintain.clean import clean
 from packstore.io.manifest.side_manifest import SIDE_TYPES, check_side
 from packstore.io.side import side as module
 from packstore.io.side import side_reader
-from packstore.io.side.side import SideWriter, open_side
+from packstore.io.side.side import SideWriter
 from packstore.io.side.side_reader import SideTable
 from packstore.testing import random_examples
+from packstore.torch import open_side
 
 COLUMNS = {name if "list" not in name else "ref_logps": name for name in SIDE_TYPES}
 PROVENANCE = {"model": "none", "dtype": "float32", "layers": 2, "checked": True, "note": None}

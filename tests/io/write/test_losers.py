@@ -8,8 +8,8 @@ import pytest
 from small_jobs import SETTINGS, pairs
 
 import packstore
+from packstore import Dataset
 from packstore.errors import MissingFilesError, StorageError
-from packstore.io.dataset.dataset import Dataset
 from packstore.io.manifest.commit import manifest_path
 from packstore.io.store.location import Location
 

@@ -15,9 +15,9 @@ import pytest
 from small_jobs import SETTINGS, pairs
 
 import packstore
+from packstore import clean
 from packstore.cli import main
 from packstore.errors import DatasetExistsError, StorageError
-from packstore.io.maintain.clean import clean
 from packstore.io.store import operations
 from packstore.io.store.location import Location
 

@@ -14,9 +14,14 @@ from hypothesis import strategies as st
 
 from packstore.errors import BackendError, ConfigError, UnknownNameError
 from packstore.testing import random_examples
-from packstore.torch import PackCollator, PackedBatch, collate
-from packstore.torch.batch.inputs import packed_seq_params
-from packstore.torch.parallel import pad_batch, pad_segments
+from packstore.torch import (
+    PackCollator,
+    PackedBatch,
+    collate,
+    packed_seq_params,
+    pad_batch,
+    pad_segments,
+)
 
 EXAMPLES = random_examples(6, seed=1)
 

@@ -16,8 +16,8 @@ import torch
 from ranks import launch
 from torch.utils.data import DataLoader
 
+from packstore import Dataset
 from packstore.errors import ConfigError
-from packstore.io.dataset.dataset import Dataset
 from packstore.testing import random_examples
 from packstore.torch import (
     PackedDataLoader,

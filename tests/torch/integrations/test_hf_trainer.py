@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from packstore import Dataset
 from packstore.errors import ConfigError
-from packstore.io.dataset.dataset import Dataset
 from packstore.testing import random_examples
 from packstore.torch import (
     Metrics,

@@ -14,11 +14,17 @@ from torch.nn.functional import logsigmoid
 
 from packstore.errors import ConfigError, UnknownNameError
 from packstore.testing import random_examples
-from packstore.torch import PackedBatch, PreferenceLoss, collate
+from packstore.torch import (
+    Metrics,
+    PackedBatch,
+    PreferenceLoss,
+    collate,
+    loss_from_nemo,
+    nemo_metrics,
+)
 from packstore.torch import segment_token_counts as token_counts
-from packstore.torch.integrations.nemo import LOSS_NAMES, loss_from_nemo, nemo_metrics
+from packstore.torch.integrations.nemo import LOSS_NAMES
 from packstore.torch.losses.formulas import LEFT_OUT, LOSSES, OTHER_NAMES
-from packstore.torch.metrics import Metrics
 
 SIZES = [1, 3, 2]
 

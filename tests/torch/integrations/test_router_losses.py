@@ -14,8 +14,8 @@ import torch
 import transformers
 from torch import Tensor
 
+from packstore import open as open_dataset
 from packstore.errors import ConfigError
-from packstore.io.dataset.dataset import open as open_dataset
 from packstore.testing import random_examples
 from packstore.torch import (
     PackCollator,
@@ -25,9 +25,9 @@ from packstore.torch import (
     PackedTrainerMixin,
     PreferenceLoss,
     collate,
+    train,
     use_packed_attention,
 )
-from packstore.torch.training.train import train
 
 COEFFICIENT = 0.5
 

@@ -18,15 +18,20 @@ from ranks import launch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from packstore.format.arrays import Packs, to_offsets
+from packstore.format import Packs, to_offsets
 from packstore.pack.fill import fill
 from packstore.testing import random_examples
-from packstore.torch import PackedBatch, PreferenceLoss, collate
+from packstore.torch import (
+    Metrics,
+    PackCollator,
+    PackedBatch,
+    PackedLoss,
+    PackedPolicy,
+    PackedTrainerMixin,
+    PreferenceLoss,
+    collate,
+)
 from packstore.torch import use_packed_attention as prepare
-from packstore.torch.integrations.hf_collator import PackCollator, PackedLoss
-from packstore.torch.integrations.hf_trainer import PackedTrainerMixin
-from packstore.torch.logprobs.head import PackedPolicy
-from packstore.torch.metrics import Metrics
 
 PACKS = (3, 1, 2, 1, 1, 2, 1, 1)  # pairs of each: uneven over ranks, accumulation and steps
 EXAMPLES = random_examples(sum(PACKS), seed=5)

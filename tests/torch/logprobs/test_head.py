@@ -12,8 +12,15 @@ from torch import Tensor, nn
 
 from packstore.errors import CompatibilityError
 from packstore.testing import random_examples
-from packstore.torch import PackedBatch, collate, segment_logps, use_packed_attention
-from packstore.torch.logprobs.head import PackedPolicy, find_head, packed_logps
+from packstore.torch import (
+    PackedBatch,
+    PackedPolicy,
+    collate,
+    find_head,
+    packed_logps,
+    segment_logps,
+    use_packed_attention,
+)
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},

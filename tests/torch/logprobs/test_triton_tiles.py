@@ -24,10 +24,16 @@ from torch import Tensor
 
 from packstore.errors import BackendError, MissingExtraError, UnknownNameError
 from packstore.testing import random_examples
-from packstore.torch import PackedBatch, collate, segment_logps, use_packed_attention
+from packstore.torch import (
+    PackedBatch,
+    PackedPolicy,
+    collate,
+    packed_logps,
+    segment_logps,
+    use_packed_attention,
+)
 from packstore.torch.logprobs import fused_head
 from packstore.torch.logprobs.fused_head import HeadLogProbs
-from packstore.torch.logprobs.head import PackedPolicy, packed_logps
 from packstore.torch.logprobs.tiles import Projection
 
 needs_triton = pytest.mark.skipif(

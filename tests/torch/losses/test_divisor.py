@@ -12,10 +12,15 @@ import torch
 
 from packstore.errors import ConfigError
 from packstore.testing import random_examples
-from packstore.torch import PackedBatch, PreferenceLoss, collate
+from packstore.torch import (
+    PackedBatch,
+    PackedLoss,
+    PreferenceLoss,
+    StepDivisor,
+    collate,
+    count_step,
+)
 from packstore.torch.batch.batch import StepInfo
-from packstore.torch.integrations.hf_collator import PackedLoss
-from packstore.torch.losses.divisor import StepDivisor, count_step
 
 SIZES = (3, 1, 2)
 

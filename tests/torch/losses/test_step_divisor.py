@@ -17,9 +17,9 @@ from ranks import launch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from packstore import Dataset
 from packstore.errors import ConfigError
-from packstore.format.arrays import Examples
-from packstore.io.dataset.dataset import Dataset
+from packstore.format import Examples
 from packstore.testing import random_examples
 from packstore.torch import (
     PackedBatch,
@@ -27,9 +27,9 @@ from packstore.torch import (
     PackedDataset,
     PackedPolicy,
     PreferenceLoss,
+    count_step,
     use_packed_attention,
 )
-from packstore.torch.losses.divisor import count_step
 
 BETA, WEIGHT = 0.3, 0.4
 SIZES = (3, 1, 2, 1, 1, 2, 1, 2, 1)  # examples of each pack: uneven over batches and ranks

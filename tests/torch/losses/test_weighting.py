@@ -13,11 +13,16 @@ from torch import Tensor
 
 from packstore.errors import CompatibilityError, ConfigError
 from packstore.testing import random_examples
-from packstore.torch import PackedBatch, PreferenceLoss, collate, segment_token_counts
-from packstore.torch.losses.divisor import StepDivisor
-from packstore.torch.losses.first_step_check import FirstStepCheck
+from packstore.torch import (
+    FirstStepCheck,
+    Metrics,
+    PackedBatch,
+    PreferenceLoss,
+    StepDivisor,
+    collate,
+    segment_token_counts,
+)
 from packstore.torch.losses.formulas import LOSSES
-from packstore.torch.metrics import Metrics
 
 SFT = PreferenceLoss("sft")
 

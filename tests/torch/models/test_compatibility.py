@@ -18,12 +18,12 @@ from torch import nn
 from transformers import AutoTokenizer, LlamaConfig
 
 import packstore
+from packstore import Dataset
 from packstore.errors import CompatibilityError, ConfigError
-from packstore.io.dataset.dataset import Dataset
 from packstore.io.manifest.manifest import Manifest
 from packstore.testing import random_examples
-from packstore.torch import check_model
-from packstore.torch.models.compatibility import check_same_tokenizer, check_tokenizer
+from packstore.torch import check_model, check_tokenizer
+from packstore.torch.models.compatibility import check_same_tokenizer
 
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("mistral_v1", "qwen3")]
 REAL = ("small_bpe", "t5_unigram", *SLOW)

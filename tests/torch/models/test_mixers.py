@@ -18,10 +18,11 @@ from packstore.torch import (
     PackedBatch,
     collate,
     packed_logps,
+    pad_batch,
+    pad_segments,
     use_packed_attention,
 )
 from packstore.torch.models.mask import computing
-from packstore.torch.parallel import pad_batch, pad_segments
 from packstore.torch.parallel.context import GatheredLayout
 
 HYBRIDS: dict[str, dict[str, Any]] = {

@@ -28,11 +28,12 @@ from packstore.torch import (
     collate,
     count_step,
     packed_logps,
+    pad_batch,
+    pad_segments,
     use_packed_attention,
 )
 from packstore.torch.models import routers
 from packstore.torch.models.load import checkpoint_gradients
-from packstore.torch.parallel import pad_batch, pad_segments
 
 BETA, COEFFICIENT, PAIRS = 0.3, 0.5, 7
 

@@ -13,16 +13,20 @@ from ranks import launch
 from torch import Tensor
 
 from packstore.testing import random_examples
-from packstore.torch import PackedBatch, PreferenceLoss, collate, count_step, segment_logps
-from packstore.torch import use_packed_attention as prepare
-from packstore.torch.models.load import checkpoint_gradients
-from packstore.torch.parallel import (
+from packstore.torch import (
+    PackedBatch,
+    PreferenceLoss,
+    collate,
     context_shard,
+    count_step,
     pad_batch,
     pad_segments,
     padding_multiple,
     reduce_segment_sums,
+    segment_logps,
 )
+from packstore.torch import use_packed_attention as prepare
+from packstore.torch.models.load import checkpoint_gradients
 
 EXAMPLES = random_examples(5, seed=4)
 REFERENCE = np.linspace(-25, -15, EXAMPLES.num_sequences).astype(np.float32)

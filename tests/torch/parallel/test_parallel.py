@@ -18,25 +18,23 @@ from torch._dynamo.testing import CompileCounter
 from packstore.errors import ConfigError
 from packstore.testing import random_examples
 from packstore.torch import (
+    ContextShard,
+    ContextSplit,
     PackedBatch,
     PreferenceLoss,
     collate,
+    context_shard,
+    pad_batch,
+    pad_segments,
+    padding_multiple,
     segment_logps,
     segment_token_counts,
+    static_sizes,
     use_packed_attention,
 )
 from packstore.torch.attention import Settings
 from packstore.torch.attention.plain import reference
 from packstore.torch.batch.layout import AttentionLayout, Targets
-from packstore.torch.parallel import (
-    ContextShard,
-    ContextSplit,
-    context_shard,
-    pad_batch,
-    pad_segments,
-    padding_multiple,
-    static_sizes,
-)
 
 KINDS = st.sampled_from(["preference", "sft", "ranked"])
 LAYOUTS = st.sampled_from(["concat", "shared_prefix"])

@@ -14,14 +14,19 @@ import torch
 from ranks import launch
 
 import packstore
+from packstore import Dataset
+from packstore import open as open_dataset
 from packstore.errors import CompatibilityError, ConfigError, DatasetExistsError, FormatError
-from packstore.io.dataset.dataset import Dataset
-from packstore.io.dataset.dataset import open as open_dataset
-from packstore.io.side.side import open_side
 from packstore.testing import random_examples
-from packstore.torch import PackedDataLoader, PackedDataset, packed_logps, use_packed_attention
+from packstore.torch import (
+    PackedDataLoader,
+    PackedDataset,
+    open_side,
+    packed_logps,
+    use_packed_attention,
+    write_ref_logps,
+)
 from packstore.torch.reference import reference as module
-from packstore.torch.reference.reference import write_ref_logps
 from packstore.torch.reference.reference_fingerprint import check_reference, weights_sha256
 
 N = 60

@@ -16,18 +16,17 @@ pytest.importorskip("accelerate", reason="training needs accelerate")
 
 from accelerate.state import AcceleratorState
 
+from packstore import open as open_dataset
 from packstore.cli import main
 from packstore.errors import CompatibilityError
-from packstore.io.dataset.dataset import open as open_dataset
-from packstore.io.side.side import SideWriter, open_side
+from packstore.io.side.side import SideWriter
+from packstore.torch import open_side, train, write_ref_logps
 from packstore.torch.attention import flash
 from packstore.torch.models.load import load_model
 from packstore.torch.reference import arithmetic
 from packstore.torch.reference.arithmetic import choose_precision
-from packstore.torch.reference.reference import write_ref_logps
 from packstore.torch.reference.reference_fingerprint import check_reference
 from packstore.torch.training.checkpoint import read_state
-from packstore.torch.training.train import train
 
 
 @pytest.fixture(autouse=True)

@@ -18,18 +18,18 @@ from small_jobs import write_jsonl
 from torch.nn.functional import logsigmoid
 
 import packstore
+from packstore import Dataset
+from packstore import open as open_dataset
 from packstore.errors import CompatibilityError, ConfigError
-from packstore.io.dataset.dataset import Dataset
-from packstore.io.dataset.dataset import open as open_dataset
 from packstore.testing import random_examples
 from packstore.torch import (
     PackedDataLoader,
     PackedDataset,
     PreferenceLoss,
+    evaluate,
     use_packed_attention,
 )
 from packstore.torch.losses.figures import GroupedMetrics
-from packstore.torch.training.evaluate import evaluate
 
 N, BETA = 41, 0.3
 SOURCES = ("forum", "wiki", "rare")

@@ -43,8 +43,8 @@ def by_accelerate(settings: dict[str, Any]) -> dict[str, Any]:
     from accelerate import PartialState
     from accelerate.utils import DistributedType
 
+    from packstore.torch import train
     from packstore.torch.training.setup import prepare
-    from packstore.torch.training.train import train
 
     # Accelerate shards on accelerators only; the kind of ranks is all that it asks for.
     PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU

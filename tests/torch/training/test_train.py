@@ -22,6 +22,7 @@ pytest.importorskip("peft", reason="LoRA needs peft")
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
+from packstore import open as open_dataset
 from packstore.cli import main
 from packstore.errors import (
     CompatibilityError,
@@ -30,14 +31,12 @@ from packstore.errors import (
     MissingExtraError,
     UnknownNameError,
 )
-from packstore.format.arrays import Examples
-from packstore.io.dataset.dataset import open as open_dataset
+from packstore.format import Examples
 from packstore.testing import random_examples
-from packstore.torch import PackedDataLoader, PackedDataset
+from packstore.torch import PackedDataLoader, PackedDataset, train
 from packstore.torch.models.load import load_model
 from packstore.torch.training import setup as run_setup
 from packstore.torch.training.checkpoint import checkpoints, read_state
-from packstore.torch.training.train import train
 
 N, BETA, RATE = 40, 0.1, 1e-3
 PACKS = {"single": [1] * N, "mixed": [1, 4, 2, 3] * 4, "large": [8] * 5}

@@ -21,10 +21,10 @@ from packstore.errors import (
     FormatError,
     StorageError,
 )
+from packstore.torch import train
 from packstore.torch.training import checkpoint as checkpoint_module
 from packstore.torch.training.checkpoint import checkpoints
 from packstore.torch.training.sinks import JsonLines
-from packstore.torch.training.train import train
 
 pytestmark = [  # PEFT's, with transformers 5.23
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),

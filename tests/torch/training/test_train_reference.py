@@ -14,12 +14,11 @@ import torch
 pytest.importorskip("accelerate", reason="training needs accelerate")
 pytest.importorskip("peft", reason="LoRA needs peft")
 
+from packstore import open as open_dataset
 from packstore.errors import CompatibilityError
-from packstore.io.dataset.dataset import open as open_dataset
-from packstore.io.side.side import SideWriter, open_side
+from packstore.io.side.side import SideWriter
+from packstore.torch import open_side, train, write_ref_logps
 from packstore.torch.models.load import load_model
-from packstore.torch.reference.reference import write_ref_logps
-from packstore.torch.training.train import train
 
 pytestmark = [  # PEFT's, with transformers 5.23
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),

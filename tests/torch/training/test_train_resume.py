@@ -26,11 +26,11 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from packstore.cli import main
 from packstore.testing import random_examples
+from packstore.torch import train
 from packstore.torch.training import checkpoint as checkpoint_module
 from packstore.torch.training import loop as loop_module
 from packstore.torch.training.checkpoint import checkpoints, read_state
 from packstore.torch.training.sinks import JsonLines
-from packstore.torch.training.train import train
 
 STEPS = 12
 CONFIGURED = {  # answers that `accelerate config` proposes for FSDP
