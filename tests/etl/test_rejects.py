@@ -14,7 +14,6 @@ from tokenizers import Tokenizer
 
 import packstore
 from packstore.errors import ConfigError, DropRateError
-from packstore.io.store.location import Location
 
 ONE = {"prompt": "What is it? ", "chosen": "It is one.", "rejected": "No idea."}
 LOOSE = {"max_drop_rate": 0.9, "on": {"missing_field": "drop"}, "pack_size": 256}
@@ -143,7 +142,7 @@ def test_anywhere_that_fsspec_reaches(
     packstore.pack(sources, str(tmp_path / "ds"), tokenizer, **settings)
     whole = fsspec.filesystem("memory").cat_file("/rejects/deep/r.jsonl").decode()
     assert len(whole.splitlines()) == len(expected(sources)) - 2
-    Location("memory://rejects/deep").remove("r.jsonl")
+    fsspec.filesystem("memory").rm_file("/rejects/deep/r.jsonl")
 
 
 def test_refuses_an_input_and_a_folder(

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from places import Files, at_each
 from small_jobs import SETTINGS, pairs, write_jsonl
 
 import packstore
-from packstore.io.store.location import Location
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 CUT: dict[str, Any] = {"partitions": 4, "row_group_tokens": 512, "shard_tokens": 1500}
@@ -31,48 +31,17 @@ def pack(tmp_path: Path) -> Callable[..., Any]:
     return run
 
 
-def files(url: str) -> dict[str, bytes]:
-    """Every file at a place, by path."""
-    place = Location(url)
-    fs, root = place.filesystem()
-    found = fs.find(root) if fs.exists(root) else []
-    return {path[len(root) :].lstrip("/"): fs.cat_file(path) for path in found}
-
-
-def break_put(monkeypatch: pytest.MonkeyPatch, at: int | str, error: BaseException) -> list[str]:
-    """The n-th put, or one whose path has a text in it, raises; returns the paths that were put."""
-    done: list[str] = []
-    real = Location.put_file
-
-    def put(self: Location, local_path: str, path: str) -> None:
-        if len(done) == at or (isinstance(at, str) and at in path):
-            raise error
-        real(self, local_path, path)
-        done.append(path)
-
-    monkeypatch.setattr(Location, "put_file", put)
-    return done
-
-
-def stop_in_partition(number: int, error: BaseException, job: Callable[[], Any]) -> list[str]:
+def stop_in_partition(number: int, job: Callable[[], Any]) -> list[str]:
     """Runs a job that ends when it puts the first shard of a partition; returns what it put."""
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(type(error)):  # noqa: PT012
-        put = break_put(patch, f"-p{number:05d}-", error)
+
+    def stop(path: str) -> None:
+        if f"-p{number:05d}-" in path:
+            raise KeyboardInterrupt
+
+    with at_each("put_file", stop) as put, pytest.raises(KeyboardInterrupt):
         job()
     assert put
     return put
-
-
-def watched(job: Callable[[], Any]) -> list[str]:
-    """Runs a job; returns the shards that it put."""
-    with pytest.MonkeyPatch.context() as patch:
-        put = break_put(patch, "nowhere", KeyboardInterrupt())
-        job()
-    return [path for path in put if path.startswith("data/")]
-
-
-def partitions(paths: list[str]) -> set[str]:
-    return {path.split("-")[1] for path in paths}
 
 
 def test_the_bytes_of_the_input_decide_the_number_of_partitions(
@@ -87,7 +56,7 @@ def test_the_bytes_of_the_input_decide_the_number_of_partitions(
     assert dataset.manifest.statistics.planning["partitions"] == 3
     assert pack(whole, source).version == 1  # already there
     pack(out, source, partitions=3)
-    assert files(out) == files(whole)
+    assert Files(out).all() == Files(whole).all()
     grown = packstore.append(out, pairs(20, 5000))
     assert grown.manifest.statistics.planning["parts"][1]["partitions"] == 1
 
@@ -96,17 +65,19 @@ def test_the_bytes_of_the_input_decide_the_number_of_partitions(
 def test_a_partition_that_changed_is_made_again(
     place: str, pack: Callable[..., Any], source: str, tmp_path: Path, damaged: str
 ) -> None:
-    whole = files(pack(str(tmp_path / "whole"), source, **CUT).url)
-    before = stop_in_partition(3, KeyboardInterrupt(), lambda: pack(place, source, **CUT))
-    fs, root = Location(place).filesystem()
+    whole = Files(pack(str(tmp_path / "whole"), source, **CUT).url).all()
+    before = stop_in_partition(3, lambda: pack(place, source, **CUT))
+    files = Files(place)
     hurt = next(p for p in before if "-p00001-" in p)
     if damaged == "note":
-        hurt = next(p for p in files(place) if p.endswith("-00001.json"))
-    data = fs.cat_file(f"{root}/{hurt}")
-    fs.pipe_file(f"{root}/{hurt}", data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
-    after = watched(lambda: pack(place, source, **CUT))
-    assert partitions(after) == {"p00001", "p00003"}
-    assert files(place) == whole
+        hurt = next(p for p in files.names() if p.endswith("-00001.json"))
+    data = files.read(hurt)
+    files.write(hurt, data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
+    with at_each("put_file") as put:
+        pack(place, source, **CUT)
+    shards = [path for path in put if path.startswith("data/")]
+    assert {path.split("-")[1] for path in shards} == {"p00001", "p00003"}
+    assert files.all() == whole
 
 
 def test_a_reader_never_sees_a_mixture(place: str, pack: Callable[..., Any]) -> None:

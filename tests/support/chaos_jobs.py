@@ -13,7 +13,6 @@ import random
 import tempfile
 import time
 import traceback
-import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +25,6 @@ from stores import Store
 import packstore
 from packstore import clean
 from packstore.errors import PackstoreError
-from packstore.io.store import operations
 from packstore.torch import PackedDataset
 
 SETTINGS: dict[str, Any] = {"pack_size": 32, "row_group_tokens": 64, "shard_tokens": 1}
@@ -164,7 +162,7 @@ def tidy(scene: Scene, log: Log, rng: random.Random) -> None:
     """Cleans; files from before this round count as old."""
     began = float((scene.folder / "began").read_text())
     # A clock that stands still: all files of this round stay younger than an hour.
-    operations.time = types.SimpleNamespace(time=lambda: began + CLEAN_AGE)  # type: ignore[assignment]
+    time.time = lambda: began + CLEAN_AGE
     how: dict[str, Any] = {"delete": True, "keep_versions": KEEP, "older_than": CLEAN_AGE}
     how["storage_options"] = scene.options(rng.random() < 0.5)
     removed = clean(scene.url, **how).removable

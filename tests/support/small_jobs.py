@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-import types
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,11 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from packstore.io.store import operations
-
 SETTINGS: dict[str, Any] = {"pack_size": 64, "row_group_tokens": 128, "shard_tokens": 1}
 """Every row group is a shard."""
 
 DAY = 86_400.0
+CLOCK = time.time
 
 
 def pairs(n: int, first: int = 0) -> list[dict[str, list[int]]]:
@@ -51,8 +49,7 @@ def trained_tokenizer(texts: Iterable[str], vocab_size: int = 300) -> Tokenizer:
 
 def later(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     """Makes everything that is there now so much older."""
-    ahead = types.SimpleNamespace(time=lambda: time.time() + seconds)
-    monkeypatch.setattr(operations, "time", ahead)
+    monkeypatch.setattr(time, "time", lambda: CLOCK() + seconds)
 
 
 def write_tokenizer(path: Path) -> Path:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from places import Files, at_each
 from small_jobs import DAY, SETTINGS, later, pairs
 
 import packstore
@@ -21,7 +22,6 @@ from packstore.errors import (
 )
 from packstore.io.manifest.commit import manifest_path
 from packstore.io.store import operations
-from packstore.io.store.location import Location
 from packstore.io.write.shard_writer import ShardWriter
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
@@ -36,9 +36,7 @@ def pack(tmp_path: Path) -> Callable[..., Any]:
 
 
 def files(url: str) -> set[str]:
-    place = Location(url)
-    fs, root = place.filesystem()
-    return {path[len(root) :].lstrip("/") for path in fs.find(root)}
+    return Files(url).names()
 
 
 def test_shards_of_a_failed_first_job_are_removed(
@@ -57,12 +55,11 @@ def test_shards_of_a_failed_first_job_are_removed(
     left = files(place)
     assert left
     assert all(name.startswith("data/") for name in left), left
-    fs, root = Location(place).filesystem()
-    fs.pipe_file(f"{root}/data/table.parquet", b"of another program")
+    Files(place).write("data/table.parquet", b"of another program")
     with pytest.raises(DatasetNotFoundError, match="must be a dataset"):
         clean(place, delete=True, older_than=0, no_writers=True)
     assert files(place) == left | {"data/table.parquet"}
-    fs.rm_file(f"{root}/data/table.parquet")
+    Files(place).remove("data/table.parquet")
     assert {x.path for x in clean(place).leftovers} == left
     clean(place, delete=True, older_than=0, no_writers=True)
     assert not files(place)
@@ -95,14 +92,14 @@ def test_small_ages_need_a_word(place: str, pack: Callable[..., Any], tmp_path: 
 def test_a_run_is_as_young_as_its_youngest_file(
     place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    location = Location(place)
-    location.create_bytes("_packstore/x", b"")
-    location.create_bytes("data/0123456789ab-00000-aa.parquet", b"1")
-    location.create_bytes("data/ba9876543210-00000-aa.parquet", b"1")
-    location.create_bytes("_packstore/partitions/0123456789ab-00000.json", b"1")
+    location = Files(place)
+    location.write("_packstore/x", b"")
+    location.write("data/0123456789ab-00000-aa.parquet", b"1")
+    location.write("data/ba9876543210-00000-aa.parquet", b"1")
+    location.write("_packstore/partitions/0123456789ab-00000.json", b"1")
     listed = operations.list_folder
 
-    def aged(where: Location, folder: str) -> list[operations.ListedFile]:
+    def aged(where: Any, folder: str) -> list[operations.ListedFile]:
         old = [f._replace(age=9 * DAY) for f in listed(where, folder)]
         return [f._replace(age=60.0) if "partitions" in f.path else f for f in old]
 
@@ -115,9 +112,9 @@ def test_a_run_is_as_young_as_its_youngest_file(
 
 
 def test_an_unknown_age_is_spared(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    location = Location(place)
-    location.create_bytes("_packstore/x", b"")
-    location.create_bytes("data/x.parquet", b"1")
+    location = Files(place)
+    location.write("_packstore/x", b"")
+    location.write("data/x.parquet", b"1")
     listed = operations.list_folder
     monkeypatch.setattr(
         "packstore.io.maintain.clean.list_folder",
@@ -151,18 +148,18 @@ def test_what_is_named_meanwhile_stays(
 ) -> None:
     """A version is committed, of old files, between the listing and the removal."""
     pack(place)
-    location = Location(place)
+    location = Files(place)
     path = manifest_path(1)
-    text = location.read_bytes(path)
+    text = location.read(path)
     location.remove(path)
-    location.create_bytes("data/x.parquet", b"1")
+    location.write("data/x.parquet", b"1")
     later(monkeypatch, 8 * DAY)
     listed, looks = operations.list_folder, list[str]()
 
-    def look(where: Location, folder: str) -> list[operations.ListedFile]:
+    def look(where: Any, folder: str) -> list[operations.ListedFile]:
         looks.append(folder)
         if looks.count("data") == 2 and folder == "data":  # right before the removal
-            location.create_bytes(path, text)
+            location.write(path, text)
         return listed(where, folder)
 
     monkeypatch.setattr("packstore.io.maintain.clean.list_folder", look)
@@ -179,17 +176,15 @@ def test_the_index_of_a_new_version_is_never_an_old_one(
     old = packstore.open(place).manifest.pack_index
     pack(place, pairs(30), overwrite=True)
     later(monkeypatch, 8 * DAY)
-    remove, removed = Location.remove, list[str]()
+    began: list[str] = []
 
-    def commit_first(self: Location, path: str) -> None:
-        if not removed:
-            removed.append(path)
+    def commit_first(path: str) -> None:
+        if not began:
+            began.append(path)
             pack(place, pairs(60, 700), overwrite=True)
-        removed.append(path)
-        remove(self, path)
 
-    monkeypatch.setattr(Location, "remove", commit_first)
-    clean(place, delete=True, keep_versions=1)
+    with at_each("remove", commit_first) as removed:
+        clean(place, delete=True, keep_versions=1)
     newest = packstore.open(place)
     index = newest.manifest.pack_index
     assert old is not None
@@ -203,57 +198,46 @@ def test_nothing_goes_where_a_version_cannot_be_read(place: str, pack: Callable[
     """Rule R1: what the damaged manifest names is not known."""
     for n in (30, 31):
         pack(place, pairs(n), overwrite=True)
-    location, path = Location(place), manifest_path(1)
-    damaged = location.read_bytes(path).replace(b'"shards"', b'"shardz"')
+    location, path = Files(place), manifest_path(1)
+    damaged = location.read(path).replace(b'"shards"', b'"shardz"')
     location.remove(path)
-    location.create_bytes(path, damaged)
-    location.create_bytes("data/x.parquet", b"1")
+    location.write(path, damaged)
+    location.write("data/x.parquet", b"1")
     before = files(place)
     with pytest.raises(FormatError):
         clean(place, delete=True, older_than=0, no_writers=True)
     assert files(place) == before
 
 
-def test_a_manifest_goes_before_its_files(
-    place: str, pack: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_manifest_goes_before_its_files(place: str, pack: Callable[..., Any]) -> None:
     """Rule R5: killed between two removals, a version is whole or gone."""
     for n in (30, 31):
         pack(place, pairs(n), overwrite=True)
-    removed, remove = list[str](), Location.remove
-
-    def noted(self: Location, path: str) -> None:
-        removed.append(path)
-        remove(self, path)
-
-    monkeypatch.setattr(Location, "remove", noted)
-    clean(place, delete=True, older_than=0, no_writers=True, keep_versions=1)
+    with at_each("remove") as removed:
+        clean(place, delete=True, older_than=0, no_writers=True, keep_versions=1)
     assert removed[0] == manifest_path(1)
     assert len(removed) > 2
 
 
-def test_two_cleaners_are_harmless(
-    place: str, pack: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_two_cleaners_are_harmless(place: str, pack: Callable[..., Any], tmp_path: Path) -> None:
     """Everything that one wants to remove was removed by another an instant before."""
     for n in (30, 31):
         pack(place, pairs(n), overwrite=True)
-    Location(place).create_bytes("data/x.parquet", b"1")
+    Files(place).write("data/x.parquet", b"1")
     if "://" not in place:  # of a killed job
         (Path(place) / "_packstore" / ".staging-x").mkdir()
         (Path(place) / "_packstore" / ".staging-x" / "1").write_bytes(b"1")
     how: dict[str, Any] = {"delete": True, "older_than": 0, "no_writers": True}
     how |= {"keep_versions": 1}
-    real, nested = Location.remove, []
+    nested: list[str] = []
 
-    def remove(self: Location, path: str) -> None:
+    def clean_first(path: str) -> None:
         if not nested:
-            nested.append(True)
+            nested.append(path)
             clean(place, **how)
-        real(self, path)
 
-    monkeypatch.setattr(Location, "remove", remove)
-    report = clean(place, **how)
+    with at_each("remove", clean_first):
+        report = clean(place, **how)
     assert len(report.removable) >= 4
     assert not list(tmp_path.rglob(".staging-*"))
     assert packstore.open(place).verify().ok

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,9 @@ from small_jobs import SETTINGS, pairs
 
 import packstore
 from packstore.cli import main
-from packstore.errors import ConfigError, DatasetExistsError
+from packstore.errors import ConfigError
 from packstore.io.side.side import SideWriter
 from packstore.io.store.clients import creates_exclusively
-from packstore.io.store.location import Location
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 REFUSED = r"only where a file can be created only if it is absent; .* copy the folder data"
@@ -40,27 +38,6 @@ def test_which_stores_are_known() -> None:
     s3fsx = type("Other", (s3fs.S3FileSystem,), {"__module__": "s3fsx"})
     for other in (DirFileSystem, WebHDFS, s3fsx):
         assert not creates_exclusively(object.__new__(other))
-
-
-def test_many_creators_of_a_file_in_memory_have_one_winner() -> None:
-    location, outcomes = Location("memory://one-winner"), list[bool]()
-    for n in range(50):
-        start = threading.Barrier(8)
-
-        def create(start: threading.Barrier = start, n: int = n) -> None:
-            start.wait()
-            try:
-                location.create_bytes(f"{n}", threading.current_thread().name.encode())
-                outcomes.append(True)
-            except DatasetExistsError:
-                outcomes.append(False)
-
-        threads = [threading.Thread(target=create) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert (sum(outcomes), len(outcomes)) == (50, 400)
 
 
 def test_such_a_place_is_refused_before_anything_is_written(

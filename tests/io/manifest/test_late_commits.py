@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import sys
 import threading
-import types
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from places import Files, at_each
 from small_jobs import DAY, SETTINGS, later, pairs
 
 import packstore
 from packstore import append, clean, concat
 from packstore.errors import DatasetExistsError, MissingFilesError, StorageError
 from packstore.io.manifest.commit import manifest_path
-from packstore.io.store.location import Location
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 TOO_LATE = "only one writer may commit at a time; found that another one just did"
@@ -24,26 +23,19 @@ TOO_LATE = "only one writer may commit at a time; found that another one just di
 class Paused(threading.Thread):
     """Acts until it is about to put a manifest; goes on, and ends, in :meth:`wake`."""
 
-    def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, number: int, act: Callable[[], Any]
-    ) -> None:
+    def __init__(self, number: int, act: Callable[[], Any]) -> None:
         super().__init__()
         self._act, self._number = act, number
-        self._create, self._stopped = Location.create_bytes, threading.Event()
-        self._go, self.error = threading.Event(), None
-        with monkeypatch.context() as patch:
-            patch.setattr(Location, "create_bytes", self._paused())
+        self._stopped, self._go = threading.Event(), threading.Event()
+        self.error: Exception | None = None
+        with at_each("create_bytes", self._pause):
             self.start()
             assert self._stopped.wait(120)
 
-    def _paused(self) -> Callable[..., None]:
-        def create(location: Location, path: str, data: bytes) -> None:
-            if threading.current_thread() is self and path == manifest_path(self._number):
-                self._stopped.set()
-                assert self._go.wait(120)
-            self._create(location, path, data)
-
-        return create
+    def _pause(self, path: str) -> None:
+        if threading.current_thread() is self and path == manifest_path(self._number):
+            self._stopped.set()
+            assert self._go.wait(120)
 
     def run(self) -> None:
         try:
@@ -70,9 +62,7 @@ def test_a_writer_wakes_after_another_and_clean(
 ) -> None:
     """It loses, whether its own shards are there or were cleaned, and damages nothing."""
     packstore.pack(pairs(20), place, **SETTINGS)
-    late = Paused(
-        monkeypatch, 2, lambda: packstore.pack(pairs(30, 100), place, overwrite=True, **SETTINGS)
-    )
+    late = Paused(2, lambda: packstore.pack(pairs(30, 100), place, overwrite=True, **SETTINGS))
     packstore.pack(pairs(40, 200), place, overwrite=True, **SETTINGS)
     with monkeypatch.context() as patch:
         later(patch, days * DAY)
@@ -88,17 +78,14 @@ def test_a_writer_wakes_after_another_and_clean(
 
 
 @pytest.mark.parametrize("dead", [False, True])
-def test_clean_leaves_what_a_late_writer_commits(
-    place: str, monkeypatch: pytest.MonkeyPatch, dead: bool
-) -> None:
+def test_clean_leaves_what_a_late_writer_commits(place: str, dead: bool) -> None:
     """Also where its marker was removed."""
     packstore.pack(pairs(20), place, **SETTINGS)
-    late = Paused(
-        monkeypatch, 2, lambda: packstore.pack(pairs(40, 100), place, overwrite=True, **SETTINGS)
-    )
+    late = Paused(2, lambda: packstore.pack(pairs(40, 100), place, overwrite=True, **SETTINGS))
     if dead:
-        (marker,) = Location(place).files("_packstore/writers")
-        Location(place).remove(f"_packstore/writers/{marker.name}")
+        files = Files(place)
+        (marker,) = (name for name in files.names() if name.startswith("_packstore/writers/"))
+        files.remove(marker)
     assert clean(place, delete=True).removable == []
     assert late.wake() is None
     assert packstore.open(place).version == 2
@@ -110,9 +97,7 @@ def test_a_writer_wakes_after_its_shards_were_cleaned(
 ) -> None:
     """Suspended for longer than `older_than`: its version is broken, and everybody is told."""
     packstore.pack(pairs(20), place, **SETTINGS)
-    late = Paused(
-        monkeypatch, 2, lambda: packstore.pack(pairs(30, 100), place, overwrite=True, **SETTINGS)
-    )
+    late = Paused(2, lambda: packstore.pack(pairs(30, 100), place, overwrite=True, **SETTINGS))
     with monkeypatch.context() as patch:
         later(patch, 8 * DAY)
         clean(place, delete=True)
@@ -125,9 +110,9 @@ def test_a_writer_wakes_after_its_shards_were_cleaned(
     assert packstore.open(place).verify().ok
 
 
-def test_of_two_that_append_none_is_lost(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_two_that_append_none_is_lost(place: str) -> None:
     packstore.pack(pairs(20), place, **SETTINGS)
-    late = Paused(monkeypatch, 2, lambda: append(place, pairs(10, 100)))
+    late = Paused(2, lambda: append(place, pairs(10, 100)))
     append(place, pairs(15, 200))
     assert isinstance(error := late.wake(), DatasetExistsError)
     assert TOO_LATE in str(error)
@@ -166,44 +151,27 @@ def test_what_is_appended_while_concat_begins_is_not_lost(
     assert (old.version, old.manifest.pairs) == (4, 30)
 
 
-def test_a_put_that_arrives_when_another_has_committed(
-    place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its sender has given up, not knowing what became of it."""
-    create, sent = Location.create_bytes, list[tuple[str, bytes]]()
-
-    def no_answer(self: Location, path: str, data: bytes) -> None:
-        if path != manifest_path(1):
-            create(self, path, data)
-            return
-        sent.append((path, data))
+def no_answer(path: str) -> None:
+    if path == manifest_path(1):
         raise StorageError("no answer.")
 
-    with monkeypatch.context() as patch, pytest.raises(StorageError):  # noqa: PT012
-        patch.setattr(Location, "create_bytes", no_answer)
+
+def test_who_gave_up_loses_to_another_that_committed(place: str) -> None:
+    """Its put has not arrived."""
+    with at_each("create_bytes", no_answer), pytest.raises(StorageError, match="no answer"):
         packstore.pack(pairs(20), place, **SETTINGS)
     packstore.pack(pairs(30, 100), place, **SETTINGS)
     clean(place, delete=True)
     with pytest.raises(DatasetExistsError):
-        Location(place).create_bytes(*sent[0])
+        packstore.pack(pairs(20), place, **SETTINGS)
     dataset = packstore.open(place)
     assert (dataset.version, dataset.manifest.pairs) == (1, 30)
     assert dataset.verify().ok
 
 
-def test_a_rerun_after_an_unknown_outcome_finds_its_version(
-    place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rerun_after_an_unknown_outcome_finds_its_version(place: str) -> None:
     """The put had arrived, only its answer was lost: the same bytes are there, once."""
-    create = Location.create_bytes
-
-    def answer_lost(self: Location, path: str, data: bytes) -> None:
-        create(self, path, data)
-        if path == manifest_path(1):
-            raise StorageError("no answer.")
-
-    with monkeypatch.context() as patch, pytest.raises(StorageError):  # noqa: PT012
-        patch.setattr(Location, "create_bytes", answer_lost)
+    with at_each("create_bytes", after=no_answer), pytest.raises(StorageError, match="no answer"):
         packstore.pack(pairs(20), place, **SETTINGS)
     assert packstore.pack(pairs(20), place, **SETTINGS).version == 1
     clean(place, delete=True, older_than=0, no_writers=True)
@@ -214,24 +182,21 @@ def test_a_rerun_after_an_unknown_outcome_finds_its_version(
 def test_a_cleaner_wakes_after_a_commit(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It stops between two removals; what it looked at long ago is looked at again."""
     packstore.pack(pairs(60), place, **SETTINGS)
-    location = Location(place)
-    text = location.read_bytes(manifest_path(1))
-    location.remove(manifest_path(1))
-    location.create_bytes("data/0.parquet", b"1")
+    files = Files(place)
+    text = files.read(manifest_path(1))
+    files.remove(manifest_path(1))
+    files.write("data/0.parquet", b"1")
     later(monkeypatch, 8 * DAY)
-    clock, removed, real = types.SimpleNamespace(now=0.0), list[str](), Location.remove
 
-    def remove(self: Location, path: str) -> None:
-        real(self, path)
-        removed.append(path)
-        if len(removed) == 1:
-            location.create_bytes(manifest_path(1), text)
-            clock.now += 3600
+    def sleep(path: str) -> None:
+        if path == "data/0.parquet":
+            files.write(manifest_path(1), text)
+            later(monkeypatch, 8 * DAY + 3600)
 
+    # One removal after another, as otherwise its moment would be any.
     module = sys.modules["packstore.io.maintain.clean"]
-    monkeypatch.setattr(module, "time", types.SimpleNamespace(time=lambda: clock.now))
     monkeypatch.setattr(module, "run_parallel", lambda calls: [call() for call in calls])
-    monkeypatch.setattr(Location, "remove", remove)
-    clean(place, delete=True)
+    with at_each("remove", after=sleep) as removed:
+        clean(place, delete=True)
     assert removed == ["data/0.parquet"]
     assert packstore.open(place).verify().ok

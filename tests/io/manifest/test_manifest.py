@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import packstore
 from packstore.errors import (
     DatasetExistsError,
     DatasetNotFoundError,
@@ -19,7 +20,6 @@ from packstore.errors import (
 from packstore.io.manifest import commit as module
 from packstore.io.manifest.commit import commit, manifest_path, refuse_existing, without_hash
 from packstore.io.manifest.manifest import Manifest, read_manifest
-from packstore.io.store.location import Location
 
 pytestmark = pytest.mark.usefixtures("no_collector")
 
@@ -186,9 +186,9 @@ def test_a_huge_manifest_is_neither_written_nor_read(kit, place, monkeypatch):
 
 def test_not_a_dataset(tmp_path):
     with pytest.raises(DatasetNotFoundError, match=r"no such folder\. Check the path"):
-        read_manifest(Location(str(tmp_path / "none")))
+        packstore.open(tmp_path / "none")
     with pytest.raises(DatasetNotFoundError, match="Name the folder that `packstore pack` wrote"):
-        read_manifest(Location(str(tmp_path)))
+        packstore.open(tmp_path)
 
 
 def test_text_that_is_not_unicode_is_refused(good):

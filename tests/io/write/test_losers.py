@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from places import Files, at_each
 from small_jobs import SETTINGS, pairs
 
 import packstore
 from packstore import Dataset
 from packstore.errors import MissingFilesError, StorageError
 from packstore.io.manifest.commit import manifest_path
-from packstore.io.store.location import Location
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 RECORDS = pairs(60)
@@ -23,25 +23,21 @@ ACTS: dict[str, Callable[[str, Dataset], Dataset]] = {
 
 
 @pytest.mark.parametrize("how", ACTS)
-def test_a_commit_without_its_shards_is_told(
-    place: str, monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
+def test_a_commit_without_its_shards_is_told(place: str, how: str) -> None:
     """A shard is removed between the last look and the put."""
     old = packstore.pack(RECORDS, place, **SETTINGS)
     other = packstore.pack(RECORDS[:30], f"{place}-other", **SETTINGS)
-    create = Location.create_bytes
+    files, named = Files(place), {s.path for s in old.manifest.shards}
 
-    def removed(self: Location, path: str, data: bytes) -> None:
+    def lose_a_shard(path: str) -> None:
         if path == manifest_path(2):
-            named = {s.path for s in old.manifest.shards}
-            own = [f"data/{e.name}" for e in self.files("data") if f"data/{e.name}" not in named]
-            self.remove(own[0])
-        create(self, path, data)
+            files.remove(min(n for n in files.names() - named if n.startswith("data/")))
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Location, "create_bytes", removed)
-        with pytest.raises(MissingFilesError, match=r"version 2, which was just .* found 1 of its"):
-            ACTS[how](place, other)
+    with (
+        at_each("create_bytes", lose_a_shard),
+        pytest.raises(MissingFilesError, match=r"version 2, which was just .* found 1 of its"),
+    ):
+        ACTS[how](place, other)
     broken = packstore.open(place)
     assert broken.version == 2
     with pytest.raises(StorageError, match=r"data/.*, row group 0"):
@@ -54,21 +50,17 @@ def test_a_commit_without_its_shards_is_told(
 
 
 @pytest.mark.parametrize("how", ACTS)
-def test_a_call_returns_what_it_committed(
-    place: str, monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
+def test_a_call_returns_what_it_committed(place: str, how: str) -> None:
     """Also where another job commits the next version before the call returns."""
     packstore.pack(RECORDS, place, **SETTINGS)
     other = packstore.pack(RECORDS[:30], f"{place}-other", **SETTINGS)
-    create, later = Location.create_bytes, list[Dataset]()
+    later: list[Dataset] = []
 
-    def overtaken(self: Location, path: str, data: bytes) -> None:
-        create(self, path, data)
+    def overtake(path: str) -> None:
         if path == manifest_path(2):
             later.append(packstore.pack(pairs(5, 3000), place, overwrite=True, **SETTINGS))
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Location, "create_bytes", overtaken)
+    with at_each("create_bytes", after=overtake):
         made = ACTS[how](place, other)
     assert (made.version, later[0].version, packstore.open(place).version) == (2, 3, 3)
     stored = packstore.open(place, version=2)

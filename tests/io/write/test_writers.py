@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from places import Files, at_each
 from small_jobs import SETTINGS, pairs
 
 import packstore
@@ -19,11 +20,14 @@ from packstore import clean
 from packstore.cli import main
 from packstore.errors import DatasetExistsError, StorageError
 from packstore.io.store import operations
-from packstore.io.store.location import Location
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 PROC = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 WRITERS = "_packstore/writers"
+
+
+def markers(place: str) -> list[str]:
+    return [name for name in Files(place).names() if name.startswith(WRITERS)]
 
 
 def own_marker(place: str) -> dict[str, Any]:
@@ -31,12 +35,12 @@ def own_marker(place: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     def records() -> Any:
-        (marker,) = Location(place).files(WRITERS)
-        found.update(json.loads(Location(place).read_bytes(f"{WRITERS}/{marker.name}")))
+        (path,) = markers(place)
+        found.update(json.loads(Files(place).read(path)))
         yield from pairs(5)
 
     packstore.pack(records(), place, **SETTINGS)
-    assert not Location(place).exists(WRITERS)
+    assert not markers(place)
     return found
 
 
@@ -63,9 +67,9 @@ def test_another_job_is_warned_of(
 ) -> None:
     path, listed = f"{WRITERS}/{'0' * 32}.json", operations.list_folder
     marker = own_marker(place) | change
-    Location(place).create_bytes(path, json.dumps(marker).encode())
+    Files(place).write(path, json.dumps(marker).encode())
 
-    def aged(where: Location, folder: str) -> list[operations.ListedFile]:
+    def aged(where: Any, folder: str) -> list[operations.ListedFile]:
         return [f._replace(age=age) if f.path == path else f for f in listed(where, folder)]
 
     monkeypatch.setattr("packstore.io.write.write_job.list_folder", aged)
@@ -74,7 +78,7 @@ def test_another_job_is_warned_of(
     told = "the one that commits last will be refused"
     assert (told in caplog.text) == warned
     assert (clean(place).writer is not None) == warned
-    assert [f"{WRITERS}/{e.name}" for e in Location(place).files(WRITERS)] == [path]
+    assert markers(place) == [path]
 
 
 def test_what_a_marker_says_is_shown_as_text(
@@ -90,45 +94,35 @@ def test_what_a_marker_says_is_shown_as_text(
     assert "may be writing here" in out
 
 
-def test_a_store_may_refuse_markers(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    create = Location.create_bytes
-
-    def no_markers(self: Location, path: str, data: bytes) -> None:
+def test_a_store_may_refuse_markers(place: str) -> None:
+    def no_markers(path: str) -> None:
         if path.startswith(WRITERS):
             raise StorageError("not here.")
-        create(self, path, data)
 
-    monkeypatch.setattr(Location, "create_bytes", no_markers)
-    assert packstore.pack(pairs(20), place, **SETTINGS).verify().ok
+    with at_each("create_bytes", no_markers):
+        assert packstore.pack(pairs(20), place, **SETTINGS).verify().ok
 
 
-def test_a_place_that_cannot_be_written_to_is_told_before_anything_is_read(
-    place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refused(self: Location, path: str, data: bytes) -> None:
+def test_a_place_that_cannot_be_written_to_is_told_before_anything_is_read(place: str) -> None:
+    def refuse(path: str) -> None:
         raise StorageError("cannot write.")
 
     def records() -> Any:
         raise AssertionError("was read")
         yield
 
-    monkeypatch.setattr(Location, "create_bytes", refused)
-    with pytest.raises(StorageError, match="cannot write"):
+    with at_each("create_bytes", refuse), pytest.raises(StorageError, match="cannot write"):
         packstore.pack(records(), place, **SETTINGS)
 
 
 @pytest.mark.parametrize("first_wins", [True, False])
 def test_a_second_job_is_warned_and_never_blocked(
-    place: str,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    first_wins: bool,
+    place: str, caplog: pytest.LogCaptureFixture, first_wins: bool
 ) -> None:
     """Of other settings, while the first one has finished shards; who commits first wins."""
-    put, reached, go, errors = Location.put_file, threading.Event(), threading.Event(), list[Any]()
+    reached, go, errors = threading.Event(), threading.Event(), list[Any]()
 
-    def stopped(self: Location, local_path: str, path: str) -> None:
-        put(self, local_path, path)
+    def stop(path: str) -> None:
         if threading.current_thread() is first and not reached.is_set():
             reached.set()
             assert go.wait(120)
@@ -139,10 +133,10 @@ def test_a_second_job_is_warned_and_never_blocked(
         except DatasetExistsError as error:
             errors.append(error)
 
-    monkeypatch.setattr(Location, "put_file", stopped)
     first = threading.Thread(target=pack, args=(pairs(60),))
-    first.start()
-    assert reached.wait(120)
+    with at_each("put_file", after=stop):
+        first.start()
+        assert reached.wait(120)
     records = iter(pairs(40, 900))
 
     def slow() -> Any:

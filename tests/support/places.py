@@ -1,0 +1,75 @@
+"""Files of a place on any store without packstore, and moments between a job and its store."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import fsspec
+
+from packstore.io.store.location import Location
+
+
+class Files:
+    """What lies at a URL, by its path there."""
+
+    def __init__(self, url: str, **options: Any) -> None:
+        self._fs, self._root = fsspec.url_to_fs(url, **options)
+
+    def names(self) -> set[str]:
+        return self.sizes().keys()
+
+    def sizes(self) -> dict[str, int]:
+        self._fs.invalidate_cache()
+        with contextlib.suppress(FileNotFoundError):
+            found = self._fs.find(self._root, detail=True).items()
+            return {path[len(self._root) :].lstrip("/"): info["size"] for path, info in found}
+        return {}
+
+    def all(self) -> dict[str, bytes]:
+        return {name: self.read(name) for name in self.names()}
+
+    def read(self, path: str) -> bytes:
+        return self._fs.cat_file(self._full(path))
+
+    def write(self, path: str, data: bytes) -> None:
+        full = self._full(path)
+        self._fs.makedirs(full.rpartition("/")[0], exist_ok=True)
+        self._fs.pipe_file(full, data)
+
+    def remove(self, path: str) -> None:
+        self._fs.rm_file(self._full(path))
+
+    def _full(self, path: str) -> str:
+        return f"{self._root}/{path}" if path else self._root
+
+
+def nothing(path: str) -> None: ...
+
+
+@contextlib.contextmanager
+def at_each(
+    request: str,
+    before: Callable[[str], object] = nothing,
+    after: Callable[[str], object] = nothing,
+) -> Iterator[list[str]]:
+    """Calls these with the path of each ``create_bytes``, ``put_file`` or ``remove``.
+
+    What they raise, the request raises. Yields the paths of those that were done. No store offers
+    such moments, so packstore's own method is replaced; all other tests leave it alone.
+    """
+    real, done = getattr(Location, request), list[str]()
+
+    def hooked(self: Location, *arguments: Any) -> None:
+        path = arguments[1] if request == "put_file" else arguments[0]
+        before(path)
+        real(self, *arguments)
+        done.append(path)
+        after(path)
+
+    setattr(Location, request, hooked)
+    try:
+        yield done
+    finally:
+        setattr(Location, request, real)
