@@ -46,23 +46,20 @@ def choose_precision(asked: Precision, device: torch.device, weights: torch.dtyp
     around = torch.is_autocast_enabled(device.type)
     if around or weights != torch.float32 or not flash.runs_on(device):
         return "bf16" if asked == "bf16" else "none"
-    _log_choice(asked)
+    if asked != "bf16":
+        _log_choice(asked)
     return "none" if asked == "none" else "bf16"
 
 
 @cache
 def _log_choice(asked: Precision) -> None:
     if asked == "auto":
-        logger.info(
-            "mixed_precision 'auto' is 'bf16': float32 weights on CUDA, with matrix products and "
-            "attention in bfloat16"
-        )
-    elif asked == "none":
+        logger.info("mixed_precision 'auto' is 'bf16': float32 weights on CUDA")
+    else:
         logger.warning(
             "mixed_precision 'none' with float32 weights on CUDA: flash kernels take 16 bits only, "
             "so attention runs segment by segment, with about 1,300 kernel launches a layer for a "
-            "row of 80 segments, and matrix products are slower. Use mixed_precision 'bf16', or "
-            "dtype 'bfloat16'"
+            "row of 80 segments. Use mixed_precision 'bf16', or dtype 'bfloat16'"
         )
 
 
@@ -85,7 +82,8 @@ def describe_arithmetic(
         ``weight_dtype``: dtypes of all floating weights (several: sorted, comma-separated);
         ``autocast_dtype``: None without autocast; ``attention``: the backend, resolved where it is
         ``auto``; ``head_dtype``: the dtype that log-probs are summed in; ``device``: ``cpu``, or
-        ``cuda`` with its architecture; ``float32_matmul``: how float32 products are rounded.
+        ``cuda`` with its architecture; ``float32_matmul``: how float32 products are rounded,
+        ``ieee``, ``tf32`` or ``bf16``.
     """
     weight = find_head(model).weight
     device = device or weight.device
@@ -93,14 +91,21 @@ def describe_arithmetic(
     if torch.is_autocast_enabled(device.type):
         lower = torch.get_autocast_dtype(device.type)
     tensors = unwrapped(model).named_parameters()
-    kept = [t for n, t in tensors if adapter or not is_added(n)]
+    dtypes = {t.dtype for n, t in tensors if t.is_floating_point() and (adapter or not is_added(n))}
+    kind = device.type
+    if kind == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        name = f"sm_{properties.major}{properties.minor}"
+        kind = f"cuda {properties.gcnArchName.split(':')[0] if torch.version.hip else name}"
+    products = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
+    rounding = str(products.matmul.fp32_precision)
     return {
-        "weight_dtype": ", ".join(sorted({short(t.dtype) for t in kept if t.is_floating_point()})),
+        "weight_dtype": ", ".join(sorted(map(short, dtypes))),
         "autocast_dtype": None if lower is None else short(lower),
         "attention": _attention(model, device, lower),
         "head_dtype": short(exact_dtype(weight)),
-        "device": _device_kind(device),
-        "float32_matmul": _float32_matmul(device),
+        "device": kind,
+        "float32_matmul": "ieee" if rounding == "none" else rounding,
     }
 
 
@@ -132,18 +137,3 @@ def _attention(model: nn.Module, device: torch.device, lower: torch.dtype | None
     ):
         head.backbone(**probe_inputs(head.weight))
     return ", ".join(sorted(names))
-
-
-def _device_kind(device: torch.device) -> str:
-    if device.type != "cuda":
-        return device.type
-    properties = torch.cuda.get_device_properties(device)
-    hip = str(getattr(properties, "gcnArchName", "")).split(":")[0] if torch.version.hip else ""
-    return f"cuda {hip or f'sm_{properties.major}{properties.minor}'}"
-
-
-def _float32_matmul(device: torch.device) -> str:
-    """``ieee``, ``tf32`` or ``bf16``."""
-    backend = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
-    rounding = str(backend.matmul.fp32_precision)
-    return "ieee" if rounding == "none" else rounding

@@ -13,41 +13,53 @@ of ranks, so the values depend neither on ranks nor on resuming.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator
+import contextlib
+import hashlib
+import io
+import re
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from itertools import groupby
+from itertools import groupby, pairwise, tee
 from operator import itemgetter
-from typing import Any
+from pathlib import PurePosixPath
+from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from packstore.config import BatchConfig, fingerprint
-from packstore.errors import FormatError, sentence
-from packstore.format.arrays import Float32, Int64
+from packstore.errors import DatasetExistsError, FormatError, PackstoreError, sentence
+from packstore.format.arrays import Int64
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.manifest.commit import refuse_existing, require_exclusive
 from packstore.io.manifest.side_manifest import REF_LOGPS, SIDE
 from packstore.io.side.side import Side, SideWriter, open_side
 from packstore.io.store.location import Location
+from packstore.io.store.operations import remove_all, remove_empty
 from packstore.progress import Progress
 from packstore.torch.batch.collate import PackedBatch, collate
 from packstore.torch.batch.transfer import Fetched, inference_batching, one_late, to_device
 from packstore.torch.data.position import Position, Unseen
-from packstore.torch.data.ranks import assign_ranks
-from packstore.torch.data.steps import Step, StepCutter
+from packstore.torch.data.steps import StepCutter
 from packstore.torch.data.stream import StoredPacks
 from packstore.torch.logprobs.head import PackedPolicy
 from packstore.torch.metrics import distributed
 from packstore.torch.models.compatibility import check_model
 from packstore.torch.models.unwrap import evaluating
 from packstore.torch.reference.arithmetic import Precision, autocast, choose_precision
-from packstore.torch.reference.ref_parts import PARTS, Parts, Values, run_on_rank_zero
 from packstore.torch.reference.reference_fingerprint import Provenance, describe_reference
+
+T = TypeVar("T")
+
+PARTS = 1024
+"""Largest number of parts; a killed run loses one part per rank."""
+
+Values = Sequence[npt.NDArray[Any]]
+"""Example ids `[E]`, sequences of each `[E]`, log-probs `[S]` in nats."""
 
 
 def write_ref_logps(
@@ -99,9 +111,6 @@ def write_ref_logps(
     config = BatchConfig.of(**chosen)
     location = Location(url, storage_options or {})
 
-    def parts_of(provenance: Provenance) -> Parts:
-        return Parts(location, fingerprint([dataset.manifest.fingerprint, provenance])[:16])
-
     def begin() -> tuple[Provenance, list[int]]:
         require_exclusive(location)
         refuse_existing(location, overwrite, SIDE)
@@ -109,8 +118,9 @@ def write_ref_logps(
             provenance = describe_reference(model, dataset)
         for name in ("packs_per_batch", "tokens_per_batch"):
             provenance[name] = getattr(config, name)
-        numbers = {number for number, _ in _parts(dataset, _cutter(dataset, config))}
-        return provenance, parts_of(provenance).missing(numbers)
+        numbers = {number for number, _ in _batches(StoredPacks(dataset, shuffle=False), config)}
+        finished = {number for number, _ in _Parts(location, dataset, provenance).read()}
+        return provenance, sorted(numbers - finished)
 
     def finish() -> None:
         with SideWriter(
@@ -121,15 +131,14 @@ def write_ref_logps(
             overwrite=overwrite,
             storage_options=storage_options,
         ) as writer:
-            for ids, counts, logps in parts.read():
+            for _, (ids, counts, logps) in parts.read():
                 writer.write(ids, {REF_LOGPS: logps}, counts)
         parts.remove()
 
     provenance, missing = run_on_rank_zero(begin)
-    parts = parts_of(provenance)
+    parts = _Parts(location, dataset, provenance)
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if distributed() else (0, 1)
-    mine = set(missing[rank::ranks])
-    for number, values in _computed(model, dataset, config, lower, mine, progress):
+    for number, values in _computed(model, dataset, config, lower, missing[rank::ranks], progress):
         parts.put(number, values)
     if distributed():
         dist.barrier()
@@ -143,68 +152,101 @@ def _computed(
     dataset: Dataset,
     config: BatchConfig,
     lower: Callable[[], AbstractContextManager[Any]],
-    mine: set[int],
+    numbers: list[int],
     progress: Progress | None,
 ) -> Iterator[tuple[int, Values]]:
-    """Yields the values of each part in `mine`; the model runs in the context made by `lower`."""
-    policy, device = PackedPolicy(model), next(iter(model.parameters())).device
+    """Yields number and values of some parts; the model runs in the context made by `lower`."""
+    policy, device = PackedPolicy(model), next(model.parameters()).device
+    stream, mine = StoredPacks(dataset, shuffle=False), set(numbers)
+    batches, ahead = tee(batch for batch in _batches(stream, config) if batch[0] in mine)
 
     def started() -> Iterator[tuple[int, int, PackedBatch, Fetched]]:
-        for number, place, batch in _batches(dataset, config, mine):
+        reading = stream.read(places for _, places in ahead)
+        for (number, places), packs in zip(batches, reading, strict=True):
+            batch = collate(packs, stream.kind)
             with lower():
                 logps = policy(to_device(batch, device))
-            yield number, place, batch, Fetched(logps.float())
+            yield number, int(places[-1]) + 1, batch, Fetched(logps.float())
 
     with evaluating(model):
-        for number, batches in groupby(one_late(started()), itemgetter(0)):
+        for number, group in groupby(one_late(started()), itemgetter(0)):
             values = []
-            for _, place, batch, logps in batches:
-                values.append(_values(batch, logps()))
+            for _, done, batch, fetched in group:
+                ids, counts = batch.example_ids.numpy(), batch.num_responses.numpy()
+                logps = fetched().numpy()
+                if not (finite := np.isfinite(logps)).all():
+                    where = f"example {np.repeat(ids, counts)[~finite][0]}"
+                    rule = "the model must give finite log-probs"
+                    raise FormatError(sentence(where, rule, "NaN or infinity"))
+                values.append((ids, counts, logps))
                 if progress is not None:
-                    progress("reference", place, len(dataset), "packs")
-            ids, counts, wide = (np.concatenate(x) for x in zip(*values, strict=True))
-            yield number, (ids, counts, wide)
+                    progress("reference", done, len(dataset), "packs")
+            yield number, [np.concatenate(arrays) for arrays in zip(*values, strict=True)]
 
 
-def _batches(
-    dataset: Dataset, config: BatchConfig, mine: set[int]
-) -> Iterator[tuple[int, int, PackedBatch]]:
-    """Yields number of the part, packs up to here, and the batch, in file order."""
-    cutter = _cutter(dataset, config)
-    ahead: deque[tuple[int, int, int]] = deque()
-
-    def wanted() -> Iterator[Int64]:
-        for number, step in _parts(dataset, cutter):
-            if number not in mine:
-                continue
-            for places, fillers in assign_ranks(step, 0, 1, config):
-                ahead.append((number, step.stop, fillers))
-                yield cutter.unseen[places]
-
-    for packs in cutter.stream.read(wanted()):
-        number, place, fillers = ahead.popleft()
-        yield number, place, collate(packs, cutter.stream.kind, fillers=fillers)
+def _batches(stream: StoredPacks, config: BatchConfig) -> Iterator[tuple[int, Int64]]:
+    """Yields part and packs of each batch: those of one rank, so that ranks change no value."""
+    parts = min(PARTS, len(stream))
+    for step in StepCutter(stream, Unseen(len(stream), Position()), config, 1):
+        for first, stop in pairwise(step.edges):
+            yield first * parts // len(stream), np.arange(first, stop)
 
 
-def _cutter(dataset: Dataset, config: BatchConfig) -> StepCutter:
-    """Makes the steps of one rank in file order, so that batches do not depend on ranks."""
-    stream = StoredPacks(dataset, shuffle=False)
-    return StepCutter(stream, Unseen(len(stream), Position()), config, 1)
+class _Parts:
+    """Finished parts of a side dataset; files of a folder whose name tells what made the values.
+
+    A killed run resumes from them, on any ranks. A file's name holds its number and hash.
+    """
+
+    def __init__(self, location: Location, dataset: Dataset, provenance: Provenance) -> None:
+        run = fingerprint([dataset.manifest.fingerprint, provenance])[:16]
+        self.location, self.folder = location, f"parts-{run}"
+
+    def put(self, number: int, values: Values) -> None:
+        """Writes a finished part, atomically."""
+        file = io.BytesIO()
+        np.savez(file, *values)
+        name = f"{number:05d}-{hashlib.sha256(file.getbuffer()).hexdigest()}.npz"
+        with contextlib.suppress(DatasetExistsError):  # of the same bytes
+            self.location.create_bytes(f"{self.folder}/{name}", file.getvalue())
+
+    def read(self) -> Iterator[tuple[int, Values]]:
+        """Yields number and values of each part, in order; removes damaged ones."""
+        for path in self._paths():
+            number, sha256 = PurePosixPath(path).stem.split("-")
+            data = self.location.read_bytes(path)
+            if hashlib.sha256(data).hexdigest() == sha256:
+                with np.load(io.BytesIO(data)) as arrays:
+                    yield int(number), list(arrays.values())
+            else:
+                self.location.remove(path)
+
+    def remove(self) -> None:
+        """Removes the parts, after their values were committed."""
+        remove_all(self.location, self._paths())
+        remove_empty(self.location, self.folder)
+
+    def _paths(self) -> list[str]:
+        names = (entry.name for entry in self.location.files(self.folder))
+        pattern = re.compile(r"[0-9]{5}-[0-9a-f]{64}\.npz")
+        return [f"{self.folder}/{name}" for name in names if pattern.fullmatch(name)]
 
 
-def _parts(dataset: Dataset, cutter: StepCutter) -> Iterator[tuple[int, Step]]:
-    """Yields each step, which is one batch, with the number of its part."""
-    parts = min(PARTS, len(dataset))
-    return ((step.start * parts // len(dataset), step) for step in cutter)
-
-
-def _values(batch: PackedBatch, logps: Tensor) -> Values:
-    """The values to store for a batch, without its fillers; both on the CPU."""
-    counts, ids = batch.num_responses.numpy(), batch.example_ids.numpy()
-    real = batch.weights.numpy() > 0
-    wide: Float32 = logps.numpy()
-    if not np.isfinite(wide).all():
-        where = f"example {np.repeat(ids, counts)[~np.isfinite(wide)][0]}"
-        needed = "the model must give finite log-probs"
-        raise FormatError(sentence(where, needed, "NaN or infinity"))
-    return ids[real], counts[real], wide[np.repeat(real, counts)]
+def run_on_rank_zero(make: Callable[[], T]) -> T:
+    """Runs `make` on rank 0; returns its result, or raises its error, on all ranks. Collective."""
+    if not distributed():
+        return make()
+    result: list[Any] = [None, None]
+    failure: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            result[0] = make()
+        except Exception as error:  # out of memory, say: the others would wait for ever
+            known = isinstance(error, PackstoreError)
+            result[1] = error if known else PackstoreError(f"rank 0 ended with {error!r}.")
+            failure = error
+    dist.broadcast_object_list(result)
+    if failure is not None or result[1] is not None:
+        raise failure or result[1]
+    value: T = result[0]
+    return value

@@ -12,7 +12,6 @@ from torch import nn
 
 from packstore.errors import CompatibilityError, quote, sentence
 from packstore.io.dataset.dataset import Dataset
-from packstore.io.manifest.manifest import Manifest
 from packstore.io.side.side import Side, open_side
 from packstore.torch.models.unwrap import adapted, unwrapped
 from packstore.torch.reference.arithmetic import describe_arithmetic, is_added, short
@@ -21,19 +20,28 @@ logger = logging.getLogger(__name__)
 
 Provenance = dict[str, str | int | float | bool | None]
 
-MODEL_NAMES = ("model_rounded_sha256", "tokenizer_sha256", "chat_template_sha256", "head_dtype")
-"""Must agree, or the log-probs belong to another model or text."""
-
-ARITHMETIC_NAMES = ("weight_dtype", "autocast_dtype", "attention", "device", "float32_matmul")
-EXACT_NAMES = (*ARITHMETIC_NAMES, "model_sha256")
-"""Must also agree for bit-identical log-probs."""
+_OTHER = "with the reference model and the settings of this training"
+ARITHMETIC = {
+    "weight_dtype": "with --dtype {}",
+    "autocast_dtype": "with --mixed-precision {}",
+    "attention": "with --attention {}",
+    "device": "on a device of the kind {}",
+    "float32_matmul": "with float32 products in {}",
+}
+REMEDIES = {
+    **dict.fromkeys(("model_rounded_sha256", "tokenizer_sha256", "chat_template_sha256"), _OTHER),
+    "head_dtype": _OTHER,
+    **ARITHMETIC,
+    "model_sha256": "with the same weights in the same dtype",
+}
+"""What must agree, first what says whose log-probs they are -> how to make those that do."""
 
 _VOLATILE = ("architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
 
 
 def describe_reference(
     model: nn.Module,
-    data: Dataset | Manifest,
+    dataset: Dataset,
     device: torch.device | None = None,
     *,
     adapter: bool = True,
@@ -43,9 +51,9 @@ def describe_reference(
     ``model_sha256`` and ``model_rounded_sha256`` are :func:`weights_sha256` of the exact weights,
     and of the weights rounded to bfloat16; the rest is :func:`describe_arithmetic`.
     """
-    manifest = data.manifest if isinstance(data, Dataset) else data
-    tokenizer = manifest.provenance.get("tokenizer") or {}
+    tokenizer = dataset.manifest.provenance.get("tokenizer") or {}
     template = tokenizer.get("chat_template")
+    template_sha256 = None if template is None else hashlib.sha256(template.encode()).hexdigest()
     config: Any = unwrapped(model).config
     return {
         "model": str(getattr(config, "_name_or_path", "") or "unnamed"),
@@ -53,9 +61,7 @@ def describe_reference(
         "model_rounded_sha256": weights_sha256(model, adapter=adapter, rounded=True),
         "adapter": adapter and adapted(model) is not None,
         "tokenizer_sha256": tokenizer.get("sha256"),
-        "chat_template_sha256": None
-        if template is None
-        else hashlib.sha256(template.encode()).hexdigest(),
+        "chat_template_sha256": template_sha256,
         **describe_arithmetic(model, device, adapter=adapter),
     }
 
@@ -71,9 +77,9 @@ def weights_sha256(model: nn.Module, *, adapter: bool = True, rounded: bool = Fa
             bfloat16, so that the hash is the same in any dtype that can hold bfloat16.
     """
     base, adapters = unwrapped(model), adapted(model)
-    settings = {n: v for n, v in base.config.to_diff_dict().items() if n not in _VOLATILE}
-    public = {n: v for n, v in settings.items() if not n.startswith("_")}
-    digest = hashlib.sha256(json.dumps(public, sort_keys=True, default=str).encode())
+    settings = base.config.to_diff_dict().items()
+    kept = {n: v for n, v in settings if n not in _VOLATILE and not n.startswith("_")}
+    digest = hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode())
     tensors = {_plain_name(n): (n, t) for n, t in base.state_dict().items()}
     active = getattr(adapters, "active_adapter", None)
     idle = {f".{name}." for name in getattr(adapters, "peft_config", {}) if name != active}
@@ -96,7 +102,7 @@ def weights_sha256(model: nn.Module, *, adapter: bool = True, rounded: bool = Fa
 def check_reference(
     side: Side | str,
     model: nn.Module,
-    data: Dataset | Manifest,
+    dataset: Dataset,
     *,
     adapter: bool = False,
     device: torch.device | None = None,
@@ -109,51 +115,32 @@ def check_reference(
         side: a side dataset from :func:`~packstore.torch.reference.reference.write_ref_logps`, or
             its URL.
         model: the training's reference; before the first step, the policy itself will do.
-        data: the training dataset.
+        dataset: the training dataset.
         adapter: True: the reference is the model with its adapter; False: without.
         device: the device of the training; default: that of the model.
     """
     side = side if isinstance(side, Side) else open_side(side)
     recorded = side.manifest.provenance
-    expected = describe_reference(model, data, device, adapter=adapter)
-    for name in (*MODEL_NAMES, *EXACT_NAMES):
+    expected = describe_reference(model, dataset, device, adapter=adapter)
+    for name, setting in REMEDIES.items():
+        value = expected[name]
+        flag = ("bf16" if value else "none") if name == "autocast_dtype" else value
+        remedy = f"Make it anew: packstore ref-logps {setting.format(flag)}"
         if name not in recorded:
-            remedy = "Make it anew with packstore ref-logps"
             raise CompatibilityError(sentence(side.url, f"it must say its {name}", "none", remedy))
-        if recorded[name] != expected[name]:
-            raise CompatibilityError(
-                sentence(
-                    side.url,
-                    f"its {name} must be that of the training, {quote(expected[name], 20)}",
-                    quote(recorded[name], 20),
-                    _remedy(name, expected[name]),
-                )
-            )
+        if recorded[name] != value:
+            rule = f"its {name} must be that of the training, {quote(value, 20)}"
+            raise CompatibilityError(sentence(side.url, rule, quote(recorded[name], 20), remedy))
 
 
 def check_arithmetic(side: Side, model: nn.Module, device: torch.device | None = None) -> None:
     """Logs a warning if log-probs have other numerics than `model`, whose weights may differ."""
     for name, value in describe_arithmetic(model, device, adapter=False).items():
         recorded = side.manifest.provenance.get(name, "unknown")
-        if name in ARITHMETIC_NAMES and recorded != value:
+        if name in ARITHMETIC and recorded != value:
             logger.warning(
                 "%s was made with %s %s, this run computes with %s", side.url, name, recorded, value
             )
-
-
-def _remedy(name: str, value: object) -> str:
-    """The remedy of an error: how to make a side dataset whose `name` is `value`."""
-    if name not in EXACT_NAMES:
-        return "Make it anew with the reference model and the settings of this training"
-    how = {
-        "weight_dtype": f"with --dtype {value}",
-        "autocast_dtype": "with --mixed-precision " + ("bf16" if value else "none"),
-        "attention": f"with --attention {value}",
-        "device": f"on a device of the kind {value}",
-        "float32_matmul": f"with float32 products in {value}",
-        "model_sha256": "with the same weights in the same dtype",
-    }
-    return f"Make it anew: packstore ref-logps {how[name]}"
 
 
 def _plain_name(name: str) -> str:

@@ -16,7 +16,7 @@ from packstore.torch.batch.collate import PackedBatch
 from packstore.torch.logprobs.head import PackedPolicy
 from packstore.torch.models.load import is_adapter, load_model
 from packstore.torch.models.unwrap import evaluating
-from packstore.torch.reference.ref_parts import run_on_rank_zero
+from packstore.torch.reference.reference import run_on_rank_zero
 from packstore.torch.reference.reference_fingerprint import check_arithmetic, check_reference
 
 Autocast = Callable[[], AbstractContextManager[Any]]

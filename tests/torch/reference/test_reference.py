@@ -26,8 +26,7 @@ from packstore.torch import (
     use_packed_attention,
     write_ref_logps,
 )
-from packstore.torch.reference import reference as module
-from packstore.torch.reference.reference_fingerprint import check_reference, weights_sha256
+from packstore.torch.reference.reference_fingerprint import check_reference  # docs/ref-logps.md
 
 N = 60
 
@@ -132,19 +131,16 @@ class Killed(BaseException):
     """An error that no code catches."""
 
 
-def kill_after(monkeypatch: pytest.MonkeyPatch, batches: int) -> list[int]:
-    """Computing ends after so many batches; the list counts them."""
-    count: list[int] = []
-    real = module._values
+class Batches:
+    """A progress that counts batches; one more than `most` ends the run."""
 
-    def values(batch: Any, logps: Any) -> Any:
-        if len(count) == batches:
+    def __init__(self, most: int) -> None:
+        self.most, self.done = most, 0
+
+    def __call__(self, *_: Any) -> None:
+        if self.done == self.most:
             raise Killed
-        count.append(1)
-        return real(batch, logps)
-
-    monkeypatch.setattr(module, "_values", values)
-    return count
+        self.done += 1
 
 
 @pytest.mark.parametrize("parts", [pytest.param(1024, marks=pytest.mark.slow), 5])
@@ -156,20 +152,17 @@ def test_a_killed_run_goes_on(
     parts: int,
 ) -> None:
     model, out = model_of(kit), str(tmp_path / "ref")
-    monkeypatch.setattr(module, "PARTS", parts)
+    # So that a part has several batches, for which 1024 parts would need a large dataset.
+    monkeypatch.setattr("packstore.torch.reference.reference.PARTS", parts)
     write_ref_logps(model, pairs, str(tmp_path / "whole"))
-    half = len(pairs) // 2
-    with monkeypatch.context() as patch:
-        kill_after(patch, half)
-        with pytest.raises(Killed):
-            write_ref_logps(model, pairs, out)
-    kept = sorted(Path(out).glob("parts-*/*.bin"))
+    with pytest.raises(Killed):
+        write_ref_logps(model, pairs, out, progress=Batches(len(pairs) // 2))
+    kept = sorted(Path(out).glob("parts-*/*"))
     assert 0 < len(kept) < min(parts, len(pairs))
     kept[0].write_bytes(kept[0].read_bytes()[:-1])  # damaged: computed again
-    with monkeypatch.context() as patch:
-        count = kill_after(patch, 10**9)
-        write_ref_logps(model, pairs, out)
-    assert 0 < len(count) < len(pairs)
+    counting = Batches(10**9)
+    write_ref_logps(model, pairs, out, progress=counting)
+    assert 0 < counting.done < len(pairs)
     assert same_files(out, str(tmp_path / "whole"))
 
 
@@ -178,22 +171,21 @@ def on_rank(task: dict[str, Any]) -> int:
     from transformers import AutoModelForCausalLM
 
     model = use_packed_attention(AutoModelForCausalLM.from_pretrained(task["model"]))
-    return len(write_ref_logps(model, open_dataset(task["data"]), task["out"], packs_per_batch=2))
+    data, progress = open_dataset(task["data"]), task.get("progress")
+    return len(write_ref_logps(model, data, task["out"], packs_per_batch=2, progress=progress))
 
 
 @pytest.mark.slow
 def test_two_ranks_give_the_bytes_of_one(
-    kit: SimpleNamespace, pairs: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kit: SimpleNamespace, pairs: Dataset, tmp_path: Path
 ) -> None:
     """Also where they take over what one rank had finished when it was killed."""
     model = model_of(kit)
     model.save_pretrained(tmp_path / "model")
     task = {"model": str(tmp_path / "model"), "data": pairs.url, "out": str(tmp_path / "two")}
-    with monkeypatch.context() as patch:
-        kill_after(patch, 4)
-        with pytest.raises(Killed):
-            on_rank(task)
-    assert len(list(Path(task["out"]).glob("parts-*/*.bin"))) >= 3
+    with pytest.raises(Killed):
+        on_rank({**task, "progress": Batches(4)})
+    assert len(list(Path(task["out"]).glob("parts-*/*"))) >= 3
     assert launch(__file__, task, 2, tmp_path) == [N, N]
     on_rank({**task, "out": str(tmp_path / "one")})
     assert same_files(str(tmp_path / "two"), str(tmp_path / "one"))
@@ -202,7 +194,6 @@ def test_two_ranks_give_the_bytes_of_one(
 def test_its_provenance(kit: SimpleNamespace, pairs: Dataset, tmp_path: Path) -> None:
     model = model_of(kit)
     made = write_ref_logps(model, pairs, str(tmp_path / "ref")).manifest.provenance
-    assert made["model_sha256"] == weights_sha256(model)
     assert (made["weight_dtype"], made["attention"]) == ("float32", "sdpa")
     assert (made["adapter"], made["device"], made["packs_per_batch"]) == (False, "cpu", None)
     with pytest.raises(DatasetExistsError):
@@ -213,22 +204,30 @@ def test_its_provenance(kit: SimpleNamespace, pairs: Dataset, tmp_path: Path) ->
     assert write_ref_logps(model, pairs, str(tmp_path / "ref"), overwrite=True).version == 2
 
 
-def test_the_hash_is_of_the_model_alone(kit: SimpleNamespace, tmp_path: Path) -> None:
+def test_the_hash_is_of_the_model_alone(
+    kit: SimpleNamespace, pairs: Dataset, tmp_path: Path
+) -> None:
     from transformers import AutoModelForCausalLM
 
+    def hashes(model: Any) -> list[Any]:
+        side = write_ref_logps(model, pairs, str(tmp_path / "ref"), overwrite=True)
+        return [side.manifest.provenance[f"model{name}_sha256"] for name in ("", "_rounded")]
+
     peft = pytest.importorskip("peft", reason="LoRA needs peft")
-    model = kit.tiny_model(dtype=torch.float32)
-    expected, rounded = weights_sha256(model), weights_sha256(model, rounded=True)
-    model.save_pretrained(tmp_path)
+    model = model_of(kit)
+    exact, rounded = hashes(model)
+    model.save_pretrained(tmp_path / "model")
     for dtype in (torch.bfloat16, torch.float64, torch.float32):
-        again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
-        assert weights_sha256(use_packed_attention(again), rounded=True) == rounded
-        assert (weights_sha256(again) == expected) == (dtype == torch.float32)
-    adapted = peft.get_peft_model(again, peft.LoraConfig(target_modules="all-linear"))
-    assert weights_sha256(adapted, adapter=False) == expected != weights_sha256(adapted)
-    assert weights_sha256(adapted, adapter=False, rounded=True) == rounded
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=dtype)
+        of_dtype = hashes(use_packed_attention(again))
+        assert of_dtype[1] == rounded
+        assert (of_dtype[0] == exact) == (dtype == torch.float32)
+    adapted = peft.get_peft_model(again, peft.LoraConfig(target_modules=["q_proj", "v_proj"]))
+    check_reference(str(tmp_path / "ref"), adapted, pairs)  # without its adapter
+    with pytest.raises(CompatibilityError, match="model_rounded_sha256"):
+        check_reference(str(tmp_path / "ref"), adapted, pairs, adapter=True)
     model.config.rope_parameters = {**model.config.rope_parameters, "rope_theta": 5.0}
-    assert weights_sha256(model) != expected
+    assert hashes(model)[0] != exact
 
 
 def test_what_does_not_fit_is_refused(
@@ -260,11 +259,10 @@ def test_what_does_not_fit_is_refused(
 
 
 def test_values_that_are_not_finite_are_refused(
-    kit: SimpleNamespace, pairs: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kit: SimpleNamespace, pairs: Dataset, tmp_path: Path
 ) -> None:
-    def values(self: Any, batch: Any) -> Any:
-        return torch.full((batch.num_segments,), np.nan)
-
-    monkeypatch.setattr(module.PackedPolicy, "forward", values)
-    with pytest.raises(FormatError, match="finite log-probs"):
-        write_ref_logps(model_of(kit), pairs, str(tmp_path / "ref"))
+    model = model_of(kit)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[49] = np.nan
+    with pytest.raises(FormatError, match="example 49: the model must give finite log-probs"):
+        write_ref_logps(model, pairs, str(tmp_path / "ref"))

@@ -21,7 +21,7 @@ from packstore.config.training import TrainConfig
 from packstore.errors import ConfigError, PackstoreError
 from packstore.testing import random_examples
 from packstore.torch import PackedPolicy, PreferenceLoss, collate, use_packed_attention
-from packstore.torch.reference.ref_parts import run_on_rank_zero
+from packstore.torch.reference.reference import run_on_rank_zero
 
 pytest.importorskip("accelerate", reason="training needs accelerate")
 
