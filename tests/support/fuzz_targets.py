@@ -17,6 +17,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -95,7 +96,8 @@ def read_shard(data: bytes, name: str, honest: bool) -> None:
             crcs = [zlib.crc32(data[a:b]) for a, b in ranges(good)]
             groups = dataclasses.replace(groups, crc32=np.array(crcs, np.int64))
         shard = dataclasses.replace(shard, row_groups=groups, **hashes)
-    reader = ShardReader(Location("memory://fuzz"), manifest, shard, data)
+    stream: Any = SimpleNamespace(read=lambda start, stop: data[start:stop])
+    reader = ShardReader(Location("memory://fuzz"), manifest, shard, stream)
     for group in range(len(shard.row_groups)):
         reader.read_packs(group)
         reader.decode(group, reader.fetch(group))

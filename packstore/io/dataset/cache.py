@@ -15,6 +15,7 @@ import shutil
 import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from packstore.errors import StorageError, sentence
 from packstore.io.store import local
@@ -38,8 +39,7 @@ class Cache:
         A folder that fails (full, read-only, removed) is warned of once, and then bypassed.
         """
         with self._bypassing_errors():
-            with open(os.path.join(self.home(), name), "rb") as file:
-                data = file.read()
+            data = Path(self.home(), name).read_bytes()
             if good(data):
                 return data
         data = fetch()

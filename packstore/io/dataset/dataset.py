@@ -47,18 +47,13 @@ class RowGroupTable:
 class Dataset:
     """A committed version of a dataset, which never changes. Picklable; opens files when it reads.
 
-    Args:
-        location: folder of the dataset.
-        manifest: of this version.
-        version: number of the manifest.
-        cache: caches row groups and footers; None: no cache.
+    `location` is its folder, `version` the number of its `manifest`; `cache` keeps row groups.
     """
 
     def __init__(
         self, location: Location, manifest: Manifest, version: int, cache: Cache | None = None
     ) -> None:
-        self.location, self.manifest, self.version = location, manifest, version
-        self.cache = cache
+        self.location, self.manifest, self.version, self.cache = location, manifest, version, cache
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Dataset, (self.location, self.manifest, self.version, self.cache)
@@ -103,12 +98,11 @@ class Dataset:
     @cached_property
     def row_groups(self) -> RowGroupTable:
         """All row groups, in file order."""
-        parts = [
-            (np.full(len(g), n), np.arange(len(g)), g.rows, g.examples, g.tokens, g.longest)
-            for n, g in enumerate(shard.row_groups for shard in self.manifest.shards)
-        ]
-        none = [np.empty(0, np.int64)] * 6
-        return RowGroupTable(*map(np.concatenate, zip(none, *parts, strict=True)))
+        parts = [[np.empty(0, np.int64)] * 6]
+        for n, g in enumerate(shard.row_groups for shard in self.manifest.shards):
+            places = np.full(len(g), n), np.arange(len(g))
+            parts.append([*places, g.rows, g.examples, g.tokens, g.longest])
+        return RowGroupTable(*map(np.concatenate, zip(*parts, strict=True)))
 
     @property
     def group_rows(self) -> Int64:
@@ -131,10 +125,9 @@ class Dataset:
         return self._sizes.all()
 
     def sizes(self, packs: Int64) -> PackSizes:
-        """Returns the sizes of packs; `packs`: their numbers in file order, int64 `[n]`.
+        """Returns the sizes of packs, by their numbers in file order, int64 `[n]`.
 
-        Reads them shard by shard, so that memory does not grow with the dataset; raises like
-        :attr:`pack_index`.
+        Memory does not grow with the dataset; raises like :attr:`pack_index`.
         """
         return self._sizes.take(packs)
 
@@ -183,10 +176,6 @@ class Dataset:
         reader, index = self._reader(group)
         return f"{reader.where}, row group {index}"
 
-    def object_version(self, group: int) -> str:
-        """Returns the version id or ETag of a row group's shard; empty if the store has none."""
-        return self.location.object_version(self._reader(group)[0].shard.path)
-
     def iter_packs(self) -> Iterator[Packs]:
         """Yields all packs in file order, by row group; raises like :meth:`read_packs`."""
         return map(self.read_packs, range(len(self.row_groups)))
@@ -211,10 +200,8 @@ class Dataset:
         require_files(self.location, self.manifest.files, must, do)
 
     def _reader(self, group: int) -> tuple[ShardReader, int]:
-        """Returns the reader of the shard of a row group, and its number in the shard."""
-        table = self.row_groups
-        shard, index = int(table.shard[group]), int(table.index[group])
-        return self._readers.get()(shard), index
+        shard, index = self.row_groups.shard[group], self.row_groups.index[group]
+        return self._readers.get()(int(shard)), int(index)
 
     @cached_property
     def _sizes(self) -> SizeTable:
@@ -222,8 +209,7 @@ class Dataset:
 
     @cached_property
     def _readers(self) -> PerProcess[Callable[[int], ShardReader]]:
-        """Returns the reader of a shard, by number; keeps the last ones used."""
-        location, manifest, cache = self.location, self.manifest, self.cache
+        location, manifest, cache = self.location, self.manifest, self.cache  # no circle of self
 
         def reader(shard: int) -> ShardReader:
             return ShardReader(location, manifest, manifest.shards[shard], cache=cache)

@@ -29,9 +29,7 @@ _ROUNDS = 4
 
 
 class PackOrder:
-    """Maps the i-th pack of an epoch to its row group and row.
-
-    Memory: two integers per row group.
+    """Maps the i-th pack of an epoch to its row group and row; four integers per row group.
 
     Args:
         group_rows: int64 `[G]`, rows of each row group, in file order.
@@ -59,8 +57,7 @@ class PackOrder:
         if shuffle:
             self._groups = permutation(len(group_rows), seed, "row groups", epoch)
         self._offsets = to_offsets(group_rows[self._groups])
-        self._strata = strata
-        self._first_rows = None if strata is None else to_offsets(group_rows)
+        self._strata, self._first_rows = strata, to_offsets(group_rows)
         if strata is not None and len(strata) != len(self):
             raise ConfigError(f"strata must be those of {len(self)} packs; found {len(strata)}.")
 
@@ -84,7 +81,7 @@ class PackOrder:
         if not self.shuffle:
             return groups, rows
         if self._strata is not None:
-            return groups, self._stratified(places, rows)
+            return groups, self._stratified(places, rows, self._strata)
         return groups, permuted(rows, self._rows[groups], self._keys("rows", groups))
 
     def _places(self, indices: Int64) -> Int64:
@@ -94,11 +91,10 @@ class PackOrder:
         return lane * length + np.minimum(lane, longer) + step
 
     def _slots(self, places: Int64) -> Int64:
-        """Returns the positions in the order of the row groups at `places`."""
         return np.searchsorted(self._offsets[1:], places, side="right")
 
     def _indices(self, places: Int64) -> Int64:
-        """Inverts :meth:`_places`."""
+        """Returns the indices of the packs at `places`."""
         length, longer = divmod(len(self), self.lanes)
         border = longer * (length + 1)
         late = places >= border
@@ -107,13 +103,10 @@ class PackOrder:
         return step * self.lanes + lane + np.where(late, longer, 0)
 
     def _keys(self, purpose: str, groups: Int64) -> U64:
-        """Returns a pseudo-random number for each row group in this epoch."""
         return keys_at(groups.astype(np.uint64), self.seed, purpose, self.epoch)
 
-    def _stratified(self, places: Int64, rows: Int64) -> Int64:
+    def _stratified(self, places: Int64, rows: Int64, strata: Int64) -> Int64:
         """Returns the row at each of `places`, given positions `rows` in their row groups."""
-        assert self._first_rows is not None
-        assert self._strata is not None
         distinct, which = np.unique(self._slots(places), return_inverse=True)
         groups, firsts = self._groups[distinct], self._offsets[distinct]
         sizes = self._rows[groups]
@@ -123,7 +116,7 @@ class PackOrder:
         row = packs - self._first_rows[groups][owner]
         ties = mixed(self._keys("ties", groups)[owner] + row.astype(np.uint64))
         table = np.empty(len(row), np.int64)
-        by_stratum = np.lexsort((ties, self._strata[packs], owner))
+        by_stratum = np.lexsort((ties, strata[packs], owner))
         table[np.lexsort((wanted, owner))] = row[by_stratum]
         chosen: Int64 = table[to_offsets(sizes)[which] + rows]
         return chosen
@@ -135,18 +128,14 @@ def permuted(values: Int64, sizes: Int64, keys: U64) -> Int64:
     out = values.astype(np.uint64)
     limit = sizes.astype(np.uint64)
     todo = np.arange(len(out))
-    while len(todo):
-        out[todo] = _step(out[todo], bits[todo], keys[todo])
-        todo = todo[out[todo] >= limit[todo]]
-    return out.astype(np.int64)
-
-
-def _step(values: U64, bits: U64, keys: U64) -> U64:
     one = np.uint64(1)
-    mask = (one << bits) - one
-    half = (bits + one) >> one
-    for number in range(_ROUNDS):
-        key = mixed(keys + np.uint64(number))
-        values = (values * (key | one) + (key >> np.uint64(32))) & mask
-        values ^= values >> half
-    return values
+    mask, half = (one << bits) - one, (bits + one) >> one
+    while len(todo):
+        moved, low, shift, base = (column[todo] for column in (out, mask, half, keys))
+        for number in range(_ROUNDS):
+            key = mixed(base + np.uint64(number))
+            moved = (moved * (key | one) + (key >> np.uint64(32))) & low
+            moved ^= moved >> shift
+        out[todo] = moved
+        todo = todo[moved >= limit[todo]]
+    return out.astype(np.int64)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -31,16 +31,9 @@ from packstore.io.shards.shard import ShardInfo
 from packstore.io.store.location import Location
 from packstore.io.store.staging import Staging
 
-SCHEMA = pa.schema(
-    [
-        pa.field("tokens", pa.int32(), nullable=False),
-        pa.field("examples", pa.int32(), nullable=False),
-        pa.field("squares", pa.int64(), nullable=False),
-        *(pa.field(name, pa.int64(), nullable=True) for name in COUNTS),
-    ]
-)
-_SIZES = ("tokens", "examples", "squares")
-_WITHOUT_COUNTS = pa.schema([SCHEMA.field(name) for name in _SIZES])
+_SIZES = {"tokens": pa.int32(), "examples": pa.int32(), "squares": pa.int64()}
+_WITHOUT_COUNTS = pa.schema([pa.field(n, t, nullable=False) for n, t in _SIZES.items()])
+SCHEMA = pa.schema([*_WITHOUT_COUNTS, *(pa.field(name, pa.int64()) for name in COUNTS)])
 THREADS = 4
 """Shards read in parallel without an index."""
 
@@ -89,7 +82,7 @@ class PackIndex:
         self._data = read_stored(location, info)
         with decoding(self.where):
             self._metadata = pq.read_metadata(pa.BufferReader(self._data))
-            groups = (self._metadata.row_group(i) for i in range(self._metadata.num_row_groups))
+            groups = map(self._metadata.row_group, range(self._metadata.num_row_groups))
             rows = [group.num_rows for group in groups]
             schema = self._metadata.schema.to_arrow_schema()
         known = schema.equals(SCHEMA) or schema.equals(_WITHOUT_COUNTS)
@@ -103,14 +96,11 @@ class PackIndex:
             rows = self._shards[number].rows
             check_group(self._metadata.row_group(number), rows, rows)
             source = pa.BufferReader(self._data)
-            file = open_parquet(source, self._metadata, page_checksums=True)
-            batch = read_group(file, number)
+            batch = read_group(open_parquet(source, self._metadata, page_checksums=True), number)
             columns = (as_numpy(batch.column(name)).astype(np.int64) for name in _SIZES)
-            counts = None
-            if COUNTS[0] in batch.schema.names and not any(
-                batch.column(n).null_count for n in COUNTS
-            ):
-                counts = np.stack([as_numpy(batch.column(name)) for name in COUNTS], axis=1)
+            known, counts = [c for c in batch.columns[len(_SIZES) :] if not c.null_count], None
+            if len(known) == len(COUNTS):
+                counts = np.stack([as_numpy(column) for column in known], axis=1)
             sizes = PackSizes(*columns, counts=counts)
         _check_sums(sizes, self._shards[number], f"{self.where}, row group {number}")
         return sizes
@@ -139,7 +129,7 @@ class SizeTable:
     def all(self) -> PackSizes:
         """Returns the sizes of all packs in file order, 56 bytes each."""
         numbers = range(len(self._manifest.shards))
-        if self._manifest.pack_index is not None:
+        if self._index is not None:
             return _joined(list(map(self._load, numbers)))
         with ThreadPoolExecutor(THREADS) as pool:
             return _joined(list(pool.map(self._load, numbers)))
@@ -150,27 +140,24 @@ class SizeTable:
         return None if info is None else PackIndex(self._location, self._manifest, info)
 
     def _load(self, number: int) -> PackSizes:
-        """Returns the sizes of the packs of a shard, from the index or from two of its columns."""
+        """Returns the sizes of the packs of a shard, from the index, or two columns, checked."""
         if self._index is not None:
             return self._index.shard(number)
         shard = self._manifest.shards[number]
-        batches = read_columns(self._location, self._manifest, shard, _NEEDED)
-        sizes = _joined([_sizes(*(columns[name] for name in _NEEDED)) for columns in batches])
-        _check_sums(sizes, shard, self._location.join(shard.path).display)
+        reader, parts = ShardReader(self._location, self._manifest, shard), list[PackSizes]()
+        for group, rows in enumerate(shard.row_groups.rows.tolist()):
+            batch = reader.read_columns(group, _NEEDED)
+            with decoding(f"{reader.where}, row group {group}"):
+                columns = {name: flat_column(batch, name, None) for name in _NEEDED}
+                check_counts(columns, rows)
+                (bounds, packs), (_, examples) = columns.values()
+                steps, first = np.diff(bounds.astype(np.int64)), packs[:-1]
+                steps[first[1:] - 1] = 0  # from the end of one pack to the start of the next
+                tokens, squares = (np.add.reduceat(x, first) for x in (steps, steps**2))
+            parts.append(PackSizes(tokens, np.diff(examples), squares))
+        sizes = _joined(parts)
+        _check_sums(sizes, shard, reader.where)
         return sizes
-
-
-def read_columns(
-    location: Location, manifest: Manifest, shard: ShardInfo, names: Sequence[str]
-) -> Iterator[Mapping[str, tuple[Any, Int64]]]:
-    """Yields values and pack offsets of some columns of each row group."""
-    reader = ShardReader(location, manifest, shard)
-    for group in range(len(shard.row_groups)):
-        batch = reader.read_columns(group, names)
-        with decoding(f"{reader.where}, row group {group}"):
-            columns = {name: flat_column(batch, name, None) for name in names}
-            check_counts(columns, int(shard.row_groups.rows[group]))
-        yield columns
 
 
 def check_counts(columns: Mapping[str, tuple[Any, Int64]], rows: int) -> None:
@@ -186,21 +173,6 @@ def check_counts(columns: Mapping[str, tuple[Any, Int64]], rows: int) -> None:
         steps[offsets[1:-1] - 1] = 1  # from the end of one pack to the start of the next
         if np.any(np.diff(offsets) < 1) or np.any(bounds[offsets[:-1]]) or np.any(steps < 1):
             raise IntegrityError("column seq_boundaries must rise from 0 in each pack")
-
-
-def _sizes(boundaries: tuple[Any, Int64], examples: tuple[Any, Int64]) -> PackSizes:
-    """Computes the sizes of packs from the columns `seq_boundaries` and `example_ids`."""
-    bounds, starts = boundaries
-    steps = np.diff(bounds.astype(np.int64))
-    first = starts[:-1]
-    steps[first[1:] - 1] = 0  # from the end of one pack to the start of the next
-    if not len(steps):
-        raise IntegrityError("a pack must hold at least one example")
-    return PackSizes(
-        tokens=np.add.reduceat(steps, first),
-        examples=np.diff(examples[1]),
-        squares=np.add.reduceat(steps**2, first),
-    )
 
 
 def _joined(parts: Sequence[PackSizes]) -> PackSizes:

@@ -7,6 +7,7 @@ when its lane has moved on to the next one.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -36,19 +37,13 @@ _FAR = 8 * _PLANNED
 _REFUSALS = 4
 """Attempts at errors that rarely pass: keys of a running training may be renewed meanwhile."""
 
-Place = tuple[int, int]
-"""Row group and row of a pack."""
-
 
 @dataclass(slots=True)
 class _OpenGroup:
-    """A row group in use."""
-
     bytes: int  # approximate, decoded
     begun: bool = False  # True once reading has started
-    # reads it in a thread; None: it is read when its first pack is yielded
-    job: Future[Packs | None] | None = None
-    is_read: bool = False  # True from then on
+    job: Future[Packs | None] | None = None  # reads it in a thread; None: reads when yielded
+    is_read: bool = False  # True once its first pack is yielded
     packs: Packs | None = None  # what was read; None if it is quarantined
     uses: int = 0  # packs planned from it and not yet yielded
     lanes: int = 0  # lanes that have not moved on to another row group
@@ -74,10 +69,9 @@ class ReadAhead:
         self._decoder = ThreadPoolExecutor(1, "packstore-decode")
         self._fetchers = None if local else ThreadPoolExecutor(config.requests, "packstore-fetch")
         self._pid, self._stopping = os.getpid(), threading.Event()
-        self._planned: deque[list[Place]] = deque()
+        self._planned: deque[list[tuple[int, int]]] = deque()  # row group and row of each pack
         self._far = self._ahead = 0
-        self._open: dict[int, _OpenGroup] = {}
-        self._waiting: deque[int] = deque()
+        self._open, self._waiting = dict[int, _OpenGroup](), deque[int]()
         self._of_lane: dict[int, int] = {}
         self._good: Packs | None = None
 
@@ -118,9 +112,8 @@ class ReadAhead:
         for i in np.argsort(first).tolist():
             group = int(distinct[i])
             if group not in self._open:
-                self._open[group] = _OpenGroup(
-                    int(self._dataset.row_groups.tokens[group] * TOKEN_BYTES)
-                )
+                tokens = int(self._dataset.row_groups.tokens[group])
+                self._open[group] = _OpenGroup(tokens * TOKEN_BYTES)
                 self._waiting.append(group)
             self._open[group].uses += int(counts[i])
         visited, last = np.unique(lanes[::-1], return_index=True)
@@ -188,7 +181,6 @@ class ReadAhead:
             del self._open[group]
 
     def _fetch(self, group: int) -> Fetched:
-        """Returns the bytes of a row group, with the retries of its store."""
         retries = self._dataset.location.retries
         refusals = retries.attempts or _REFUSALS
         return retrying(lambda: self._dataset.fetch(group), retries, refusals, self._pause)
@@ -205,25 +197,21 @@ class ReadAhead:
     def _read(self, group: int, fetched: Future[Fetched] | None = None) -> Packs | None:
         """Returns a row group, from its `fetched` bytes if given; None if it is quarantined."""
         try:
-            try:
+            with contextlib.suppress(IntegrityError):  # bytes may be damaged on their way
                 data = self._fetch(group) if fetched is None else fetched.result()
                 return self._dataset.decode(group, data)
-            except IntegrityError:
-                return self._read_again(group)
+            try:
+                return self._dataset.decode(group, self._fetch(group))
+            except IntegrityError as error:
+                shard = self._dataset.manifest.shards[self._dataset.row_groups.shard[group]]
+                version = self._dataset.location.object_version(shard.path)
+                error.add_note(f"Fetched 2 times{f' of {version}' if version else ''}.")
+                raise
         except (StorageError, IntegrityError) as error:
             if self._config.on_error != "quarantine":
                 raise
             log.warning("left out: %s", told(error))
             return None
-
-    def _read_again(self, group: int) -> Packs:
-        """Fetches and decodes a row group once more, as bytes may be damaged on their way."""
-        try:
-            return self._dataset.decode(group, self._fetch(group))
-        except IntegrityError as error:
-            version = self._dataset.object_version(group)
-            error.add_note(f"Fetched 2 times{f' of {version}' if version else ''}.")
-            raise
 
     def _stand_in(self, group: int) -> Packs:
         """Returns any readable pack, in place of an unreadable one; it has no weight in losses."""
@@ -232,6 +220,6 @@ class ReadAhead:
             groups = map(self._read, range(len(self._dataset.group_rows)))
             self._good = next((packs for packs in groups if packs is not None), None)
         if self._good is None:
-            must = "at least one row group must be readable"
-            raise IntegrityError(sentence(self._dataset.url, must, "none"))
+            url = self._dataset.url
+            raise IntegrityError(sentence(url, "at least one row group must be readable", "none"))
         return replace(self._good.row(0), stand_in=True)

@@ -39,59 +39,45 @@ from packstore.io.shards.shard import ShardInfo
 from packstore.io.store import local
 from packstore.io.store.location import Location
 
-WINDOW_BYTES = 16 << 20
-"""Bytes that :class:`ShardBytes` reads at once."""
 
-
-class ShardBytes:
-    """The bytes of a shard, for a reader of its row groups in order; keeps two windows of them.
+class ShardStream:
+    """The bytes of a shard, for a reader of its row groups in order; hashes the whole file.
 
     Does not map the file: if it were truncated meanwhile, the process would crash.
     """
 
     def __init__(self, location: Location, shard: ShardInfo) -> None:
         self._location, self._shard = location, shard
-        self._digest = hashlib.sha256()
-        self._start, self._window = 0, b""
-        self._footer: bytes | None = None
+        self._file, self._digest = location.open_read(shard.path), hashlib.sha256()
 
-    def __getitem__(self, part: slice) -> bytes:
-        """Returns bytes `start` to `stop`; `start` must not decrease between calls."""
-        size, length = self._shard.bytes, self._shard.footer_bytes
-        start, stop = part.start, part.stop
-        if (start, stop) == (size - length, size):  # the footer, read first
-            self._footer = self._location.read_bytes(self._shard.path, start, stop)
-            return self._footer
-        while self._end < stop and self._advance(keep=start):
-            pass
-        if start < self._start:
+    def read(self, start: int, stop: int) -> bytes:
+        """Reads the footer, or bytes `start` to `stop` behind all that were read before."""
+        size = self._shard.bytes
+        if (start, stop) == (size - self._shard.footer_bytes, size):
+            return self._location.read_bytes(self._shard.path, start, stop)
+        if start < self._file.tell():
             raise IntegrityError("its row groups must lie one after another")
-        return self._window[start - self._start : stop - self._start]
+        self._skip(start)
+        return self._take(stop - start)
 
-    def hashes(self) -> dict[str, str]:
-        """Reads the rest of the file; returns the sha256 of the file and of its footer."""
-        while self._advance(keep=self._end):
+    def sha256(self) -> str:
+        """Reads the rest of the file; returns the sha256 of all of it."""
+        with self._file:
+            self._skip(self._shard.bytes)
+        return self._digest.hexdigest()
+
+    def _skip(self, to: int) -> None:
+        while self._take(min(to - self._file.tell(), HASHED_BYTES)):
             pass
-        found = {"sha256": self._digest.hexdigest()}
-        if self._footer is not None:
-            found["footer_sha256"] = hashlib.sha256(self._footer).hexdigest()
-        return found
 
-    @property
-    def _end(self) -> int:
-        return self._start + len(self._window)
-
-    def _advance(self, keep: int) -> bool:
-        """Reads the next window; drops bytes before `keep`. Returns False at the end."""
-        start, stop = self._end, min(self._end + WINDOW_BYTES, self._shard.bytes)
-        data = b""
-        if start < stop:
-            data = self._location.read_bytes(self._shard.path, start, stop)
+    def _take(self, count: int) -> bytes:
+        data = self._file.read(count)
         self._digest.update(data)
-        cut = min(max(keep - self._start, 0), len(self._window))
-        self._start, self._window = self._start + cut, self._window[cut:] + data
-        return bool(data)
+        return data
 
+
+HASHED_BYTES = 1 << 20
+"""Bytes that are hashed at once outside row groups."""
 
 Fetched: TypeAlias = bytes | memoryview
 """The bytes of a fetched row group, not yet verified; of a mapped file, a view."""
@@ -100,20 +86,20 @@ _REMEDY = "The file was damaged or replaced: copy the dataset again, or run `pac
 
 
 class ShardReader:
-    """Reads the row groups of one shard, from `data` if given; damage is an IntegrityError."""
+    """Reads the row groups of a shard, from `stream` if given; damage is an IntegrityError."""
 
     def __init__(
         self,
         location: Location,
         manifest: Manifest,
         shard: ShardInfo,
-        data: bytes | ShardBytes | None = None,
+        stream: ShardStream | None = None,
         cache: Cache | None = None,
     ) -> None:
         self.shard = shard
         self.where = location.join(shard.path).display
-        self._location, self._manifest, self._data = location, manifest, data
-        self._cache = cache
+        self._location, self._manifest = location, manifest
+        self._stream, self._cache = stream, cache
         self._lock = threading.Lock()
         self._opened: ParquetShard | ArrowFile | None = None
 
@@ -127,28 +113,28 @@ class ShardReader:
             file = self._file()
             if isinstance(file, ParquetShard):
                 return file.columns(group, names, self._read)
-        data = self.fetch(group)
-        with self._naming(f"row group {group}"):
-            return self._batch(group, data)
+            return self._batch(group, self._fetched(group))
 
     def fetch(self, group: int) -> Fetched:
         """Returns the bytes of row group `group`, not yet verified."""
         with self._naming(f"row group {group}"):
-            file = self._file()
-            start, end = file.range(group)
-            mapped = self._data is None and self._cache is None and self._path is not None
-            if mapped and isinstance(file, ArrowFile):
-                return local.map_part(self._path or "", start, end)
+            return self._fetched(group)
 
-            def good(data: bytes) -> bool:
-                if isinstance(file, ParquetShard):
-                    return crc32_of(data) == int(self.shard.row_groups.crc32[group])
-                with contextlib.suppress(FormatError, *DECODER_ERRORS):
-                    self._batch(group, data)
-                    return True
-                return False
+    def _fetched(self, group: int) -> Fetched:
+        file = self._file()
+        start, end = file.range(group)
+        if isinstance(file, ArrowFile) and self._path and not (self._stream or self._cache):
+            return local.map_part(self._path, start, end)
 
-            return self._cached(start, end, good)
+        def good(data: bytes) -> bool:
+            if isinstance(file, ParquetShard):
+                return crc32_of(data) == int(self.shard.row_groups.crc32[group])
+            with contextlib.suppress(FormatError, *DECODER_ERRORS):
+                self._batch(group, data)
+                return True
+            return False
+
+        return self._cached(start, end, good)
 
     def expect(self, group: int) -> None:
         """Makes the system prefetch row group `group` of a mapped file from disk; never raises."""
@@ -167,17 +153,15 @@ class ShardReader:
                 allocate=pooled_array,
             )
             sizes = (len(packs), len(packs.example_ids), len(packs.signed_ids))
-            columns = (groups.rows, groups.examples, groups.tokens)
-            expected = tuple(int(column[group]) for column in columns)
+            expected = tuple(int(c[group]) for c in (groups.rows, groups.examples, groups.tokens))
             if sizes != expected:
-                must = f"must have (rows, examples, tokens) {expected}"
-                raise IntegrityError(f"{must}; found {sizes}")
+                what = "(rows, examples, tokens)"
+                raise IntegrityError(f"must have {what} {expected}; found {sizes}")
             check_structure(packs, manifest.layout, manifest.pack_size, self.where)
             packs.example_ids += self.shard.example_id_base
             return packs
 
     def _batch(self, group: int, data: Fetched) -> pa.RecordBatch:
-        """Verifies the checksum of a row group, and decodes it to Arrow."""
         file, groups = self._file(), self.shard.row_groups
         if isinstance(file, ArrowFile):
             batch = file.batch(data)
@@ -221,7 +205,6 @@ class ShardReader:
 
     @property
     def _path(self) -> str | None:
-        """Path of a shard on the local disk."""
         root = self._location.local_path
         return None if root is None else os.path.join(root, self.shard.path)
 
@@ -232,13 +215,13 @@ class ShardReader:
         return self._cache.read(name, good, lambda: self._read(start, end))
 
     def _read(self, start: int, end: int) -> bytes:
-        if self._data is not None:
-            data = self._data[start:end]
+        if self._stream is not None:
+            data = self._stream.read(start, end)
         else:
             data = self._location.read_bytes(self.shard.path, start, end)
         if len(data) != end - start:
-            must = f"must have {self.shard.bytes} bytes"
-            raise IntegrityError(f"{must}; found only {start + len(data)} bytes")
+            size = self.shard.bytes
+            raise IntegrityError(f"must have {size} bytes; found only {start + len(data)} bytes")
         return data
 
     @contextlib.contextmanager

@@ -71,7 +71,7 @@ def scan(
 
 
 class ExampleSource:
-    """Reads examples for Polars."""
+    """Reads examples for Polars, which calls it."""
 
     def __init__(self, dataset: Dataset, tokens: bool) -> None:
         self._dataset, self._tokens = dataset, tokens
@@ -107,9 +107,8 @@ class ExampleSource:
 
         names = list(self.schema) if with_columns is None else with_columns
         needed = set() if predicate is None else set(predicate.meta.root_names())
-        tokens = set(_TOKENS)
         together: list[DataFrame] = []
-        size = batch_size or ROWS
+        tokens, size = set(_TOKENS), batch_size or ROWS
         groups = self._dataset.row_groups
         left = int(groups.examples.sum()) if n_rows is None else n_rows
         for group in range(len(groups)):
@@ -142,7 +141,6 @@ class ExampleSource:
         return {"pack": packs, "shard": np.full(len(packs), self._dataset.row_groups.shard[group])}
 
     def _frame(self, group: int, names: Sequence[str]) -> DataFrame:
-        """Returns columns of a row group; their lengths are checked against each other."""
         import polars as pl
 
         if not set(_TOKENS).isdisjoint(names):
@@ -154,26 +152,22 @@ class ExampleSource:
         return pl.DataFrame(pa.table({name: arrays[name] for name in names}))
 
     def _arrays_of_columns(self, group: int, names: Sequence[str]) -> dict[str, Any]:
-        manifest = self._dataset.manifest
-        per_response = {"lengths", "rewards"}.intersection(names)
-        stored = {_STORED[n] for n in names if n in _STORED} | {"example_ids"}
-        stored |= {self._carried[n] for n in names if n in self._carried}
-        if per_response and KINDS[manifest.kind] is None:
-            stored.add("num_responses")
-        batch, where, base = self._dataset.read_columns(group, sorted(stored))
-        arrays: dict[str, Any] = {}
+        k, per_response = KINDS[self._dataset.manifest.kind], set(names) & {"lengths", "rewards"}
+        own = {"example_ids", *(_STORED[n] for n in names if n in _STORED)}
+        own |= {"num_responses"} if per_response and k is None else set()
+        carried = {n: self._carried[n] for n in names if n in self._carried}
+        batch, where, base = self._dataset.read_columns(group, sorted(own | {*carried.values()}))
         with decoding(where):
-            flat = {n: flat_column(batch, n, None) for n in stored - set(self._carried.values())}
+            flat = {name: flat_column(batch, name, None) for name in own}
             check_counts(flat, int(self._dataset.row_groups.rows[group]))
             ids, examples = flat["example_ids"]
-            arrays["counts"] = np.diff(examples)
-            arrays["example_id"] = as_arrow(ids + base, pa.int64())
+            example_id = as_arrow(ids + base, pa.int64())
+            arrays: dict[str, Any] = {"counts": np.diff(examples), "example_id": example_id}
             for name in per_response:
-                k = KINDS[manifest.kind]
                 counts = flat["num_responses"][0] if k is None else np.full(len(ids), k)
                 arrays[name] = _lists(flat[_STORED[name]][0], to_offsets(counts))
-            for name in self._carried.keys() & set(names):
-                column = batch.column(self._carried[name])
+            for name in carried:
+                column = batch.column(carried[name])
                 column.validate(full=True)
                 arrays[name] = column.flatten()
                 if len(arrays[name]) != len(ids):

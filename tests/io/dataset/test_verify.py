@@ -13,12 +13,10 @@ from packstore import Dataset
 from packstore import open as open_dataset
 from packstore.cli import main
 from packstore.errors import ConfigError, PackstoreError
-from packstore.io.dataset import reader
 
 
 @pytest.fixture(params=["parquet", "arrow"])
-def stored(kit: Any, tmp_path: Path, request: Any, monkeypatch: pytest.MonkeyPatch) -> Dataset:
-    monkeypatch.setattr(reader, "WINDOW_BYTES", 700)  # smaller than a row group
+def stored(kit: Any, tmp_path: Path, request: Any) -> Dataset:
     written = kit.Written(str(tmp_path / "ds"))
     data: Dataset = written.dataset(
         [kit.some_packs(150)], row_group_tokens=150, shard_tokens=500, format=request.param
