@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import queue
 import threading
-from collections.abc import Callable, Generator, Iterable
-from typing import Any, TypeVar
+from collections import deque
+from collections.abc import Generator, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import numpy as np
 
@@ -31,65 +32,44 @@ def ahead(
     Closing the generator sets `stop`, so that a slow item can end early, and ends the thread before
     the next item.
     """
-    ready: queue.Queue[tuple[Any, BaseException | None] | None] = queue.Queue(depth)
     stop = stop or threading.Event()
-
-    def put(entry: tuple[Any, BaseException | None] | None) -> None:
-        while not stop.is_set():
-            with contextlib.suppress(queue.Full):
-                ready.put(entry, timeout=0.1)
-                return
-
-    def make() -> None:
-        try:
-            for item in items:
-                put((item, None))
-                if stop.is_set():
-                    return
-            put(None)
-        except BaseException as error:
-            put((None, error))
-
-    thread = threading.Thread(target=make, name="packstore-ahead", daemon=True)
-    thread.start()
+    stream, end = iter(items), object()
+    thread = ThreadPoolExecutor(1, "packstore-ahead")
     try:
-        while (entry := ready.get()) is not None:
-            item, error = entry
-            if error is not None:
-                raise error
-            yield item
+        pending = deque(thread.submit(next, stream, end) for _ in range(depth + 1))
+        while (item := pending.popleft().result()) is not end:
+            pending.append(thread.submit(next, stream, end))
+            yield item  # type: ignore[misc]
     finally:
         stop.set()
-        thread.join()
-
-
-def beside(work: Callable[[], object]) -> None:
-    """Runs `work` in a thread, and ignores its errors: they recur where the work is needed.
-
-    The process waits for the thread at its end, as a compiler must not be interrupted.
-    """
-
-    def quietly() -> None:
-        with contextlib.suppress(Exception):
-            work()
-
-    threading.Thread(target=quietly, name="packstore-beside").start()
+        thread.shutdown(cancel_futures=True)
 
 
 def warm_up(config: PackConfig) -> None:
-    """Loads the compiled loops of planning and filling, so that no later step waits for them.
+    """Loads the compiled loops of planning and filling in a thread; logs if it must compile them.
 
-    Logs if they must be compiled first.
+    Errors are ignored, as they recur where the loops are needed. The process waits for the thread
+    at its end, as a compiler must not be interrupted.
     """
     done = threading.Event()
 
-    def tell_of_compiling() -> None:
+    def load() -> None:
+        with contextlib.suppress(Exception):
+            _run_loops(config)
+        done.set()
+
+    def log_compiling() -> None:
         while not done.wait(0.5):
             if compiles():
                 log.info("compiling the loops that plan and fill packs, once in this environment")
                 return
 
-    threading.Thread(target=tell_of_compiling, daemon=True).start()
+    threading.Thread(target=load, name="packstore-warm-up").start()
+    threading.Thread(target=log_compiling, daemon=True).start()
+
+
+def _run_loops(config: PackConfig) -> None:
+    """Plans and fills a pack of two examples."""
     ones = np.ones(2, np.int32)
     sample = Examples(
         input_ids=ones,
@@ -99,13 +79,10 @@ def warm_up(config: PackConfig) -> None:
         reward=ones.astype(np.float32),
         example_ids=np.arange(2),
     )
-    try:
-        packing = plan(ones, config=config)
-        packing.statistics()
-        sizes(sample, config.layout)
-        for array in (sample.input_ids, sample.supervised, sample.sequence_offsets):
-            array.flags.writeable = False  # like those of a spill
-        gather(sample, packing.order)
-        fill(sample, packing.offsets, config.layout, packing.order)
-    finally:
-        done.set()
+    packing = plan(ones, config=config)
+    packing.statistics()
+    sizes(sample, config.layout)
+    for array in (sample.input_ids, sample.supervised, sample.sequence_offsets):
+        array.flags.writeable = False  # like those of a spill
+    gather(sample, packing.order)
+    fill(sample, packing.offsets, config.layout, packing.order)

@@ -18,9 +18,9 @@ import time
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from packstore.errors import PackstoreError
 
@@ -58,14 +58,15 @@ def run(work: Callable[[T], R], items: Iterable[T], num_workers: int | None) -> 
         yield from map(work, items)
         return
     start = time.monotonic() + (WORTH_SECONDS if num_workers is None else 0)
+    workers = _Workers()
+    for _ in range(most if threads else 1):
+        workers.idle.put(work)
     pending: deque[Future[R]] = deque()
-    with _Workers() as workers:
-        for _ in range(most if threads else 1):
-            workers.add(lambda: work)
+    with ThreadPoolExecutor(most, "packstore-work") as pool, contextlib.closing(workers):
         for item in items:
-            if workers.number < most and time.monotonic() >= start:
+            if not (threads or workers.processes) and time.monotonic() >= start:
                 workers.add_processes(work, most - 1)
-            pending.append(workers.submit(item))
+            pending.append(pool.submit(workers, item))
             if len(pending) > 2 * most:
                 yield pending.popleft().result()
         while pending:
@@ -74,94 +75,64 @@ def run(work: Callable[[T], R], items: Iterable[T], num_workers: int | None) -> 
 
 def _cores() -> int:
     """Returns the number of cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    affinity = hasattr(os, "sched_getaffinity")
+    return len(os.sched_getaffinity(0)) if affinity else os.cpu_count() or 1
 
 
 class _Workers:
-    """Threads that take items from one queue; a context manager that ends them."""
+    """Functions of an item, here or in processes; each thread takes one that is idle for a call."""
 
     def __init__(self) -> None:
-        self._tasks: queue.SimpleQueue[tuple[Future[Any], Any] | None] = queue.SimpleQueue()
-        self._threads: list[threading.Thread] = []
-        self._processes: list[_Process] = []
+        self.idle: queue.SimpleQueue[Callable[[Any], Any]] = queue.SimpleQueue()
+        self.processes: list[_Process] = []
         self._closed = False
 
-    @property
-    def number(self) -> int:
-        return len(self._threads)
-
-    def add(self, load: Callable[[], Callable[[Any], Any]]) -> None:
-        """Adds a worker: what `load` returns; if it fails, so does the next item."""
-        thread = threading.Thread(
-            target=self._work, args=(load,), name="packstore-work", daemon=True
-        )
-        thread.start()
-        self._threads.append(thread)
+    def __call__(self, item: Any) -> Any:
+        worker = self.idle.get()
+        try:
+            return None if self._closed else worker(item)
+        finally:
+            self.idle.put(worker)
 
     def add_processes(self, work: Callable[[Any], Any], number: int) -> None:
-        """Starts worker processes; each takes items once it has loaded the work."""
+        """Starts worker processes; each is idle once it has loaded the work."""
         for _ in range(number):
-            self._processes.append(_Process(work))
-            self.add(self._processes[-1].load)
+            self.processes.append(_Process(work))
+            threading.Thread(target=self.processes[-1].load, args=(self.idle,)).start()
 
-    def submit(self, item: Any) -> Future[Any]:
-        """Returns the result to be of an item."""
-        future: Future[Any] = Future()
-        self._tasks.put((future, item))
-        return future
-
-    def _work(self, load: Callable[[], Callable[[Any], Any]]) -> None:
-        error: BaseException | None = None
-        try:
-            worker = load()
-        except BaseException as caught:
-            error = caught
-        while (task := self._tasks.get()) is not None:
-            future, item = task
-            if self._closed:
-                continue
-            try:
-                if error is not None:
-                    raise error
-                future.set_result(worker(item))
-            except BaseException as caught:
-                future.set_exception(caught)
-            del task, future, item
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Ends the processes, whatever they do; items that wait are not worked on."""
         self._closed = True
-        for process in self._processes:
+        for process in self.processes:
             process.kill()
-        for _thread in self._threads:
-            self._tasks.put(None)
-        for thread in self._threads:
-            thread.join()
 
 
 class _Process:
-    """A worker process: a function of an item, once :meth:`load` has returned."""
+    """A worker process: a function of an item, once it has loaded the work."""
 
     def __init__(self, work: Callable[[Any], Any]) -> None:
         # Spawned, not forked: numba's OpenMP layer, s3fs and obstore do not survive a fork.
         context = multiprocessing.get_context("spawn")
-        self._work, (self._pipe, its_end) = work, context.Pipe()
+        self._work = work
+        self._error: BaseException | None = None
+        self._pipe, its_end = context.Pipe()
         self._process = context.Process(target=_serve, args=(its_end,), daemon=True)
         with _no_main_module():
             self._process.start()
         its_end.close()
 
-    def load(self) -> Self:
-        """Sends the work, and waits until it is loaded."""
-        self._answer(self._work)
-        return self
+    def load(self, idle: queue.SimpleQueue[Callable[[Any], Any]]) -> None:
+        """Sends the work, and waits until it is loaded; an error is raised for the next item."""
+        try:
+            self._answer(self._work)
+        except BaseException as error:
+            self._error = error
+        idle.put(self)
 
     def __call__(self, item: Any) -> Any:
         """Returns the result of an item."""
+        if self._error is not None:
+            raise self._error
         result = self._answer(item)
         finish = getattr(self._work, "finish", None)
         return result if finish is None else finish(result)
@@ -178,12 +149,12 @@ class _Process:
 
     def _death(self) -> PackstoreError:
         self._process.join()
-        cause = "out of memory, or killed"
-        if hasattr(signal, "SIGPROF") and self._process.exitcode == -signal.SIGPROF:
+        code, cause = self._process.exitcode, "out of memory, or killed"
+        if hasattr(signal, "SIGPROF") and code == -signal.SIGPROF:
             cause = f"more than {ITEM_SECONDS} s of processor time for one block"
         return PackstoreError(
-            f"a worker process died ({cause}; exit code {self._process.exitcode}); nothing was "
-            "written. Run again with a smaller --num-workers, or look for an endless template."
+            f"a worker process died ({cause}; exit code {code}); nothing was written. "
+            "Run again with a smaller --num-workers, or look for an endless template."
         )
 
     def kill(self) -> None:
@@ -251,9 +222,8 @@ def _receive(pipe: Connection) -> Any:
 def _no_main_module() -> Iterator[None]:
     """Keeps a spawned child from running the user's script again.
 
-    Spawn re-imports ``__main__`` in each child, so a script that calls ``packstore.pack`` without
-    an ``if __name__ == "__main__"`` guard would start itself over. Nothing sent to
-    a worker is defined in it.
+    Spawn imports ``__main__`` in each child: a script that calls ``packstore.pack`` without an
+    ``if __name__ == "__main__"`` guard would start over. No work is defined in it.
     """
     main = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
