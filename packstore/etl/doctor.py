@@ -6,6 +6,7 @@ sequences (BOS, EOS, unknown tokens). Duplicates are the examples that `dedup` w
 
 from __future__ import annotations
 
+import contextlib
 import re
 import unicodedata
 from collections import defaultdict
@@ -23,7 +24,7 @@ from packstore.etl.estimate import SAMPLE, Estimate, Measured, estimate, estimat
 from packstore.etl.sources import RecordExampleReader, open_examples
 from packstore.etl.tokenize import Tokenize
 from packstore.etl.totals import ASKED_TO_GO, absent_fields
-from packstore.format.arrays import SOURCE_SHIFT, Bool, Examples, Rows, Sample, Tally, example_id
+from packstore.format.arrays import SOURCE_SHIFT, Bool, Examples, Sample, Tally, example_id
 from packstore.io.dataset.dataset import Dataset, find_dataset
 from packstore.io.inputs.files import BLOCK_BYTES, Block
 from packstore.io.inputs.pieces import place_of
@@ -167,17 +168,13 @@ def dry_run(
         planned = estimate(
             source,
             tokenizer,
-            pack_sizes=[config.pack_size],
-            layouts=[config.layout],
-            strategies=[config.strategy],
             sample=sample,
-            config=config,
             storage_options=given,
             progress=progress,
+            **{name: getattr(config, name) for name in PackConfig.names()},
         )
     else:
-        seen = _examined(source, tokenizer, sample, config, given, progress)
-        diagnosis, measured, drawn = seen
+        diagnosis, measured, drawn = _examined(source, tokenizer, sample, config, given, progress)
         assert drawn is not None
         total = max(drawn.records, drawn.total or 0)
         planned = estimate_of(diagnosis.kind, measured, drawn, [(config, measured)], total=total)
@@ -224,9 +221,8 @@ def _examined(
 def _findings(tally: Tally, config: PackConfig) -> Iterator[Finding]:
     """Yields what was found, problems first, the frequent first."""
     examples = defaultdict(list)
-    for sample in tally.samples:
-        text = f"{sample.where}: {sample.detail}" if sample.detail else sample.where
-        examples[sample.reason].append(text)
+    for s in tally.samples:
+        examples[s.reason].append(f"{s.where}: {s.detail}" if s.detail else s.where)
     for name, written in absent_fields(tally, config):
         yield Finding(f"mapped_field_absent: {name}={written}", "problem", tally.read, ())
     noted = tally.events.most_common()
@@ -245,8 +241,8 @@ def _version(place: Location, config: PackConfig) -> Iterator[preflight.Trial]:
     there = find_dataset(place.url, place.storage_options)
     if there is not None:
         then = "the job replaces it" if config.overwrite else "another job needs --overwrite"
-        ok = True if config.overwrite else None
-        yield preflight.Trial("version", ok, f"version {there.version} is there; {then}")
+        text = f"version {there.version} is there; {then}"
+        yield preflight.Trial("version", True if config.overwrite else None, text)
 
 
 def _drops(planned: Estimate, config: PackConfig) -> preflight.Trial:
@@ -271,33 +267,27 @@ class _TokenLint:
         """Runs all checks on some examples."""
         if not examples.num_examples:
             return
-        starts, ends = examples.sequence_offsets[:-1], examples.sequence_offsets[1:]
-        ids, bos, eos = examples.input_ids, self._tokenizer.bos_id, self._tokenizer.eos_id
+        starts, tokenizer = examples.sequence_offsets[:-1], self._tokenizer
+        ids, bos, unk = examples.input_ids, tokenizer.bos_id, tokenizer.unk_id
+        sequences: dict[str, Bool] = {}
         if bos is not None:
             first = ids[starts] == bos
             second = ids[np.minimum(starts + 1, len(ids) - 1)] == bos
-            self._note_sequences("double_bos", examples, first & second & (ends - starts > 1))
-            if self._tokenizer.adds_bos:
-                self._note_sequences("no_bos", examples, ~first)
-        if eos is not None:
-            self._note_sequences("no_eos", examples, ~_ends_with(examples, eos))
-        unk = self._tokenizer.unk_id
+            sequences["double_bos"] = first & second & (examples.lengths > 1)
+            if tokenizer.adds_bos:
+                sequences["no_bos"] = ~first
+        if tokenizer.eos_id is not None:
+            sequences["no_eos"] = ~_ends_with(examples, tokenizer.eos_id)
         if unk is not None:
-            unknown = np.add.reduceat(ids == unk, starts) > 0
-            self._note_sequences("unknown_tokens", examples, unknown)
+            sequences["unknown_tokens"] = np.add.reduceat(ids == unk, starts) > 0
+        first_sequences = examples.example_offsets[:-1]
+        flags = {c: np.logical_or.reduceat(s, first_sequences) for c, s in sequences.items()}
         assert examples.keys is not None
-        prompts, records = examples.keys.T
-        self._note("duplicate_prompts", examples, ~self._prompts.add(prompts))
-        self._note("duplicate_records", examples, ~self._records.add(records))
-
-    def _note_sequences(self, check: str, examples: Examples, flagged: Bool) -> None:
-        """Counts the examples with a flagged sequence; `flagged`: bool `[S]`."""
-        flags = np.logical_or.reduceat(flagged, examples.example_offsets[:-1])
-        self._note(check, examples, flags)
-
-    def _note(self, check: str, examples: Examples, flagged: Bool) -> None:
-        if flagged.any():
-            self.hits[check] += examples.example_ids[flagged].tolist()
+        flags["duplicate_prompts"] = ~self._prompts.add(examples.keys[:, 0])
+        flags["duplicate_records"] = ~self._records.add(examples.keys[:, 1])
+        for check, flagged in flags.items():
+            if flagged.any():
+                self.hits[check] += examples.example_ids[flagged].tolist()
 
 
 def _ends_with(examples: Examples, eos: int) -> Bool:
@@ -333,44 +323,32 @@ class TextLint:
         # Tokenizing may already have counted the same findings.
         known = set(tally.noted)
         for i, value in enumerate(rows.values):
-            if example_id(rows.source, rows.ordinals[i]) in kept:
-                self._look(rows, i, value, tally, known)
+            if example_id(rows.source, rows.ordinals[i]) not in kept:
+                continue
+            with contextlib.suppress(Refused):  # settings may have changed it before tokenizing
+                for check, detail in self._errors(parse_record(value, self._kind, self._config)):
+                    if check not in known:
+                        tally.note(check, rows.where(i), detail)
         return examples, tally
-
-    def _look(self, rows: Rows, i: int, value: object, tally: Tally, known: set[str]) -> None:
-        try:
-            parsed = parse_record(value, self._kind, self._config)
-        except Refused:  # tokenizing may accept it, as settings can change it before parsing
-            return
-        for check, detail in self._errors(parsed):
-            if check not in known:
-                tally.note(check, rows.where(i), detail)
 
     def _errors(self, parsed: Parsed) -> Iterator[tuple[str, str]]:
         prompt, responses = parsed.prompt, parsed.responses
-        dialogue = isinstance(prompt, list)
         # Messages and ids of kind sft are all response, prompts included.
-        if not (self._kind == "sft" and not isinstance(prompt, str)) and not _says(prompt):
+        if (isinstance(prompt, str) or self._kind != "sft") and not _says(prompt):
             yield "empty_prompt", ""
         if isinstance(prompt, str) and any(_glued(prompt, str(r)) for r in responses):
             yield "glued_prompt", f"{quote(prompt[-20:])} and {quote(str(responses[0])[:20])}"
-        if dialogue and self._markers:
+        if isinstance(prompt, list) and self._markers:
             yield "marker_no_token", " ".join(self._markers)
 
 
 def markers_without_token(tokenizer: Tokenizer) -> list[str]:
-    """Returns turn markers of the chat template that are missing in the vocabulary.
-
-    Markers are texts in angle brackets without white space.
-    """
-    template = tokenizer.template
-    if template is None:
-        return []
-    roles = ("user", "assistant")
-    try:
-        text = template.render([{"role": role, "content": "a"} for role in roles])
-    except (Refused, PackstoreError):  # the template refuses this dialogue
-        return []
+    """Returns turn markers (``<...>``) of the chat template that are missing in the vocabulary."""
+    text = ""
+    if tokenizer.template is not None:
+        with contextlib.suppress(Refused, PackstoreError):  # the template refuses this dialogue
+            roles = ("user", "assistant")
+            text = tokenizer.template.render([{"role": role, "content": "a"} for role in roles])
     markers = dict.fromkeys(_MARKER.findall(text))
     return [marker for marker in markers if tokenizer.engine.token_to_id(marker) is None]
 
@@ -386,9 +364,7 @@ def _says(prompt: Any) -> bool:
 
 def _glued(prompt: str, response: str) -> bool:
     """Returns True if prompt and response join without a space, in a script with spaces."""
-    if not prompt or not response:
-        return False
-    last, first = prompt[-1], response[0]
-    if any(unicodedata.east_asian_width(c) in "WF" for c in (last, first)):
+    last, first = prompt[-1:], response[:1]
+    if any(unicodedata.east_asian_width(c) in "WF" for c in last + first):
         return False
     return (last.isalnum() or last in _ENDS) and first.isalnum()

@@ -20,6 +20,7 @@ from packstore.config import PackConfig
 from packstore.errors import ConfigError, InputError, sentence
 from packstore.etl.sources import RecordExampleReader, open_examples
 from packstore.format.arrays import Bool, Examples, Int32, Tally
+from packstore.format.schema import LAYOUTS
 from packstore.io.inputs.sampling import SAMPLE_BLOCK_BYTES, Sampling
 from packstore.pack.algorithms import STRATEGIES as KNOWN
 from packstore.pack.layout import sizes
@@ -28,7 +29,6 @@ from packstore.progress import Progress
 
 PACK_SIZES = (2048, 4096, 8192, 16384, 32768)
 STRATEGIES = ("pool",)
-LAYOUTS = ("concat", "shared_prefix")
 
 SAMPLE = 20_000
 """Default maximum of sampled records; the error of the fill rate is then about 0.1 %."""
@@ -142,37 +142,23 @@ def estimate(
         InputError: no record could be used.
         PackstoreError: the input cannot be read, or the tokenizer does not load.
     """
-    numbers = {
-        "sample": sample,
-        "world_size": world_size,
-        "packs_per_batch": packs_per_batch,
-        "accumulation": accumulation,
-    }
-    for name, value in numbers.items():
+    names = ("sample", "world_size", "packs_per_batch", "accumulation")
+    for name, value in zip(names, (sample, world_size, packs_per_batch, accumulation), strict=True):
         if value < 1:
             raise ConfigError(sentence(f"setting {name}", "must be at least 1", str(value)))
-    tried = [
-        _tried("pack_size", pack_sizes, settings, PACK_SIZES),
-        _tried("layout", layouts, settings, LAYOUTS),
-        _tried("strategy", strategies, settings, STRATEGIES),
-    ]
+    sizes_tried = sorted(set(_tried("pack_size", pack_sizes, settings, PACK_SIZES)))
+    layouts_tried = _tried("layout", layouts, settings, LAYOUTS)
+    strategies_tried = _tried("strategy", strategies, settings, STRATEGIES)
     base = PackConfig.of(config, **settings)
     if base.selects:
-        raise ConfigError(
-            sentence(
-                "settings dedup and validation_fraction",
-                "an estimate counts all records, so they must not be set",
-                f"dedup={base.dedup!r}, validation_fraction={base.validation_fraction}",
-            )
-        )
+        must = "must not be set, as an estimate counts all records"
+        raise ConfigError(sentence("settings dedup and validation_fraction", must))
     combinations = [
-        replace(base, pack_size=pack_size, layout=layout, strategy=strategy)
-        for pack_size in sorted(set(tried[0]))
-        for layout in tried[1]
-        for strategy in tried[2]
+        replace(base, pack_size=pack_size, layout=layout, strategy=KNOWN.check(strategy))
+        for pack_size in sizes_tried
+        for layout in layouts_tried
+        for strategy in strategies_tried
     ]
-    for combination in combinations:
-        KNOWN.check(combination.strategy)
     truncates = base.overlong.startswith("truncate")
     limitless = base
     if not truncates:  # no record is too long for all combinations
@@ -181,7 +167,7 @@ def estimate(
     reader = open_examples(source, tokenizer, limitless, options, SAMPLE_BLOCK_BYTES)
     report = None if progress is None else lambda n: progress("read", n, None, "records")
     drawn = reader.sample(sample, base.seed, report)
-    measured = Measured(("concat", *tried[1]), base.pad_to_multiple).of(reader)
+    measured = Measured(("concat", *layouts_tried), base.pad_to_multiple).of(reader)
 
     @functools.cache
     def cut(pack_size: int, layout: Any) -> Measured:
@@ -195,7 +181,7 @@ def estimate(
         reader.kind,
         measured,
         drawn,
-        [(one, cut(one.pack_size, one.layout)) for one in combinations],
+        [(c, cut(c.pack_size, c.layout)) for c in combinations],
         total=max(drawn.records, records or drawn.total or 0),
         packs_per_step=world_size * packs_per_batch * accumulation,
     )
@@ -210,7 +196,7 @@ def estimate_of(
     total: int,
     packs_per_step: int = 1,
 ) -> Estimate:
-    """Plans all combinations."""
+    """Plans all combinations; recommends the smallest pack size that fills well and keeps most."""
     tally = measured.tally
     tally.dropped.pop("overlong", None)
     if not tally.kept:
@@ -219,31 +205,30 @@ def estimate_of(
         _Projection(sample, drawn, total).choice(config, packs_per_step)
         for config, sample in combinations
     ]
+    enough = ENOUGH_RECORDS * max(c.examples for c in choices)
+    # Without the emptiest pack: that of a sample stays open, unlike the last one of a dataset.
+    good = [c for c in choices if c.fill_but_emptiest >= ENOUGH_FILL and c.examples >= enough]
     return Estimate(
         kind=kind,
         tally=tally,
         sample=drawn,
         scale=total / drawn.records,
         choices=tuple(choices),
-        recommended=_recommended(choices),
+        recommended=min(
+            good, key=lambda c: (c.pack_size, -c.tokens_saved, -c.fill_rate), default=None
+        ),
         example_tokens={layout: measured.values(layout) for layout in measured.layouts},
         sequence_tokens=measured.values("sequence"),
     )
 
 
 class Measured:
-    """Sizes of the examples of a sample, added place by place.
-
-    Attributes:
-        tally: counts of records.
-        read: records read of each place of the sample.
-        overlong: of them, those too long even after truncation.
-    """
+    """Sizes of the examples of a sample, added place by place."""
 
     def __init__(self, layouts: Iterable[str], multiple: int) -> None:
         self.tally = Tally()
-        self.read: list[int] = []
-        self.overlong: list[int] = []
+        self.read: list[int] = []  # records of each place
+        self.overlong: list[int] = []  # of them, those too long even after truncation
         self.layouts, self._multiple = tuple(dict.fromkeys(layouts)), multiple
         self._parts: dict[str, list[Int32]] = defaultdict(list)
 
@@ -268,9 +253,7 @@ class Measured:
         self.tally.add(tally)
 
     def values(self, name: str) -> Int32:
-        """Returns int32 `[E]`: ``place``, ``longest`` sequence, tokens in a layout, or ``padded``
-        tokens in it; or int32 `[S]`: tokens of each ``sequence``.
-        """
+        """Returns int32 `[E]` (place, longest, tokens in a layout, padded) or `[S]` (sequence)."""
         return np.concatenate([np.empty(0, np.int32), *self._parts[name]])
 
 
@@ -298,14 +281,11 @@ class _Projection:
         stored, stored_error = self._total(tokens * fits)
         packs_per_token = made.num_packs / max(made.tokens, 1)
         packs = round(stored * packs_per_token)
-        errors: tuple[int | None, int | None] = (None, None)
-        if self._drawn.total is not None:
-            # The plan of all records may have fewer packs over the tokens than that of a few.
-            spare = max(made.num_packs - made.aligned_tokens // made.pack_size, 1)
-            errors = (
-                round(stored_error * packs_per_token + spare * (self._scale - 1)),
-                round(max(overlong_error, UNSEEN * (self._scale - 1))),
-            )
+        # The plan of all records may have fewer packs over the tokens than that of a few.
+        spare = max(made.num_packs - made.aligned_tokens // made.pack_size, 1)
+        packs_error = round(stored_error * packs_per_token + spare * (self._scale - 1))
+        most_overlong = round(max(overlong_error, UNSEEN * (self._scale - 1)))
+        from_all = self._drawn.total is not None
         per_pack = made.examples_per_pack[1]
         fullest = made.fill_rate
         if made.num_packs > 1:
@@ -319,8 +299,8 @@ class _Projection:
             packs=packs,
             examples=round(examples),
             overlong=round(overlong),
-            packs_error=errors[0],
-            overlong_error=errors[1],
+            packs_error=packs_error if from_all else None,
+            overlong_error=most_overlong if from_all else None,
             fill_rate=made.fill_rate,
             fill_but_emptiest=fullest,
             aligned_fill_rate=made.aligned_fill_rate,
@@ -333,21 +313,14 @@ class _Projection:
     def _total(self, values: npt.NDArray[Any], more: Any = 0) -> tuple[float, float]:
         """Estimates a sum over all records of `values` `[E]` and `more` `[B]`; two errors of it."""
         by_place = np.bincount(self._place, values, len(self._read)) + more
-        error = standard_error(by_place, self._read, self._weights, self._known)
-        return float(self._weights @ by_place), 2 * error
-
-
-def standard_error(
-    values: npt.NDArray[Any], records: npt.NDArray[Any], weights: npt.NDArray[Any], known: float
-) -> float:
-    """Estimates the standard error of the weighted sum of `values`, as a ratio to records."""
-    if known >= 1:
-        return 0.0
-    if len(values) < 2:
-        return float(weights @ values)
-    off = weights * (values - (weights @ values) / (weights @ records) * records)
-    variance = np.sum(np.diff(off) ** 2) / (2 * (len(off) - 1))
-    return float(np.sqrt((1 - known) * len(off) * variance))
+        weights, total = self._weights, float(self._weights @ by_place)
+        if self._known >= 1:
+            return total, 0.0
+        if len(by_place) < 2:
+            return total, 2 * total
+        off = weights * (by_place - total / (weights @ self._read) * self._read)
+        variance = np.sum(np.diff(off) ** 2) / (2 * (len(off) - 1))
+        return total, 2 * float(np.sqrt((1 - self._known) * len(off) * variance))
 
 
 def _tried(
@@ -362,17 +335,3 @@ def _tried(
         both = f"{settings[name]!r}, and {list(asked)} to try"
         raise ConfigError(sentence(f"setting {name}", "must be given once", both))
     return (settings[name],)
-
-
-def _recommended(choices: Sequence[Choice]) -> Choice | None:
-    """Returns the fullest choice of the smallest pack size that fills well and keeps the records.
-
-    Ignores the emptiest pack: a small sample leaves its last pack open, unlike the whole dataset.
-    """
-    most = max(c.examples for c in choices)
-    good = [
-        c
-        for c in choices
-        if c.fill_but_emptiest >= ENOUGH_FILL and c.examples >= ENOUGH_RECORDS * most
-    ]
-    return min(good, key=lambda c: (c.pack_size, -c.tokens_saved, -c.fill_rate), default=None)

@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from packstore.config import PackConfig, fingerprint
-from packstore.errors import DatasetExistsError, DatasetNotFoundError, quote, sentence
+from packstore.errors import DatasetExistsError, quote, sentence
 from packstore.etl.sources import ExampleReader, RecordExampleReader
-from packstore.io.dataset.dataset import Dataset
-from packstore.io.dataset.dataset import open as open_dataset
+from packstore.io.dataset.dataset import Dataset, find_dataset
 from packstore.io.store.location import Location
 
 _DECIDING_TOKENIZER = (
@@ -31,8 +30,8 @@ _DECIDING_ANSWERS = ("special_tokens", "invalid_unicode")
 def run_of(reader: ExampleReader, part: str | None) -> str:
     """Names a run, from facts known before its input is read: a rerun has the same name."""
     sizes = reader.sizes if isinstance(reader, RecordExampleReader) else []
-    about = {**reader.provenance([]), "bytes": sizes, "part": part}
-    return fingerprint(without_paths(about))[:12]
+    facts = {**reader.provenance([]), "bytes": sizes, "part": part}
+    return fingerprint(without_paths(facts))[:12]
 
 
 def provenance_of(
@@ -79,7 +78,7 @@ def finished_before(
 
     The input is read only if all else agrees, and then hashed, not tokenized.
     """
-    newest = {part: _newest(place) for part, place in places.items()}
+    newest = {p: find_dataset(place.url, place.storage_options) for p, place in places.items()}
     there = {part: dataset for part, dataset in newest.items() if dataset is not None}
     if not there:
         return {}
@@ -97,13 +96,6 @@ def finished_before(
     return there
 
 
-def _newest(place: Location) -> Dataset | None:
-    try:
-        return open_dataset(place.url, place.storage_options)
-    except DatasetNotFoundError:
-        return None
-
-
 def _refuse_other(dataset: Dataset, about: Mapping[str, Any], without: Sequence[str] = ()) -> None:
     """Refuses a dataset of another provenance than `about`; the tokenizer engine may differ."""
 
@@ -114,34 +106,27 @@ def _refuse_other(dataset: Dataset, about: Mapping[str, Any], without: Sequence[
         return {name: value for name, value in facts.items() if name not in without}
 
     before, now = compared(dataset.manifest.provenance), compared(about)
-    if before != now:
-        raise _exists(dataset, "; ".join(_differences(before, now)[:2]))
+    if before == now:
+        return
+    before, now = dict(_flat(before)), dict(_flat(now))
+    names = [n for n in {**now, **before} if before.get(n) != now.get(n)]
+    differences = [
+        f"{name} {quote(before.get(name), 24)} then, {quote(now.get(name), 24)} now"
+        for name in [n for n in names if n != "lineage"] or names  # the lineage follows from others
+    ]
+    raise _exists(dataset, "; ".join(differences[:2]))
 
 
 def _exists(dataset: Dataset, difference: str) -> DatasetExistsError:
+    there = f"version {dataset.version} of one ({difference})"
+    remedy = "Name another place, or overwrite it (overwrite=True, --overwrite)"
     return DatasetExistsError(
-        sentence(
-            dataset.url,
-            "must not hold another dataset yet",
-            f"version {dataset.version} of one ({difference})",
-            "Name another place, or overwrite it (overwrite=True, --overwrite)",
-        )
+        sentence(dataset.url, "must not hold another dataset yet", there, remedy)
     )
 
 
-def _differences(other: Mapping[str, Any], about: Mapping[str, Any]) -> list[str]:
-    """Lists the differences of two jobs, as `name X then, Y now` for each changed field."""
-    before, now = dict(_flat(other)), dict(_flat(about))
-    names = [n for n in {**now, **before} if n.split(".")[0] in about]
-    names = [n for n in names if before.get(n) != now.get(n)]
-    causes = [n for n in names if n != "lineage"]
-    return [
-        f"{name} {quote(before.get(name), 24)} then, {quote(now.get(name), 24)} now"
-        for name in causes or names
-    ]
-
-
 def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    """Yields the values of nested mappings under their dotted names."""
     for name, inner in value.items():
         if isinstance(inner, list) and inner and all(isinstance(i, Mapping) for i in inner):
             inner = {str(i): part for i, part in enumerate(inner)}
