@@ -10,41 +10,38 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from packstore.config import SelectConfig
+from packstore.config import PackConfig, SelectConfig
 from packstore.format.arrays import SOURCE_SHIFT, Bool, Examples, Int64, Tally
 from packstore.format.seeds import U64, derive, mixed
 from packstore.io.inputs.pieces import place_of
 
-TRAIN, VALIDATION = "train", "validation"
-
 DUPLICATES = {"pair": "duplicate_pair", "prompt": "duplicate_prompt"}
 """Setting `dedup` -> reason under which dropped records are counted."""
 
-OTHER_PART = {TRAIN: "for_validation", VALIDATION: "for_training"}
+OTHER_PART = {"train": "for_validation", "validation": "for_training"}
 """Reason under which a part counts the examples of the other part."""
 
 
+def parts_of(config: SelectConfig) -> tuple[str | None, ...]:
+    """Returns the names of the datasets that a job makes; None: a single one."""
+    return tuple(OTHER_PART) if config.validation_fraction else (None,)
+
+
 class Selection:
-    """Assigns examples to parts, in input order, by their prompts and `seed`.
+    """Assigns examples to parts, in input order, by their prompts and the seed.
 
     `repeated` has the ids of the duplicates, int64, sorted; None: an example is a duplicate if an
     earlier call had one with the same key. `paths`, ordinal -> path, name their places.
     """
 
     def __init__(
-        self,
-        config: SelectConfig,
-        seed: int,
-        repeated: Int64 | None = None,
-        paths: Mapping[int, str] | None = None,
+        self, config: PackConfig, repeated: Int64 | None, paths: Mapping[int, str]
     ) -> None:
-        self._config, self._repeated = config, repeated
-        self._paths = paths or {}
+        self._config, self._repeated, self._paths = config, repeated, paths
         self._seen = Seen()
-        self._salt = np.uint64(derive(seed, "validation"))
-        self.parts = (TRAIN, VALIDATION) if config.validation_fraction else (TRAIN,)
+        self._salt = np.uint64(derive(config.seed, "validation"))
 
-    def __call__(self, examples: Examples, tally: Tally) -> dict[str, Examples]:
+    def __call__(self, examples: Examples, tally: Tally) -> list[Examples]:
         """Returns the examples of each part; counts dropped ones in `tally`."""
         if self._config.dedup != "none" and examples.num_examples:
             new = self._new(examples)
@@ -54,35 +51,18 @@ class Selection:
                 tally.drop(DUPLICATES[self._config.dedup], where, "an earlier record has it too")
             if not new.all():
                 examples = examples.take(np.flatnonzero(new))
-        if len(self.parts) == 1:
-            return {TRAIN: examples}
-        held = self._held_back(examples)
-        return {
-            TRAIN: examples.take(np.flatnonzero(~held)),
-            VALIDATION: examples.take(np.flatnonzero(held)),
-        }
+        if not self._config.validation_fraction:
+            return [examples]
+        # By the prompt: equal ones always share a part.
+        drawn = mixed(_keys(examples)[:, 0] ^ self._salt)
+        held = drawn < np.uint64(int(self._config.validation_fraction * 2.0**63) * 2)
+        return [examples.take(np.flatnonzero(~held)), examples.take(np.flatnonzero(held))]
 
     def _new(self, examples: Examples) -> Bool:
         """Returns bool `[E]`: True for the first example with its key."""
         if self._repeated is None:
             return self._seen.add(dedup_keys(examples, self._config))
         return ~np.isin(examples.example_ids, self._repeated)
-
-    def _held_back(self, examples: Examples) -> Bool:
-        """Returns bool `[E]`: True for validation. Equal prompts always share a part."""
-        drawn = mixed(_keys(examples)[:, 0] ^ self._salt)
-        held: Bool = drawn < np.uint64(int(self._config.validation_fraction * 2.0**63) * 2)
-        return held
-
-
-def of_part(tally: Tally, part: str, kept: dict[str, int]) -> Tally:
-    """Returns the tally of one part; examples of the other part count as dropped."""
-    others = sum(kept.values()) - kept[part]
-    found = Tally()
-    found.add(tally)
-    if others:
-        found.dropped[OTHER_PART[part]] += others
-    return found
 
 
 class Seen:
@@ -125,17 +105,14 @@ def duplicates(keys: Sequence[U64], ids: Sequence[Int64]) -> list[Int64]:
     del every
     # Duplicates are few, mostly: only these are sorted with their ids.
     chosen = [np.isin(k, shared) for k in keys]
-    key = np.concatenate(
-        [np.empty(0, np.uint64), *(k[c] for k, c in zip(keys, chosen, strict=True))]
-    )
-    own = [i[c] for i, c in zip(ids, chosen, strict=True)]
-    id_ = np.concatenate([np.empty(0, np.int64), *own])
+    some_keys = [k[c] for k, c in zip(keys, chosen, strict=True)]
+    some_ids = [i[c] for i, c in zip(ids, chosen, strict=True)]
+    key, id_ = np.concatenate(some_keys), np.concatenate(some_ids)
     order = np.lexsort((id_, key))
     later = np.zeros(len(key), np.bool_)
     later[order[1:]] = key[order[1:]] == key[order[:-1]]
-    cuts = np.cumsum([len(o) for o in own])[:-1]
-    parts = zip(np.split(id_, cuts), np.split(later, cuts), strict=True)
-    return [np.sort(i[again]) for i, again in parts]
+    parts = np.split(later, np.cumsum([len(i) for i in some_ids])[:-1])
+    return [np.sort(i[again]) for i, again in zip(some_ids, parts, strict=True)]
 
 
 def _keys(examples: Examples) -> U64:

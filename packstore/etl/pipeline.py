@@ -21,8 +21,8 @@ from typing import Any
 
 from packstore.config import PackConfig
 from packstore.errors import ConfigError, WrongEngineError
-from packstore.etl.background import beside, warm_up
-from packstore.etl.dedup_and_split import Selection, duplicates
+from packstore.etl.background import warm_up
+from packstore.etl.dedup_and_split import duplicates, parts_of
 from packstore.etl.engines import ENGINES
 from packstore.etl.partitions.resume import Partition, Written, check_growth
 from packstore.etl.partitions.slices import ReadKeys, split, warn_of_reads
@@ -92,26 +92,26 @@ def pack(
     ENGINES.check(config.engine)
     options = dict(storage_options or {})
     of_source = options if source_storage_options is None else dict(source_storage_options)
-    places: dict[str | None, Location] = {None: Location(out, options)}
-    if len(parts := Selection(config, config.seed).parts) > 1:
-        places = {part: places[None].join(part) for part in parts}
+    place = Location(out, options)
+    places = {part: place if part is None else place.join(part) for part in parts_of(config)}
     there: dict[str | None, Dataset] = {}
     if not config.overwrite:
         opening = partial(open_examples, source, tokenizer, config, of_source)
         there = finished_before(places, opening, config)
     if there and len(there) == len(places):
-        log.info("%s: already there, same input and settings", Location(out, options).display)
+        log.info("%s: already there, same input and settings", place.display)
         return next(iter(there.values()))
     with contextlib.ExitStack() as stack:
-        jobs = [
-            stack.enter_context(writing(place, config.overwrite or part in there))
+        jobs = {
+            part: stack.enter_context(writing(place, config.overwrite or part in there))
             for part, place in places.items()
-        ]
+        }
         work = partial(_pack, jobs, source, of_source, tokenizer, config, progress)
         _falling_back(work, source)
-    for job in jobs:
-        _log_result(job.committed)
-    return jobs[0].committed
+    committed = [job.committed for job in jobs.values()]
+    for dataset in committed:
+        _log_result(dataset)
+    return committed[0]
 
 
 def pack_into(
@@ -125,7 +125,7 @@ def pack_into(
     """Packs like :func:`pack`, into an open job; see :mod:`packstore.io.write.write_job`."""
     if config.validation_fraction:
         raise ConfigError("validation_fraction makes two datasets of its own: set it for pack().")
-    work = partial(_pack, [job], source, source_options, tokenizer, config, progress)
+    work = partial(_pack, {None: job}, source, source_options, tokenizer, config, progress)
     _falling_back(work, source)
 
 
@@ -142,31 +142,25 @@ def _falling_back(work: Callable[[], None], source: Any) -> None:
 
 
 def _pack(
-    jobs: Sequence[WriteJob],
+    jobs: Mapping[str | None, WriteJob],
     source: Any,
     source_options: Mapping[str, Any],
     tokenizer: Any,
     config: PackConfig,
     progress: Progress | None,
 ) -> None:
-    """Packs and commits the dataset of each part (train, and validation if set)."""
-    beside(partial(warm_up, config))
+    """Packs and commits the dataset of each part, see :func:`parts_of`."""
+    warm_up(config)
     reader = open_examples(source, tokenizer, config, dict(source_options))
     config = replace(config, partitions=reader.partitions)
-    for job in jobs:
+    for job in jobs.values():
         job.check_fits(reader.kind, reader.carry, reader.provenance)
-    names = Selection(config, config.seed).parts
-    parts = dict(zip(names if len(names) > 1 else (None,), jobs, strict=True))
     notes = [
-        PartitionNotes(_absolute(job.location), run_of(reader, part)) for part, job in parts.items()
+        PartitionNotes(_absolute(job.location), run_of(reader, part)) for part, job in jobs.items()
     ]
-    for note in notes:
-        if others := note.of_others():
-            text = "%d finished partitions of other jobs are there: see `packstore clean`"
-            log.info(text, others)
-    counting = Counting(progress)
-    inputs = [item.location for item in reader.inputs]
-    options = jobs[0].location.storage_options
+    for others in filter(None, (note.of_others() for note in notes)):
+        log.info("%d finished partitions of other jobs are there: see `packstore clean`", others)
+    counting, locations = Counting(progress), [job.location for job in jobs.values()]
     shape = PackShape(
         kind=reader.kind,
         layout=config.layout,
@@ -174,22 +168,21 @@ def _pack(
         carry=reader.carry,
         vocab_size=reader.vocab_size,
     )
-    with RejectsFile(config.rejects, options, inputs) as rejects:
-        totals = RecordTotals(parts, reader, config, rejects, counting)
+    inputs = [item.location for item in reader.inputs]
+    with RejectsFile(config.rejects, locations[0].storage_options, inputs) as rejects:
+        totals = RecordTotals(jobs, reader, config, rejects, counting)
         work = partial(PackPartitions, notes=notes, shape=shape, config=config, paths=reader.paths)
         written: list[list[Written]] = []
         with contextlib.closing(_partitions(work, reader, config, totals, counting)) as partitions:
             for partition in partitions:
                 if not written:  # the job would fail at its end
-                    places = [job.location for job in jobs]
-                    check_growth(partition, config.partitions or 1, places)
+                    check_growth(partition, config.partitions or 1, locations)
                 written.append(partition.written)
-    by_dataset = zip(*written, strict=True)
-    for name, (part, job), packs in zip(names, parts.items(), by_dataset, strict=True):
-        planned = [some.planning for some in packs if some.planning]
-        planning = {**merged_statistics(planned), "partitions": config.partitions}
-        about = totals.of_part(name), planning, totals.provenance(part)
-        _commit(job, shape, config, [shard for some in packs for shard in some.shards], about)
+    for (part, job), packs in zip(jobs.items(), zip(*written, strict=True), strict=True):
+        planning = merged_statistics([w.planning for w in packs if w.planning])
+        planning["partitions"] = config.partitions
+        about = totals.of_part(part), planning, totals.provenance(part)
+        _commit(job, shape, config, [shard for w in packs for shard in w.shards], about)
     for note in notes:
         note.remove()
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
+import io
 import json
 import os
 import re
 import shutil
 import tempfile
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
@@ -16,9 +17,6 @@ from packstore.format.arrays import Sample
 from packstore.io.store.location import Location
 from packstore.io.store.staging import BESIDE, Staging
 from packstore.io.store.storage_errors import as_storage_errors
-
-_CHUNK = 1 << 20
-_NUMBER = re.compile(r"([0-9]+)$")
 
 
 class RejectsFile:
@@ -41,12 +39,10 @@ class RejectsFile:
             self._file = tempfile.TemporaryFile()  # noqa: SIM115  # closed by __exit__
 
     def add_compressed(self, data: bytes) -> None:
-        """Adds lines of :class:`CompressedRejects`."""
-        inflate = zlib.decompressobj()
-        with as_storage_errors("write", tempfile.gettempdir(), {}):
-            while data:
-                self._file.write(inflate.decompress(data, _CHUNK))
-                data = inflate.unconsumed_tail
+        """Adds the lines of some blocks, as :func:`compressed` returns them, joined."""
+        folder = tempfile.gettempdir()
+        with as_storage_errors("write", folder, {}), gzip.open(io.BytesIO(data)) as lines:
+            shutil.copyfileobj(lines, self._file)
 
     def publish(self) -> None:
         """Moves or uploads the finished file to its URL, in one step."""
@@ -65,36 +61,20 @@ class RejectsFile:
         self._file.close()
 
 
-class CompressedRejects:
-    """Collects the dropped records of a partition in the worker that packs it."""
-
-    def __init__(self) -> None:
-        self._deflate = zlib.compressobj(1)
-        self._parts: list[bytes] = []
-
-    def add(self, samples: Sequence[Sample] | None) -> None:
-        """Adds the dropped records of a block."""
-        if samples:
-            self._parts.append(self._deflate.compress(_lines_of(samples)))
-
-    def finish(self) -> bytes:
-        """Returns all lines, for :meth:`RejectsFile.add_compressed`."""
-        return b"".join([*self._parts, self._deflate.flush()])
-
-
-def _lines_of(samples: Iterable[Sample]) -> bytes:
-    """Returns a JSON line for each (`place`, `reason` and `detail`), in the order of places."""
+def compressed(samples: Iterable[Sample]) -> bytes:
+    """Returns a JSON line for each (`place`, `reason`, `detail`), in the order of places."""
     lines = (
         json.dumps({"place": s.where, "reason": s.reason, "detail": s.detail}, ensure_ascii=False)
-        for s in sorted(samples, key=_number)
+        for s in sorted(samples, key=_ordinal)
     )
     # A lone surrogate, invalid in UTF-8, becomes its JSON escape.
-    return "".join(f"{line}\n" for line in lines).encode(errors="backslashreplace")
+    text = "".join(f"{line}\n" for line in lines).encode(errors="backslashreplace")
+    return gzip.compress(text, 1)
 
 
-def _number(sample: Sample) -> int:
+def _ordinal(sample: Sample) -> int:
     """Returns the line, row or item of a record; 0 if its place has none."""
-    match = _NUMBER.search(sample.where)
+    match = re.search(r"([0-9]+)$", sample.where)
     return int(match[1]) if match else 0
 
 

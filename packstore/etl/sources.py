@@ -6,6 +6,7 @@ import contextlib
 import copy
 import itertools
 import os
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
@@ -58,21 +59,13 @@ def open_examples(
     if dataset is None:
         return RecordExampleReader(source, tokenizer, config, storage_options, block_bytes)
     if tokenizer is not None:
-        raise ConfigError(
-            f"{dataset.url} is a packed dataset, which is repacked without tokenizing: "
-            "leave tokenizer out."
-        )
+        text = "is a packed dataset, which is repacked without tokenizing: leave tokenizer out."
+        raise ConfigError(f"{dataset.url} {text}")
     return DatasetExampleReader(dataset, config)
 
 
 class RecordExampleReader:
-    """Reads records and tokenizes them in workers.
-
-    Attributes:
-        kind: ``preference``, ``sft`` or ``ranked``.
-        carry: carried columns, name -> type.
-        vocab_size: token ids are below it, if known.
-    """
+    """Reads records and tokenizes them in workers; `kind`, `carry`, `vocab_size` as in Manifest."""
 
     def __init__(
         self,
@@ -86,7 +79,7 @@ class RecordExampleReader:
         if tokenizer is not None:  # records of token ids need none
             self.tokenizer = load_tokenizer(tokenizer, chat_template=config.chat_template)
         named = isinstance(tokenizer, str | PathLike)
-        self._tokenizer_path = spelled(str(tokenizer)) if named else None
+        self._tokenizer_path = {"path": spelled(str(tokenizer))} if named else {}
         parse_carry(config)
         self._reader = InputReader(source, storage_options, config, block_bytes)
         blocks = iter(self._reader)
@@ -96,13 +89,12 @@ class RecordExampleReader:
         if config.carry:
             config = replace(config, carry=typed_carry(config, rows.values))
         self._config, self.carry = config, parse_carry(config)
-        self.kind: str = config.kind
-        if self.kind == "auto":
-            self.kind = detect_kind(rows.values[0], config, rows.where(0))
+        detected = config.kind == "auto"
+        self.kind = detect_kind(rows.values[0], config, rows.where(0)) if detected else config.kind
         if self.tokenizer is not None and _faster_pays(self.tokenizer, first, blocks):
             self.tokenizer = agreeing(fastest(self.tokenizer), rows, config, self.kind)
         self.vocab_size = self.tokenizer.vocab_size if self.tokenizer else None
-        self._renders = self.tokenizer is not None and _are_dialogues(rows, config, self.kind)
+        self._renders = self.tokenizer is not None and self._are_dialogues(rows)
 
     def __iter__(self) -> Iterator[Part]:
         return self.each(self.tokenize())
@@ -115,10 +107,10 @@ class RecordExampleReader:
     def sample(
         self, records: int, seed: int, report: Callable[[int], None] | None = None
     ) -> Sampling:
-        """Reduces the source to a sample, from all over the input; every iteration then yields it.
+        """Reduces the source to a sample, which every iteration then yields.
 
-        The sample of an iterable of unknown length is its first records. `report` is called with
-        the number of records read so far.
+        It is from all over the input; for an iterable of unknown length, its first records.
+        `report` gets the number of records read so far.
         """
         if self._reader.ends:
             self._blocks, sample = sample_blocks(self._blocks, records, seed, report)
@@ -134,8 +126,14 @@ class RecordExampleReader:
 
     def read_through(self) -> None:
         """Reads the rest of the input, to hash it; nothing is tokenized."""
-        for _ in self._blocks:
-            pass
+        deque(self._blocks, maxlen=0)
+
+    def _are_dialogues(self, rows: Rows) -> bool:
+        """Returns True if the first record that has the shape of its kind is a dialogue."""
+        for value in rows.values:
+            with contextlib.suppress(Refused):
+                return isinstance(parse_record(value, self.kind, self._config).prompt, list)
+        return False
 
     @property
     def inputs(self) -> tuple[Input, ...]:
@@ -167,16 +165,13 @@ class RecordExampleReader:
         # A template is rendered by Python code, which holds the GIL.
         threads = not self._renders and (name in (None, FAST) or (name == "tokenizers" and few))
         stage = RecordTokenizer(self.tokenizer, self._config, self.kind)
-        seed, sources = self._config.seed, len(self.inputs)
-        watch = EngineWatch(stage, seed, sources)
-        return Tokenize(stage, threads, watch)
+        return Tokenize(stage, threads, EngineWatch(stage, self._config.seed, len(self.inputs)))
 
     def provenance(self, sources: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
         """Returns sources (as passed, else those read here), tokenizer, settings and version."""
-        path = {} if self._tokenizer_path is None else {"path": self._tokenizer_path}
         return {
             "sources": list(self._reader.sources() if sources is None else sources),
-            "tokenizer": self.tokenizer and {**path, **self.tokenizer.provenance()},
+            "tokenizer": self.tokenizer and {**self._tokenizer_path, **self.tokenizer.provenance()},
             "settings": replace(self._config, partitions=self.partitions).recorded(),
             "package_version": VERSION,
         }
@@ -188,14 +183,6 @@ def _only_one(config: PackConfig) -> int:
         must = "the input must be files of records"
         raise ConfigError(sentence(f"partitions={config.partitions}", must, "another input"))
     return 1
-
-
-def _are_dialogues(rows: Rows, config: PackConfig, kind: str) -> bool:
-    """Returns True if the first record that has the shape of its kind is a dialogue."""
-    for value in rows.values:
-        with contextlib.suppress(Refused):
-            return isinstance(parse_record(value, kind, config).prompt, list)
-    return False
 
 
 def _faster_pays(tokenizer: Tokenizer, first: list[Block], blocks: Iterator[Block]) -> bool:
@@ -217,23 +204,18 @@ class DatasetExampleReader:
 
     def __init__(self, dataset: Dataset, config: PackConfig) -> None:
         manifest = dataset.manifest
+        refused = [*config.needing_records]
         if config.overlong.startswith("truncate"):
-            raise ConfigError(
-                f"overlong={config.overlong!r} needs the records: a packed dataset does not store "
-                "its texts. Pack the records again, or set overlong to drop or error."
-            )
+            refused.append(f"overlong={config.overlong!r}")
         if config.selects:
-            raise ConfigError(
-                "dedup and validation_fraction need the records: a packed dataset does not store "
-                "its texts. Pack the records again."
-            )
-        if names := config.needing_records:
-            must = f"{', '.join(names)} must be left out, as it is repacked without tokenizing"
+            refused.append("dedup and validation_fraction")
+        if refused:
+            text = "it is repacked without tokenizing, as it does not store its texts"
+            must = f"{', '.join(refused)} must be left out: {text}"
             raise ConfigError(sentence(dataset.url, must, "", "Pack the records again"))
         if config.kind not in ("auto", manifest.kind):
-            raise ConfigError(
-                f"kind must be auto or that of the dataset, {manifest.kind}; found {config.kind}."
-            )
+            must = f"kind must be auto or that of the dataset, {manifest.kind}"
+            raise ConfigError(sentence(dataset.url, must, config.kind))
         self.kind = manifest.kind
         self.carry = dict(manifest.carry)
         self.vocab_size = manifest.vocab_size
@@ -246,10 +228,9 @@ class DatasetExampleReader:
     def __iter__(self) -> Iterator[tuple[Examples, Tally]]:
         rows = to_offsets(self._dataset.row_groups.rows)
         for group in self._groups:
-            packs = self._dataset.read_packs(group)
-            examples = unpack(packs)
-            kept = None if self._config.rejects is None else list[Sample]()
-            tally = Tally(read=examples.num_examples, rejected=kept)
+            examples = unpack(self._dataset.read_packs(group))
+            rejected = None if self._config.rejects is None else list[Sample]()
+            tally = Tally(read=examples.num_examples, rejected=rejected)
             where = f"{self._dataset.url}, packs {rows[group]}–{rows[group + 1] - 1}"
             yield self._fitting(examples, tally, where), tally
 

@@ -18,8 +18,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from packstore.config import PackConfig
-from packstore.errors import StorageError, sentence
 from packstore.format.arrays import Column, Examples, Int32, Int64, Packs
+from packstore.io.store.storage_errors import as_storage_errors
 from packstore.pack.fill import fill, gather
 from packstore.pack.plan import Plan
 
@@ -46,10 +46,8 @@ class Spill:
     """Collects :class:`Examples` in the system's folder for temporary files (``TMPDIR``)."""
 
     def __init__(self) -> None:
-        try:
+        with as_storage_errors("write", tempfile.gettempdir(), {}):
             self._folder = tempfile.TemporaryDirectory(prefix="packstore-")
-        except OSError as error:
-            raise _full(error) from error
         self._segments: list[_Store] = []
         self._lengths = Path(self._folder.name, "lengths")
         self.num_examples = 0
@@ -63,7 +61,7 @@ class Spill:
         if not examples.num_examples:
             return
         if not self._segments or self._segments[-1].id_bytes >= SEGMENT_BYTES:
-            self._segments.append(self._store("segment", len(self._segments)))
+            self._segments.append(_Store(f"{self._folder.name}/{len(self._segments)}-segment"))
         self._segments[-1].append(examples)
         _append(self._lengths, np.ascontiguousarray(lengths, np.int32).data)
         self.num_examples += examples.num_examples
@@ -90,7 +88,7 @@ class Spill:
         size = sum(segment.id_bytes for segment in self._segments)
         number = min(-(-size // SEGMENT_BYTES), MAX_BUCKETS, len(offsets) - 1)
         cuts = np.linspace(0, len(offsets) - 1, number + 1).astype(np.int64)
-        buckets = [self._store("bucket", b) for b in range(number)]
+        buckets = [_Store(f"{self._folder.name}/{b}-bucket") for b in range(number)]
         self._scatter(order, offsets[cuts], buckets)
         for bucket, first, last in zip(buckets, cuts[:-1], cuts[1:], strict=True):
             chosen = order[offsets[first] : offsets[last]]
@@ -116,9 +114,6 @@ class Spill:
             del examples
             segment.remove()
         self._segments = []
-
-    def _store(self, kind: str, number: int) -> _Store:
-        return _Store(f"{self._folder.name}/{kind}-{number:05d}")
 
 
 class _Store:
@@ -160,19 +155,15 @@ class _Store:
             name: np.memmap(self._paths[name], dtype, mode="r").view(np.ndarray)
             for name, dtype in _DTYPES.items()
         }
-        return Examples(**arrays, columns=self._read_columns())
-
-    def _read_columns(self) -> dict[str, Column]:
-        if not self._columns:
-            return {}
-        batches: list[pa.RecordBatch] = []
-        with pa.OSFile(str(self._paths["columns"])) as file:
-            while file.tell() < file.size():
-                batches += pa.ipc.open_stream(file)
-        table = pa.Table.from_batches(batches)
-        return {
-            name: np.array(table[name].to_pylist(), dtype) for name, dtype in self._columns.items()
-        }
+        columns: dict[str, Column] = {}
+        if self._columns:
+            batches: list[pa.RecordBatch] = []
+            with pa.OSFile(str(self._paths["columns"])) as file:
+                while file.tell() < file.size():
+                    batches += pa.ipc.open_stream(file)
+            table = pa.Table.from_batches(batches)
+            columns = {n: np.array(table[n].to_pylist(), t) for n, t in self._columns.items()}
+        return Examples(**arrays, columns=columns)
 
     def remove(self) -> None:
         """Deletes the files."""
@@ -181,19 +172,5 @@ class _Store:
 
 
 def _append(path: Path, data: memoryview | pa.Buffer) -> None:
-    try:
-        with open(path, "ab") as file:
-            file.write(data)  # not numpy's tofile, whose error for a full disk lacks the errno
-    except OSError as error:
-        raise _full(error) from error
-
-
-def _full(error: OSError) -> StorageError:
-    return StorageError(
-        sentence(
-            tempfile.gettempdir(),
-            "temporary files must be writable there",
-            error.strerror or str(error),
-            "Free some space, or name another folder in the environment (TMPDIR)",
-        )
-    )
+    with as_storage_errors("write", tempfile.gettempdir(), {}), open(path, "ab") as file:
+        file.write(data)  # not numpy's tofile, whose error for a full disk lacks the errno

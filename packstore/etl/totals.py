@@ -10,7 +10,7 @@ from typing import Any
 from packstore.config import PackConfig
 from packstore.config.fields import MEANINGFUL
 from packstore.errors import ConfigError, DropRateError, InputError, sentence
-from packstore.etl.dedup_and_split import DUPLICATES, Selection, of_part
+from packstore.etl.dedup_and_split import DUPLICATES, OTHER_PART
 from packstore.etl.provenance import provenance_of
 from packstore.etl.rejects import RejectsFile
 from packstore.etl.sources import ExampleReader
@@ -77,8 +77,7 @@ class RecordTotals:
     ) -> None:
         self._jobs, self._reader, self._config = jobs, reader, config
         self._rejects, self._counting = rejects, counting
-        self._names = Selection(config, config.seed).parts
-        self._kept = dict.fromkeys(self._names, 0)
+        self._kept = dict.fromkeys(jobs, 0)
         self._tally = Tally()
         self._sources = dict[int, dict[str, Any]]()
         self._missing = config.partitions or 1
@@ -87,8 +86,8 @@ class RecordTotals:
         """Adds the next partition, if possible before it is written."""
         self._rejects.add_compressed(contents.rejects)
         self._tally.add(contents.tally)
-        for name, examples in zip(self._names, contents.examples, strict=True):
-            self._kept[name] += examples
+        for part, examples in zip(self._kept, contents.examples, strict=True):
+            self._kept[part] += examples
         for ordinal, source in contents.sources.items():
             if self._sources.setdefault(ordinal, source) != source:
                 must = "must stay as it is while it is packed"
@@ -106,23 +105,24 @@ class RecordTotals:
             log.warning("dropped %s records: %s%s", f"{count:,}", reason, text)
         _check_drops(self._tally, self._config)
         _check_fields(self._tally, self._config, next(iter(self._jobs.values())))
-        for name, number in self._kept.items():
-            if not number:
+        for part in self._jobs:
+            if not self._kept[part]:
                 fraction = self._config.validation_fraction
+                must = f"both parts must get a record with validation_fraction {fraction}"
+                counts = f"none for {part}, of {sum(self._kept.values()):,}"
                 raise DropRateError(
-                    sentence(
-                        "input",
-                        f"both parts must get a record with validation_fraction {fraction}",
-                        f"none for {name}, of {sum(self._kept.values()):,}",
-                        "Choose another fraction, or seed",
-                    )
+                    sentence("input", must, counts, "Choose another fraction, or seed")
                 )
         for part, job in self._jobs.items():
             job.refuse_again(self.provenance(part))
 
-    def of_part(self, name: str) -> Tally:
-        """Returns the tally of the dataset of a part."""
-        return of_part(self._tally, name, self._kept)
+    def of_part(self, part: str | None) -> Tally:
+        """Returns the tally of the dataset of a part; examples of the other count as dropped."""
+        tally = Tally()
+        tally.add(self._tally)
+        if part in OTHER_PART:
+            tally.dropped[OTHER_PART[part]] += sum(self._kept.values()) - self._kept[part]
+        return tally
 
     def provenance(self, part: str | None) -> dict[str, Any]:
         """Returns the provenance of the dataset of a part, after the last partition."""
@@ -146,14 +146,9 @@ def _check_fields(tally: Tally, config: PackConfig, job: WriteJob) -> None:
     Mapped fields are not checked on append: they suited the first records of the dataset.
     """
     for name, written in absent_fields(tally, config) if job.extends is None else ():
-        raise ConfigError(
-            sentence(
-                f"setting fields, {name}={written}",
-                "a record must have the field that is mapped",
-                f"none of {tally.read:,}",
-                "Correct its name, or map nothing",
-            )
-        )
+        where, must = f"setting fields, {name}={written}", "a record must have the mapped field"
+        remedy = "Correct its name, or map nothing"
+        raise ConfigError(sentence(where, must, f"none of {tally.read:,}", remedy))
     log.info("fields used: %s", ", ".join(sorted(tally.used)))
     counts = {n: f"{n} ({count:,} records)" for n, count in sorted(tally.unused.items())}
     if meaningful := [text for name, text in counts.items() if name in MEANINGFUL]:

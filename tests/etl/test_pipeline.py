@@ -333,7 +333,7 @@ def test_duplicates_are_left_out_and_counted(do_pack: Pack, tmp_path: Path) -> N
         assert sorted(by_id(dataset)) == list(range(left))  # the first one stays
     many = do_pack([PAIRS[0], *PAIRS[:1] * 99, PAIRS[1]], dedup="pair", max_drop_rate=0.1)
     assert many.manifest.pairs == 2
-    with pytest.raises(ConfigError, match="need the records"):
+    with pytest.raises(ConfigError, match="dedup and validation_fraction must be left out"):
         do_pack(many, None, dedup="pair")
 
 

@@ -18,10 +18,10 @@ from typing import Any
 
 from packstore.config import PackConfig
 from packstore.etl.background import ahead
-from packstore.etl.dedup_and_split import Selection
+from packstore.etl.dedup_and_split import Selection, parts_of
 from packstore.etl.partitions.resume import Partition, Versions, Written, taken_over
 from packstore.etl.partitions.slices import Item, ReadFile, Run, blocks_of, in_turn
-from packstore.etl.rejects import CompressedRejects
+from packstore.etl.rejects import compressed
 from packstore.etl.spill import Spill
 from packstore.etl.tokenize import Part
 from packstore.etl.totals import Contents, Counting
@@ -45,18 +45,21 @@ class Spilled:
     def __init__(self, item: Item, config: PackConfig, paths: Mapping[int, str]) -> None:
         self.number, self.slices, repeated = self.item = item
         self._config = config
-        self._select = Selection(config, config.seed, repeated, paths)
-        self.spills = [Spill() for _ in self._select.parts]
-        self._tally, self._rejects = Tally(), CompressedRejects()
+        self._select = Selection(config, repeated, paths)
+        self.spills = [Spill() for _ in parts_of(config)]
+        self._tally = Tally()
+        # Not empty, so that a rerun sees that they were collected.
+        self._rejects: list[bytes] = [] if config.rejects is None else [compressed([])]
         self._sources = dict[int, dict[str, Any]]()
         self.versions = Versions()
 
     def add(self, part: Part) -> None:
         """Adds the examples of the next block."""
         examples, tally = part
-        for spill, kept in zip(self.spills, self._select(examples, tally).values(), strict=True):
+        for spill, kept in zip(self.spills, self._select(examples, tally), strict=True):
             spill.append(kept, sizes(kept, self._config.layout, self._config.pad_to_multiple))
-        self._rejects.add(tally.rejected)
+        if tally.rejected:
+            self._rejects.append(compressed(tally.rejected))
         self._tally.add(tally)
 
     def read(self, file: ReadFile) -> None:
@@ -65,10 +68,9 @@ class Spilled:
         self.versions[file.ordinal] = file.version
 
     def contents(self) -> Contents:
-        """Returns the counts of its records, after the last block. Can be called only once."""
-        rejects = b"" if self._config.rejects is None else self._rejects.finish()
+        """Returns the counts of its records, after the last block."""
         kept = [spill.num_examples for spill in self.spills]
-        return Contents(kept, self._tally, self._sources, rejects)
+        return Contents(kept, self._tally, self._sources, b"".join(self._rejects))
 
     def close(self) -> None:
         """Removes its files."""
@@ -105,12 +107,12 @@ class PackPartitions:
         remaining, collects = iter(items), self._config.rejects is not None
 
         def groups() -> Iterator[tuple[list[Spilled | Partition], Iterable[tuple[Spilled, Part]]]]:
-            while some := list(itertools.islice(remaining, at_once)):
+            while batch := list(itertools.islice(remaining, at_once)):
                 group = [
                     taken_over(self._notes, item, self._hashes, collects) or self._begin(item)
-                    for item in some
+                    for item in batch
                 ]
-                reading = [(one, one.slices) for one in group if isinstance(one, Spilled)]
+                reading = [(p, p.slices) for p in group if isinstance(p, Spilled)]
                 blocks = blocks_of(reading, self._config, Spilled.read)
                 yield group, in_turn(tokenize, blocks, run)
 
