@@ -23,7 +23,7 @@ from packstore.etl.tokenize import Part, Tokenize
 from packstore.format.arrays import Examples, Rows, Sample, Tally, to_offsets
 from packstore.io.dataset.dataset import Dataset, find_dataset
 from packstore.io.inputs.files import BLOCK_BYTES, Block, Input, InputReader
-from packstore.io.inputs.sampling import Sampling, head_blocks, sample_blocks, sample_groups
+from packstore.io.inputs.sampling import Sampling, head_blocks, sample_blocks
 from packstore.pack.fill import unpack
 from packstore.pack.layout import sizes
 from packstore.tokenizer import (
@@ -112,10 +112,11 @@ class RecordExampleReader:
         It is from all over the input; for an iterable of unknown length, its first records.
         `report` gets the number of records read so far.
         """
+        blocks = ((block.records, block) for block in self._blocks)
         if self._reader.ends:
-            self._blocks, sample = sample_blocks(self._blocks, records, seed, report)
+            self._blocks, sample = sample_blocks(blocks, records, seed, report)
         else:
-            self._blocks, sample = head_blocks(self._blocks, records, seed)
+            self._blocks, sample = head_blocks(blocks, records, seed)
         return sample
 
     def sized(self, pack_size: int, layout: Any) -> RecordExampleReader:
@@ -238,7 +239,8 @@ class DatasetExampleReader:
         self, records: int, seed: int, report: Callable[[int], None] | None = None
     ) -> Sampling:
         """Reduces the source to a sample of row groups; every iteration then yields it."""
-        self._groups, sample = sample_groups(self._dataset.row_groups.examples, records, seed)
+        groups = zip(self._dataset.row_groups.examples.tolist(), self._groups, strict=True)
+        self._groups, sample = sample_blocks(groups, records, seed)
         return sample
 
     def _fitting(self, examples: Examples, tally: Tally, where: str) -> Examples:

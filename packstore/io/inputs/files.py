@@ -101,13 +101,19 @@ class InputReader:
         block_bytes: int = BLOCK_BYTES,
     ) -> None:
         config = config or PackConfig()
-        self._options = ReadOptions(block_bytes=block_bytes, json_columns=_json_columns(config))
+        carried = (entry.rpartition(":") for entry in config.carry)
+        typed = (name for name, colon, type_ in carried if colon and type_ != "string")
+        names = (
+            (config.fields[name],) if name in config.fields else SPELLINGS.get(name, (name,))
+            for name in NOT_TEXT
+        )
+        self._options = ReadOptions(block_bytes, frozenset(itertools.chain(*names, typed)))
         self._sources: list[dict[str, Any]] = []
         self._memory: tuple[str, Iterable[object]] | None = None
         inputs: list[Input] = []
-        paths = source if isinstance(source, list | tuple) else [source]
-        if paths and all(isinstance(path, str | os.PathLike) for path in paths):
-            inputs = expand(paths, storage_options)
+        given = source if isinstance(source, list | tuple) else [source]
+        if given and all(isinstance(path, str | os.PathLike) for path in given):
+            inputs = expand(given, storage_options)
         elif is_table(source):
             self._memory = ("<table>", table_records(source))
         elif isinstance(source, Iterable) and not isinstance(source, Mapping | bytes):
@@ -117,9 +123,8 @@ class InputReader:
             remedy = "Give one split, or a list of records" if isinstance(source, Mapping) else ""
             raise InputError(sentence("input", rule, f"a {type(source).__name__}", remedy))
         self.inputs = tuple(inputs)
-        self.paths = {item.ordinal: item.path for item in inputs}
-        if self._memory:
-            self.paths = {0: self._memory[0]}
+        paths = [self._memory[0]] if self._memory else [item.path for item in inputs]
+        self.paths = dict(enumerate(paths))
         self.ends = self._memory is None or is_table(source) or hasattr(source, "__len__")
 
     def __iter__(self) -> Iterator[Block]:
@@ -178,56 +183,51 @@ class InputReader:
 class HashedStream(io.RawIOBase):
     """Counts and hashes the bytes read from `raw`."""
 
-    def __init__(self, raw: BinaryIO) -> None:
+    def __init__(self, raw: Any) -> None:
         self._raw, self.hash, self.bytes = raw, hashlib.sha256(), 0
 
     def readable(self) -> bool:
         """Always."""
         return True
 
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+    def readinto(self, buffer: Any) -> int:
         """Fills the start of `buffer`; returns how much."""
-        count = self._raw.readinto(buffer)  # type: ignore[attr-defined]
+        count = int(self._raw.readinto(buffer))
         self.hash.update(buffer[:count])
         self.bytes += count
-        return int(count)
+        return count
 
 
-class _Decompressed(io.RawIOBase):
+class _Decompressed(HashedStream):
     """The plain bytes of a compressed stream, of all its concatenated members."""
 
-    def __init__(self, raw: HashedStream, compression: str, path: str) -> None:
-        self._raw, self._compression, self._path, self._given = raw, compression, path, 0
-        self._stream = pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), compression)
+    def __init__(self, packed: HashedStream, compression: str, path: str) -> None:
+        super().__init__(pa.CompressedInputStream(pa.PythonFile(packed, mode="r"), compression))
+        self._packed, self._compression, self._path = packed, compression, path
 
-    def readable(self) -> bool:
-        """Always."""
-        return True
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+    def readinto(self, buffer: Any) -> int:
         """Fills the start of `buffer`; returns how much."""
         try:
-            count = int(self._stream.readinto(buffer))
+            count = int(self._raw.readinto(buffer))
         except PackstoreError:
             raise
         except OSError as error:
-            rule, other = f"must be a complete {self._compression} file", f"other bytes ({error})"
-            if "Truncated" in str(error):
-                other = "an end in the middle of the compressed stream"
+            truncated, other = "Truncated" in str(error), f"other bytes ({error})"
+            other = "an end in the middle of the compressed stream" if truncated else other
+            rule = f"must be a complete {self._compression} file"
             remedy = "Check the suffix of its name, or copy it again"
             raise InputError(sentence(self._path, rule, other, remedy)) from error
-        self._given += count
-        if self._given > MAX_RATIO * self._raw.bytes + FREE_BYTES:
+        self.bytes += count
+        if self.bytes > MAX_RATIO * self._packed.bytes + FREE_BYTES:
             rule = f"must not decompress to more than {MAX_RATIO} times its bytes"
-            ratio = f"{self._given} bytes out of {self._raw.bytes}"
+            ratio = f"{self.bytes} bytes out of {self._packed.bytes}"
             raise InputError(sentence(self._path, rule, ratio, "Compress it in smaller steps"))
         return count
 
 
 def decompressed(raw: HashedStream, compression: str | None, path: str) -> io.BufferedReader:
     """Opens a buffered stream of the plain bytes; broken ones raise :class:`InputError`."""
-    plain = raw if compression is None else _Decompressed(raw, compression, path)
-    return io.BufferedReader(plain, CHUNK)
+    return io.BufferedReader(_Decompressed(raw, compression, path) if compression else raw, CHUNK)
 
 
 def expand(
@@ -236,7 +236,7 @@ def expand(
     """Returns the files of paths, globs, folders, URLs; keeps the order of lists, sorts others."""
     inputs: list[Input] = []
     for url in paths:
-        for path, place in _files(os.fspath(url), storage_options or {}):
+        for path, place in _files(Location(os.fspath(url), storage_options or {})):
             form, compression = format_of(path)
             if form is None:
                 rule, name = f"its name must end in {_KNOWN}", quote(os.path.basename(path))
@@ -246,22 +246,13 @@ def expand(
     return inputs
 
 
-def _json_columns(config: PackConfig) -> frozenset[str]:
-    """Returns the names, in the input, of the columns that are not text."""
-    carried = (entry.rpartition(":") for entry in config.carry)
-    typed = {name for name, colon, type_ in carried if colon and type_ != "string"}
-    mapped = config.fields
-    names = ((mapped[n],) if n in mapped else SPELLINGS.get(n, (n,)) for n in NOT_TEXT)
-    return frozenset(itertools.chain(*names, typed))
-
-
-def _files(url: str, options: Mapping[str, Any]) -> list[tuple[str, Location]]:
+def _files(location: Location) -> list[tuple[str, Location]]:
     """Returns the path, as a user would write it, and the location of each file."""
-    location = Location(url, options)
     if location.is_dir():
         return _files_of_folder(location)
     if location.exists():
         return [(location.display, location)]
+    url = location.url
     # In a URL a question mark starts the query.
     if not any(c in url for c in ("*[" if "://" in url else "*?[")):
         location.files()  # raises if the bucket is missing
@@ -277,8 +268,7 @@ def _files(url: str, options: Mapping[str, Any]) -> list[tuple[str, Location]]:
 
 def _files_of_folder(folder: Location) -> list[tuple[str, Location]]:
     if folder.is_dir(FOLDER):
-        rule = "must be a file or folder of records"
-        remedy = "Give it to pack() alone, as the whole input, to pack it anew"
+        rule, remedy = "must be a file or folder of records", "Give it alone to pack it anew"
         raise InputError(sentence(folder.display, rule, "a packed dataset", remedy))
     names = [name for name, _ in folder.files() if name[0] not in "._" and format_of(name)[0]]
     if not names:

@@ -42,9 +42,10 @@ def cut(records: Iterable[Any], block_bytes: int, size: Callable[[Any], int]) ->
 
 def refuse_equal_names(names: Sequence[str], where: str) -> None:
     """Raises :class:`InputError` if two columns have one name."""
-    if len(set(names)) != len(names):
-        twice = f"{quote(Counter(names).most_common(1)[0][0])} twice"
-        raise InputError(sentence(where, "the names of the columns must differ", twice))
+    for name, count in Counter(names).items():
+        if count > 1:
+            rule = "the names of the columns must differ"
+            raise InputError(sentence(where, rule, f"{quote(name)} twice"))
 
 
 class ReadOptions(NamedTuple):
@@ -69,28 +70,15 @@ class Format:
     random_access: bool = False
 
 
-_MODULES = {"text": ("jsonl", "json", "csv", "tsv"), "tables": ("parquet", "arrow")}
+_TEXT = {"jsonl": ".jsonl .ndjson", "json": ".json", "csv": ".csv", "tsv": ".tsv"}
+_TABLES = {"parquet": ".parquet .pq", "arrow": ".arrow .feather .ipc"}
+_MODULES = dict.fromkeys(_TEXT, "text") | dict.fromkeys(_TABLES, "tables")
 FORMATS: Registry[Format] = Registry(
     "input format",
-    {
-        name: f"packstore.io.inputs.{module}:{name.upper()}"
-        for module, names in _MODULES.items()
-        for name in names
-    },
+    {name: f"packstore.io.inputs.{where}:{name.upper()}" for name, where in _MODULES.items()},
 )
 
-SUFFIXES = {
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".json": "json",
-    ".parquet": "parquet",
-    ".pq": "parquet",
-    ".arrow": "arrow",
-    ".feather": "arrow",
-    ".ipc": "arrow",
-    ".csv": "csv",
-    ".tsv": "tsv",
-}
+SUFFIXES = {s: name for name, suffixes in (_TEXT | _TABLES).items() for s in suffixes.split()}
 """Suffix of a file name -> its format."""
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
@@ -100,9 +88,8 @@ COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 def format_of(path: str) -> tuple[str | None, str | None]:
     """Returns format and compression by the name of a file; None if the name has none."""
     stem, suffix = os.path.splitext(path.lower())
-    if suffix in COMPRESSIONS:
-        return SUFFIXES.get(os.path.splitext(stem)[1]), COMPRESSIONS[suffix]
-    return SUFFIXES.get(suffix), None
+    compression = COMPRESSIONS.get(suffix)
+    return SUFFIXES.get(os.path.splitext(stem)[1] if compression else suffix), compression
 
 
 def place_of(path: str, ordinal: int) -> str:

@@ -34,12 +34,9 @@ def is_table(source: object) -> bool:
 
 def table_records(table: Any) -> Iterator[object]:
     """Yields the rows of a table, a few at a time; those of a Polars LazyFrame from a copy."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_as_input_error("<table>", "must be a readable table"))
-        if hasattr(table, "sink_ipc"):
-            batches = _batches(_run(table, stack.enter_context(tempfile.TemporaryFile())))
-        else:
-            batches = pa.RecordBatchReader.from_stream(table)
+    with _as_input_error("<table>", "must be a readable table"), tempfile.TemporaryFile() as copy:
+        lazy = hasattr(table, "sink_ipc")
+        batches = _run(table, copy) if lazy else pa.RecordBatchReader.from_stream(table)
         for batch in batches:
             for start in range(0, batch.num_rows, BATCH_ROWS):
                 yield from _plain(batch.slice(start, BATCH_ROWS), "<table>").to_pylist()
@@ -52,19 +49,17 @@ def record_pieces(records: Iterable[object], path: str, block_bytes: int) -> Ite
         yield piece._replace(payload=b"".join(piece.payload))
 
 
-def _run(query: Any, file: BinaryIO) -> BinaryIO:
-    """Writes the rows of a LazyFrame to a file; `collect_batches` ends silently at a panic."""
+def _run(query: Any, file: BinaryIO) -> Iterator[pa.RecordBatch]:
+    """Reads a LazyFrame through a file; Polars' `collect_batches` ends silently at a panic."""
     try:
         query.sink_ipc(file, compression="lz4", record_batch_size=BATCH_ROWS)
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a panic is not an Exception
-        remedy = (
-            "Give its collect() instead, or Polars 1.38, and space for temporary files (TMPDIR)"
-        )
+        remedy = "Give its collect() instead, or Polars 1.38, and space for temporary files"
         raise InputError(sentence("<table>", "its query must run", str(error), remedy)) from error
     file.seek(0)
-    return file
+    return _batches(file)
 
 
 def _line(record: object, where: str) -> bytes:
@@ -72,8 +67,8 @@ def _line(record: object, where: str) -> bytes:
         text = json.dumps(record, separators=(",", ":"), default=_plain_value)
     except (TypeError, ValueError, RecursionError) as error:
         rule = "a record must be made of text, numbers, lists and dicts"
-        remedy = "Convert that field, or leave it out"
-        raise InputError(sentence(where, rule, f"{error}, in {quote(record)}", remedy)) from error
+        given = f"{error}, in {quote(record)}"
+        raise InputError(sentence(where, rule, given, "Convert that field")) from error
     return text.encode() + b"\n"
 
 

@@ -37,26 +37,21 @@ def _read_lines(stream: BinaryIO, path: str, options: ReadOptions) -> Iterator[P
             if first == 0:
                 payload = payload.removeprefix(_BOM)
             lines = payload.split(b"\n")
-            if records := sum(not _is_blank(line) for line in lines):
+            if records := sum(bool(line.strip()) for line in lines):
                 yield Piece(first, records, payload)
             first += len(lines) - 1
         begun += chunk[end:]
         if len(begun) > pieces.MAX_RECORD_BYTES:
             rule = f"a line must be at most {pieces.MAX_RECORD_BYTES:,} bytes long"
-            where = f"{path}, line {first + 1}"
-            raise InputError(sentence(where, rule, "a longer one", _LINE_REMEDY))
+            raise _refusal(f"{path}, line {first + 1}", rule, "a longer one", _LINE_REMEDY)
 
 
 def _parse_lines(payload: bytes, path: str, first: int) -> tuple[list[int], list[object]]:
     lines = payload.split(b"\n")
-    numbers = [i for i, line in enumerate(lines, first) if not _is_blank(line)]
+    numbers = [i for i, line in enumerate(lines, first) if line.strip()]
     return numbers, [
         _loads(lines[i - first], f"{path}, line {i + 1}", _LINE_REMEDY) for i in numbers
     ]
-
-
-def _is_blank(line: bytes) -> bool:
-    return not line or line.isspace()
 
 
 def _read_document(stream: BinaryIO, path: str, options: ReadOptions) -> Iterator[Piece]:
@@ -75,9 +70,9 @@ def _texts(stream: BinaryIO, path: str, chunk_bytes: int) -> Iterator[bytes]:
     decode = codecs.getincrementaldecoder("utf-8-sig")().decode
     text, start, ended, item, expected = "", 0, False, 1, "begin"
 
-    def refuse(rule: str, found: str = "") -> InputError:
-        found = found or (quote(text[start : start + 20]) if text[start:] else "the end")
-        return InputError(sentence(f"{path}, item {item}", rule, found, _FILE_REMEDY))
+    def refused(rule: str, error: str = "") -> InputError:
+        given = error or (quote(text[start : start + 20]) if text[start:] else "the end")
+        return _refusal(f"{path}, item {item}", rule, given, _FILE_REMEDY)
 
     while True:
         start = _SPACE.match(text, start).end()  # type: ignore[union-attr]  # matches always
@@ -93,8 +88,9 @@ def _texts(stream: BinaryIO, path: str, chunk_bytes: int) -> Iterator[bytes]:
             except ValueError as error:
                 incomplete = text[start] != "]"
                 if incomplete and (ended or len(text) - start > pieces.MAX_RECORD_BYTES):
-                    limit = f"of at most {pieces.MAX_RECORD_BYTES:,} bytes a record"
-                    raise refuse(f"must be valid JSON, {limit}", _described(error)) from None
+                    limit = f"{pieces.MAX_RECORD_BYTES:,} bytes a record"
+                    rule = f"must be valid JSON, of at most {limit}"
+                    raise refused(rule, _described(error)) from None
         if incomplete and not ended:
             data = stream.read(max(chunk_bytes, len(text) - start))
             ended = not data
@@ -109,22 +105,22 @@ def _texts(stream: BinaryIO, path: str, chunk_bytes: int) -> Iterator[bytes]:
                 return
             case "begin":
                 if character not in ("[", "{"):
-                    raise refuse("must be an array of records, or one record")
+                    raise refused("must be an array of records, or one record")
                 expected = "first or end" if character == "[" else "next record"
                 start += character == "["
             case "comma or end":
                 if character not in (",", "]"):
-                    raise refuse("an array must go on with ',' or end with ']'")
+                    raise refused("an array must go on with ',' or end with ']'")
                 expected, start = ("record" if character == "," else "nothing"), start + 1
             case "nothing":
                 if character:
-                    raise refuse("nothing must follow the array")
+                    raise refused("nothing must follow the array")
                 return
             case "first or end" if character == "]":
                 expected, start = "nothing", start + 1
             case _:
                 if end == start + 1 and character in ("]", ""):
-                    raise refuse("a record must stand here")
+                    raise refused("a record must stand here")
                 yield text[start:end].encode()
                 item, start = item + 1, end
                 expected = "next record" if expected == "next record" else "comma or end"
@@ -146,7 +142,7 @@ def _loads(data: bytes, where: str, remedy: str = "Correct the text") -> object:
     except ValueError as error:  # also an integer with more digits than Python converts
         if isinstance(error, json.JSONDecodeError):
             where = f"{where}, column {error.colno}"
-        raise InputError(sentence(where, "must be valid JSON", _described(error), remedy)) from None
+        raise _refusal(where, "must be valid JSON", _described(error), remedy) from None
 
 
 def _described(error: ValueError) -> str:
@@ -158,16 +154,16 @@ def _described(error: ValueError) -> str:
 
 def _not_utf8(error: UnicodeDecodeError, where: str) -> InputError:
     byte = f"byte 0x{error.object[error.start]:02x} at byte {error.start + 1}"
-    return InputError(sentence(where, "must be UTF-8", byte, "Convert the file to UTF-8"))
+    return _refusal(where, "must be UTF-8", byte, "Convert the file to UTF-8")
 
 
 def _too_deep(where: str) -> InputError:
-    rule = "JSON must not be nested deeply"
-    return InputError(sentence(where, rule, "more than about 1000 levels", "Flatten it"))
+    levels = "more than about 1000 levels"
+    return _refusal(where, "JSON must not be nested deeply", levels, "Flatten it")
 
 
-_Rows = tuple[list[str], frozenset[str], list[list[str]]]
-"""Names of the columns, those with JSON values, and some rows."""
+def _refusal(where: str, rule: str, given: str, remedy: str = "") -> InputError:
+    return InputError(sentence(where, rule, given, remedy))
 
 
 def _read_csv(
@@ -181,32 +177,34 @@ def _read_csv(
     try:
         header = next(rows, [])
         pieces.refuse_equal_names(header, f"{path}, line 1")
-        for piece in pieces.cut(_checked(rows, len(header), path), options.block_bytes, _size):
+        whole = _checked(rows, len(header), path)
+        for piece in pieces.cut(whole, options.block_bytes, _size):
             yield piece._replace(payload=(header, options.json_columns, piece.payload))
     except csv.Error as error:
-        remedy = 'Put cells in double quotes, and write a quote inside as ""'
-        where = f"{path}, line {rows.line_num}"
-        raise InputError(sentence(where, "must be valid CSV", str(error), remedy)) from None
+        where, remedy = f"{path}, line {rows.line_num}", 'Quote cells; a quote inside is ""'
+        raise _refusal(where, "must be valid CSV", str(error), remedy) from None
     except UnicodeDecodeError as error:
         raise _not_utf8(error, f"{path}, after line {rows.line_num}") from None
     finally:
         text.detach()  # otherwise it would close the stream
 
 
-def _parse_csv(payload: _Rows, path: str, first: int) -> tuple[range, list[object]]:
-    """Parses rows. Cells are text exactly as written: a prompt ``007`` stays ``007``.
+def _parse_csv(
+    payload: tuple[list[str], frozenset[str], list[list[str]]], path: str, first: int
+) -> tuple[range, list[object]]:
+    """Parses rows, given the names of columns and those that are JSON, as they cannot be text.
 
-    Only in columns that cannot be text are they JSON; empty is null, and no JSON stays text.
+    All other cells are text as written: a prompt ``007`` stays ``007``.
     """
-    header, typed, rows = payload
-    values: list[object] = [
-        {n: _value(c) if n in typed else c for n, c in zip(header, row, strict=True)}
-        for row in rows
-    ]
-    return range(first, first + len(rows)), values
+    names, typed, rows = payload
+    values = (
+        {n: _value(c) if n in typed else c for n, c in zip(names, row, strict=True)} for row in rows
+    )
+    return range(first, first + len(rows)), list(values)
 
 
 def _value(cell: str) -> object:
+    """Empty is null, and what is no JSON stays text."""
     try:
         return orjson.loads(cell) if cell else None
     except orjson.JSONDecodeError:
@@ -218,8 +216,8 @@ def _checked(rows: Iterator[list[str]], cells: int, path: str) -> Iterator[list[
     for number, row in enumerate(filter(None, rows), 1):
         if len(row) != cells:
             rule = f"must have {cells} cells, as the header has"
-            remedy = 'Put cells that hold the delimiter, quotes or line ends in double quotes ("")'
-            raise InputError(sentence(f"{path}, row {number}", rule, str(len(row)), remedy))
+            remedy = "Put cells with the delimiter, quotes or line ends in double quotes"
+            raise _refusal(f"{path}, row {number}", rule, str(len(row)), remedy)
         yield row
 
 
@@ -232,7 +230,7 @@ def _csv_lines(text: io.TextIOWrapper, path: str) -> Iterator[str]:
     for number, line in enumerate(iter(partial(text.readline, pieces.MAX_RECORD_BYTES), ""), 1):
         if len(line) == pieces.MAX_RECORD_BYTES:
             rule = f"a line must be shorter than {pieces.MAX_RECORD_BYTES:,} characters"
-            raise InputError(sentence(f"{path}, line {number}", rule, "a longer one"))
+            raise _refusal(f"{path}, line {number}", rule, "a longer one")
         yield line
 
 
