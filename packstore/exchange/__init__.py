@@ -24,7 +24,7 @@ class ExportOptions(Settings):
     overwrite: bool = setting(False, "replace existing files")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Exported:
     """URLs of the files written, without secrets, and facts about them, by name."""
 
@@ -89,17 +89,15 @@ def export(
     if not isinstance(dataset, Dataset):
         dataset = open_dataset(os.fspath(dataset), storage_options)
     if (kind := dataset.manifest.kind) != exporter.kind:
-        must = f"export as {format} needs a dataset of kind {exporter.kind}"
-        raise CompatibilityError(sentence(dataset.url, must, f"kind {kind}"))
+        rule = f"export as {format} needs a dataset of kind {exporter.kind}"
+        raise CompatibilityError(sentence(dataset.url, rule, f"kind {kind}"))
     place = Location(os.fspath(out), storage_options or {})
-    return exporter.run(dataset, place, exporter.options(**options), progress or _nobody)
+    report = progress or (lambda *_: None)
+    return exporter.run(dataset, place, exporter.options(**options), report)
 
 
-def exists(location: Location, found: str, remedy: str = "") -> DatasetExistsError:
+def exists(
+    location: Location, there: str, remedy: str = "Name another place, or replace it (overwrite)"
+) -> DatasetExistsError:
     """Returns the error for an output that is there."""
-    remedy = remedy or "Name another place, or replace it (overwrite=True, --overwrite)"
-    return DatasetExistsError(sentence(location.display, "must not exist yet", found, remedy))
-
-
-def _nobody(stage: str, done: int, total: int | None, unit: str) -> None:
-    """Ignores progress."""
+    return DatasetExistsError(sentence(location.display, "must not exist yet", there, remedy))

@@ -51,14 +51,8 @@ METADATA = "metadata.json"
 FILE_BYTES = 192 << 20
 """Bytes of a Parquet file, about."""
 
-
-SCHEMA = pa.schema(
-    [
-        ("input_ids", list_of(pa.int32())),
-        ("loss_mask", list_of(pa.int8())),
-        ("seq_start_id", list_of(pa.int32())),
-    ]
-)
+_TYPES = {"input_ids": pa.int32(), "loss_mask": pa.int8(), "seq_start_id": pa.int32()}
+SCHEMA = pa.schema([(name, list_of(type_)) for name, type_ in _TYPES.items()])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,33 +104,39 @@ def _run(
         raise exists(place, f"{earlier[0]} in it")
     pack_size, is_new = _pack_size(dataset, options), not place.exists()
     rows = RowMaker(pack_size, options.multiple, _pad_id(dataset, options))
+    figures = rows.figures
     try:
         with Staging(place) as staging:
-            batches = _batches(dataset, rows, progress)
+            batches = rows.batches(dataset, progress)
             paths = _write_files(batches, staging, f"packed_{pack_size}")
             with staging.file() as file:
-                file.write(json.dumps([rows.figures.metadata(pack_size)]).encode())
+                file.write(json.dumps([figures.metadata(pack_size)]).encode())
             _publish(place, staging, {**paths, METADATA: file.name}, earlier)
     finally:
         if is_new:
             remove_empty(place, "")
-    if (figures := rows.figures).hidden:
+    if figures.hidden:
         log.warning(
             "%s supervised tokens follow nothing but EOS at the end of their sequence, which "
             "Megatron-Bridge takes for filling: they are not supervised there",
             f"{figures.hidden:,}",
         )
-    return Exported(
-        files=[place.join(name).display for name in (*paths, METADATA)],
-        facts=_facts(place, figures, pack_size, options),
-    )
-
-
-def _batches(dataset: Dataset, rows: RowMaker, progress: Progress) -> Iterator[pa.RecordBatch]:
-    for group, packs in enumerate(dataset.iter_packs(), 1):
-        yield rows.add(packs)
-        progress("export", group, len(dataset.row_groups), "row groups")
-    yield from rows.finish()
+    facts: dict[str, object] = {
+        "rows": figures.rows,
+        "sequences": figures.sequences,
+        "fill rate": figures.tokens / figures.rows / pack_size,
+        "not supervised any more": figures.hidden,
+        "tokens of filling": figures.filled,
+        "sequences moved to other rows": figures.moved,
+        # The matching settings of Megatron-Bridge.
+        "packed_sequence_size": pack_size,
+        "packed_train_data_path": place.join(f"packed_{pack_size}-*.idx.parquet").display,
+        "packed_metadata_path": place.join(METADATA).display,
+        "pad_seq_to_mult": options.multiple,
+        "pad_cu_seqlens": options.pad_cu_seqlens,
+        "dataset_kwargs.pad_to_max_length": options.pad_cu_seqlens,
+    }
+    return Exported([place.join(name).display for name in (*paths, METADATA)], facts)
 
 
 def _publish(
@@ -163,28 +163,7 @@ def _publish(
         raise
 
 
-def _facts(
-    place: Location, figures: Figures, pack_size: int, options: MegatronOptions
-) -> dict[str, object]:
-    """Facts about the export, and the matching settings of Megatron-Bridge."""
-    return {
-        "rows": figures.rows,
-        "sequences": figures.sequences,
-        "fill rate": figures.tokens / figures.rows / pack_size,
-        "not supervised any more": figures.hidden,
-        "tokens of filling": figures.filled,
-        "sequences moved to other rows": figures.moved,
-        "packed_sequence_size": pack_size,
-        "packed_train_data_path": place.join(f"packed_{pack_size}-*.idx.parquet").display,
-        "packed_metadata_path": place.join(METADATA).display,
-        "pad_seq_to_mult": options.multiple,
-        "pad_cu_seqlens": options.pad_cu_seqlens,
-        "dataset_kwargs.pad_to_max_length": options.pad_cu_seqlens,
-    }
-
-
 def _pack_size(dataset: Dataset, options: MegatronOptions) -> int:
-    """Most tokens of a row."""
     size, m = options.pack_size or dataset.manifest.pack_size, options.multiple
     if size % m:
         raise ConfigError(
@@ -204,12 +183,10 @@ def _pad_id(dataset: Dataset, options: MegatronOptions) -> int:
     if options.pad_id is not None:
         return options.pad_id
     eos = (dataset.manifest.provenance.get("tokenizer") or {}).get("eos_id")
-    if isinstance(eos, int):
-        return eos
-    if options.multiple == 1:
-        return 0  # unused
-    rule = "its EOS must be known to fill sequences up"
-    raise ConfigError(sentence(dataset.url, rule, "none", "Give pad_id"))
+    if not isinstance(eos, int) and options.multiple > 1:
+        rule = "its EOS must be known to fill sequences up"
+        raise ConfigError(sentence(dataset.url, rule, "none", "Give pad_id"))
+    return eos if isinstance(eos, int) else 0  # unused where nothing is filled up
 
 
 @dataclass
@@ -275,7 +252,15 @@ class RowMaker:
         self._pack_size, self._multiple, self._pad_id = pack_size, multiple, pad_id
         self._rest = Examples.empty()
 
-    def add(self, packs: Packs) -> pa.RecordBatch:
+    def batches(self, dataset: Dataset, progress: Progress) -> Iterator[pa.RecordBatch]:
+        """Yields the rows of all packs; what was moved follows at the end."""
+        for group, packs in enumerate(dataset.iter_packs(), 1):
+            yield self._add(packs)
+            progress("export", group, len(dataset.row_groups), "row groups")
+        if left := self._rest.num_examples:
+            yield self._batch(self._rest, self._sizes(self._rest), [list(range(left))])
+
+    def _add(self, packs: Packs) -> pa.RecordBatch:
         """Returns one row per pack, and rows of moved sequences once these fill rows."""
         from packstore.pack.fill import unpack
 
@@ -294,26 +279,15 @@ class RowMaker:
                     over.append(i)
                     self.figures.moved += 1
             rows.append(row)
-        *full, rest = self._next_fit(over, sizes)
-        self._rest = examples.take(np.array(rest, np.int64))
-        return self._batch(examples, sizes, rows + full)
-
-    def finish(self) -> Iterator[pa.RecordBatch]:
-        """Yields the last row, if sequences are left."""
-        if left := self._rest.num_examples:
-            yield self._batch(self._rest, self._sizes(self._rest), [list(range(left))])
-
-    def _next_fit(self, sequences: list[int], sizes: Int64) -> list[list[int]]:
-        """Assigns the sequences to rows, in order; the last row may be empty."""
-        rows: list[list[int]] = [[]]
-        room = self._pack_size
-        for i in sequences:
+        room, row = self._pack_size, []
+        for i in over:
             if sizes[i] > room:
-                rows.append([])
-                room = self._pack_size
-            rows[-1].append(i)
+                rows.append(row)
+                room, row = self._pack_size, []
+            row.append(i)
             room -= int(sizes[i])
-        return rows
+        self._rest = examples.take(np.array(row, np.int64))
+        return self._batch(examples, sizes, rows)
 
     def _sizes(self, examples: Examples) -> Int64:
         """Tokens that each sequence occupies: int64 `[S]`.
@@ -339,10 +313,10 @@ class RowMaker:
         offsets = to_offsets(sizes + 1)
         ids = np.full(offsets[-1], self._pad_id, np.int32)
         mask = np.zeros(offsets[-1], np.int8)
-        at = range_indices(offsets[:-1], lengths)
-        ids[at] = examples.input_ids
+        places = range_indices(offsets[:-1], lengths)
+        ids[places] = examples.input_ids
         # The first token of a sequence is never supervised, so the shift crosses no border.
-        mask[at[:-1]] = examples.supervised[1:]
+        mask[places[:-1]] = examples.supervised[1:]
         if self._multiple > 1:
             hidden = _hidden(ids, offsets, self._pad_id) & (mask != 0)
             mask[hidden] = 0

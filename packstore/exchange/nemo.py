@@ -41,13 +41,9 @@ def _run(dataset: Dataset, place: Location, options: ExportOptions, progress: Pr
         if not options.overwrite and place.exists():
             raise exists(place, "a file")
         staging.store(file.name, "")
-    facts = {
-        "packs": len(dataset),
-        "pairs": dataset.manifest.pairs,
-        "longest pack": longest,
-        "left out": ", ".join(["example ids", *dataset.manifest.carry]),
-    }
-    return Exported(files=[place.display], facts=facts)
+    left_out = ", ".join(["example ids", *dataset.manifest.carry])
+    facts = {"packs": len(dataset), "pairs": dataset.manifest.pairs, "longest pack": longest}
+    return Exported([place.display], {**facts, "left out": left_out})
 
 
 def _write(dataset: Dataset, file: IO[bytes], progress: Progress) -> int:
