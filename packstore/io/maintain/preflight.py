@@ -21,10 +21,10 @@ from packstore.config import CHECK_RETRIES
 from packstore.errors import DatasetExistsError, IntegrityError, PackstoreError, sentence, told
 from packstore.io.dataset.dataset import Dataset, open
 from packstore.io.manifest.commit import not_exclusive, versions
-from packstore.io.store.clients import EXTRAS, PACKAGES
+from packstore.io.store.clients import PACKAGES
 from packstore.io.store.location import Location
 from packstore.io.store.operations import abort_upload, uploads
-from packstore.io.store.storage_errors import as_storage_errors
+from packstore.io.store.storage_errors import EXTRAS, as_storage_errors
 from packstore.version import VERSION
 
 READ_ONLY = ("http", "https")

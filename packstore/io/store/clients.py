@@ -14,17 +14,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from packstore.errors import StorageError, display, sentence
-from packstore.io.store.error_causes import NO_BUCKET, is_passing
-
-_SCHEMES = {"s3": "s3 s3a", "gcs": "gs gcs", "azure": "az abfs abfss", "http": "http https"}
-EXTRAS = {scheme: extra for extra, schemes in _SCHEMES.items() for scheme in schemes.split()}
-"""URL scheme -> the extra of packstore that installs its client."""
+from packstore.io.store.storage_errors import BUCKETS, NO_BUCKET, is_passing
 
 PACKAGES = {"s3": "s3fs", "gcs": "gcsfs", "azure": "adlfs", "http": "aiohttp"}
 """Extra -> package of its client."""
-
-BUCKETS = tuple(scheme for scheme, extra in EXTRAS.items() if extra != "http")
-"""URL schemes of object stores with buckets (containers)."""
 
 CONNECTIONS = 32
 """Concurrent requests of a process to a store; reading ahead uses up to 24."""

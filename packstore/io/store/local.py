@@ -40,15 +40,6 @@ def _opened(path: str) -> Iterator[int]:
         os.close(handle)
 
 
-def read_part(path: str, start: int, end: int) -> bytes:
-    """Returns bytes `start` to `end` of a file, fewer if it is shorter; mostly one system call."""
-    with _opened(path) as handle:
-        data = b""
-        while more := os.pread(handle, end - start - len(data), start + len(data)):
-            data += more
-        return data
-
-
 def will_read(path: str, start: int, end: int) -> None:
     """Makes the system prefetch bytes `start` to `end` of a file from disk; does not wait."""
     if hasattr(os, "posix_fadvise"):

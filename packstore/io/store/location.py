@@ -19,7 +19,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from packstore.config import RetryConfig
 from packstore.errors import DatasetExistsError, FormatError, StorageError, display, quote, sentence
 from packstore.io.store import clients, local
-from packstore.io.store.retry import RetriedFile, retrying
+from packstore.io.store.retry import retrying
 from packstore.io.store.storage_errors import (
     as_storage_errors,
     means_exists,
@@ -142,8 +142,7 @@ class Location:
             return fs.open(full, "rb")
 
         raw = self.request("read", path, opened)
-        request, guard = partial(self.request, "read", path), partial(self.guard, "read", path)
-        return io.BufferedReader(RetriedFile(raw, request, guard), 1 << 20)
+        return io.BufferedReader(_RetriedFile(raw, self, path), 1 << 20)
 
     def read_bytes(self, path: str = "", start: int | None = None, end: int | None = None) -> bytes:
         """Reads bytes `start` to `end` (exclusive) of the file; fewer if it is shorter."""
@@ -152,8 +151,6 @@ class Location:
         def read() -> bytes:
             if local.is_local(fs):
                 local.only_regular(full)
-                if start is not None and end is not None:
-                    return local.read_part(full, start, end)
             return bytes(fs.cat_file(full, start=start, end=end))
 
         return self.request("read", path, read)
@@ -263,6 +260,45 @@ class Location:
                 return None
 
         return self.request("read", path, info)
+
+
+class _RetriedFile(io.RawIOBase):
+    """A file of a filesystem that retries reads and raises only storage errors."""
+
+    def __init__(self, raw: Any, location: Location, path: str) -> None:
+        self._raw, self._location, self._path = raw, location, path
+
+    def readable(self) -> bool:
+        """Always."""
+        return True
+
+    def seekable(self) -> bool:
+        """The response of a plain web server may not be."""
+        return bool(self._raw.seekable())
+
+    def readinto(self, buffer: Any) -> int:
+        """Fills the start of `buffer`; returns how much."""
+        if not self.seekable():
+            with self._location.guard("read", self._path):
+                return int(self._raw.readinto(buffer) or 0)
+        place = self._raw.tell()
+
+        def read() -> int:
+            self._raw.seek(place)  # a failed read may have moved the position
+            return int(self._raw.readinto(buffer) or 0)
+
+        return self._location.request("read", self._path, read)
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Moves to a position; returns it."""
+        seek = partial(self._raw.seek, offset, whence)
+        return int(self._location.request("read", self._path, seek))
+
+    def close(self) -> None:
+        """Closes the file of the filesystem."""
+        if not self.closed:
+            self._raw.close()
+        super().close()
 
 
 def check_relative(path: str, where: str) -> str:

@@ -1,17 +1,14 @@
-"""Retries requests to stores: single ones by :func:`retrying`, reads of a stream by it."""
+"""Retries requests to stores."""
 
 from __future__ import annotations
 
 import contextvars
-import io
 import itertools
 import logging
-import os
 import random
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from packstore.config import RetryConfig
 from packstore.errors import StorageError
@@ -60,49 +57,3 @@ def retrying(
         raise AssertionError
     finally:
         _retries.reset(token)
-
-
-class RetriedFile(io.RawIOBase):
-    """A file of a filesystem that retries reads and raises only storage errors.
-
-    `request` makes one request to `raw`; `guard` turns errors into storage errors.
-    """
-
-    def __init__(
-        self,
-        raw: Any,
-        request: Callable[[Callable[[], int]], int],
-        guard: Callable[[], AbstractContextManager[None]],
-    ) -> None:
-        self._raw, self._request, self._guard = raw, request, guard
-
-    def readable(self) -> bool:
-        """Always."""
-        return True
-
-    def seekable(self) -> bool:
-        """The response of a plain web server may not be."""
-        return bool(self._raw.seekable())
-
-    def readinto(self, buffer: Any) -> int:
-        """Fills the start of `buffer`; returns how much."""
-        if not self.seekable():
-            with self._guard():
-                return int(self._raw.readinto(buffer) or 0)
-        place = self._raw.tell()
-
-        def read() -> int:
-            self._raw.seek(place)  # a failed read may have moved the position
-            return int(self._raw.readinto(buffer) or 0)
-
-        return int(self._request(read))
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Moves to a position; returns it."""
-        return int(self._request(lambda: int(self._raw.seek(offset, whence))))
-
-    def close(self) -> None:
-        """Closes the file of the filesystem."""
-        if not self.closed:
-            self._raw.close()
-        super().close()
