@@ -1,4 +1,4 @@
-"""Real files, real tokenizers, and rows made in a test."""
+"""What becomes of records: packs them, and gives their sequences, events and refusals."""
 
 from __future__ import annotations
 
@@ -6,21 +6,24 @@ import functools
 import gzip
 import itertools
 import json
-from collections.abc import Callable, Sequence
+import re
+import uuid
+from collections import Counter
+from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+import sentencepiece
 import tokenizers
 import transformers
 
-from packstore.config import TokenizeConfig
-from packstore.format import Examples, Rows
-from packstore.tokenizer import RecordTokenizer, Tokenizer, load_tokenizer
-from packstore.tokenizer.fastest import fastest
+import packstore
+from packstore.errors import DropRateError
 
 FILES = {
-    "qwen3": ("qwen3", None),
+    "qwen3": ("qwen3/tokenizer.json", None),
     "mistral": ("mistral_v1/tokenizer.json", "plain"),
     "mistral_model": ("mistral_v1/tokenizer.model", "chatml"),
     "t5": ("t5_unigram/tokenizer.json", "plain"),
@@ -28,16 +31,105 @@ FILES = {
 }
 
 
+class Source(NamedTuple):
+    """A tokenizer as ``packstore.pack`` takes it, its template, and the object of its library."""
+
+    file: Any
+    template: str | None
+    library: Any
+
+
+class Packed:
+    """What became of some records.
+
+    Attributes:
+        dataset: the dataset; None if every record was dropped.
+        rejects: place, reason and detail of each dropped record.
+        dropped: number of dropped records by reason.
+        noted: number of records by event.
+    """
+
+    def __init__(self, dataset: Any, rejects: list[dict[str, str]], source: Source) -> None:
+        self.dataset, self.rejects, self._source = dataset, rejects, source
+        self.dropped = Counter(reject["reason"] for reject in rejects)
+        self.noted = dict(dataset.manifest.records.noted) if dataset else {}
+
+    @cached_property
+    def examples(self) -> dict[int, list[tuple[list[int], list[bool]]]]:
+        """Number of each packed record -> ids and supervision of its sequences."""
+        if self.dataset is None:
+            return {}
+        frame = packstore.scan(self.dataset, tokens=True).collect().sort("example_id")
+        return {
+            number: [(a, [i != -100 for i in b]) for a, b in zip(ids, labels, strict=True)]
+            for number, ids, labels in frame["example_id", "input_ids", "labels"].iter_rows()
+        }
+
+    @property
+    def sequences(self) -> list[tuple[list[int], list[bool]]]:
+        """Ids and supervision of all sequences, in the order of the input."""
+        return [*itertools.chain.from_iterable(self.examples.values())]
+
+    def decode(self, ids: list[int]) -> str:
+        text: str = self._source.library.decode(ids, skip_special_tokens=False)
+        return text
+
+    @cached_property
+    def marked(self) -> list[str]:
+        """The text of each sequence, with supervised parts in «»."""
+        texts = []
+        for row in self.sequences:
+            text = ""
+            for learned, run in itertools.groupby(zip(*row, strict=True), lambda pair: pair[1]):
+                part = self.decode([i for i, _ in run])
+                text += f"«{part}»" if learned else part
+            texts.append(text)
+        return texts
+
+    @property
+    def texts(self) -> list[str]:
+        """The text of each sequence."""
+        return [re.sub("[«»]", "", text) for text in self.marked]
+
+    @property
+    def learned(self) -> list[str]:
+        """The supervised text of each sequence."""
+        return ["".join(re.findall("«(.*?)»", text, re.DOTALL)) for text in self.marked]
+
+
 @pytest.fixture(scope="session")
-def tokenizer(shared_data: Path) -> Callable[..., Tokenizer]:
-    """A tokenizer by its short name, with the engine that `auto` chooses for a large input."""
+def pack(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Packed]:
+    """Packs records with settings and a tokenizer; None: they are ids."""
+    rejects = tmp_path_factory.mktemp("rejects") / "rejects.jsonl"
+
+    def go(tokenizer: Any, *records: object, **settings: Any) -> Packed:
+        source = tokenizer if isinstance(tokenizer, Source) else Source(tokenizer, None, tokenizer)
+        file, template, _ = source
+        usual = {"pack_size": 65536, "chat_template": template, "max_drop_rate": 1}
+        settings = {**usual, "num_workers": 0, "rejects": str(rejects), **settings}
+        dataset = None
+        try:
+            dataset = packstore.pack([*records], f"memory://{uuid.uuid4().hex}", file, **settings)
+        except DropRateError:
+            pass
+        return Packed(dataset, [*map(json.loads, rejects.read_text().splitlines())], source)
+
+    return go
+
+
+@pytest.fixture(scope="session")
+def tokenizer(shared_data: Path) -> Callable[..., Source]:
+    """A real tokenizer by its short name."""
 
     @functools.cache
-    def load(name: str, chat_template: str | None = None, engine: str = "auto") -> Tokenizer:
-        path, template = FILES[name]
-        source = shared_data / "tokenizers" / path
-        made = load_tokenizer(source, chat_template=chat_template or template)
-        return fastest(made) if engine == "auto" else made.with_engine(engine)
+    def load(name: str, chat_template: str | None = None) -> Source:
+        file, template = FILES[name]
+        path = shared_data / "tokenizers" / file
+        if path.suffix == ".model":
+            library: Any = sentencepiece.SentencePieceProcessor(model_file=str(path))
+        else:
+            library = tokenizers.Tokenizer.from_file(str(path))
+        return Source(path.parent if template is None else path, chat_template or template, library)
 
     return load
 
@@ -55,71 +147,32 @@ def records(shared_data: Path) -> Callable[[str], list[dict[str, Any]]]:
     return load
 
 
-@pytest.fixture(scope="session")
-def rows() -> Callable[[Sequence[object]], Rows]:
-    """Values as the rows of a file."""
-    return lambda values: Rows(
-        source=0, path="data.jsonl", unit="line", ordinals=range(len(values)), values=values
-    )
-
-
-@pytest.fixture(scope="session")
-def sequences() -> Callable[[Examples], list[tuple[list[int], list[bool]]]]:
-    """Ids and supervision of each sequence, as lists."""
-
-    def split(examples: Examples) -> list[tuple[list[int], list[bool]]]:
-        bounds = examples.sequence_offsets
-        return [
-            (examples.input_ids[a:b].tolist(), examples.supervised[a:b].tolist())
-            for a, b in itertools.pairwise(bounds)
-        ]
-
-    return split
-
-
 BYTES = tokenizers.pre_tokenizers.ByteLevel.alphabet()
 
 
-def make_byte_level(
-    merges=(), special=("<s>", "</s>", "<|end|>"), template=None, bos=False, **token_options
-):
-    """A byte-level tokenizer with the merges given, every character one token otherwise."""
-    vocab = {c: i for i, c in enumerate(sorted(BYTES))}
-    for a, b in merges:
-        vocab[a + b] = len(vocab)
-    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=list(merges)))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
-        add_prefix_space=False, use_regex=False
-    )
-    made.decoder = tokenizers.decoders.ByteLevel()
-    made.add_special_tokens([tokenizers.AddedToken(s, **token_options) for s in special])
-    if bos:
-        made.post_processor = tokenizers.processors.TemplateProcessing(
-            single="<s> $A", special_tokens=[("<s>", made.token_to_id("<s>"))]
-        )
-    return fastest(load_tokenizer(made, chat_template=template))
-
-
 @pytest.fixture(scope="session")
-def byte_level() -> Callable[..., Tokenizer]:
+def byte_level() -> Callable[..., Source]:
     """Makes a byte-level tokenizer with the merges given; each character one token otherwise."""
-    return make_byte_level
 
+    def make(
+        merges=(), special=("<s>", "</s>", "<|end|>"), template=None, bos=False, **token_options
+    ):
+        vocab = {c: i for i, c in enumerate(sorted(BYTES))}
+        for a, b in merges:
+            vocab[a + b] = len(vocab)
+        made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=list(merges)))
+        made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
+            add_prefix_space=False, use_regex=False
+        )
+        made.decoder = tokenizers.decoders.ByteLevel()
+        made.add_special_tokens([tokenizers.AddedToken(s, **token_options) for s in special])
+        if bos:
+            made.post_processor = tokenizers.processors.TemplateProcessing(
+                single="<s> $A", special_tokens=[("<s>", made.token_to_id("<s>"))]
+            )
+        return Source(made, template, made)
 
-@pytest.fixture
-def run(rows, sequences):
-    """Tokenizes records; gives decoded (text, supervised text) of each sequence, and the tally."""
-
-    def go(tokenizer, *values, kind="preference", **settings):
-        config = TokenizeConfig(**{"pack_size": 4096, **settings})
-        examples, tally = RecordTokenizer(tokenizer, config, kind)(rows(values))
-        texts = []
-        for ids, on in sequences(examples):
-            said = [t for t, s in zip(ids, on, strict=True) if s]
-            texts.append((tokenizer.decode(ids), tokenizer.decode(said)))
-        return texts, tally
-
-    return go
+    return make
 
 
 @pytest.fixture(scope="session")

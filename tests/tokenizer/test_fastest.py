@@ -1,72 +1,70 @@
 """The faster engine gives the ids of the reference, or is found, named and not used.
 
-Nothing but a changed engine makes wrong ids, so these tests change one.
+Nothing but a changed library makes wrong ids, or makes it go away, so these tests change it.
 """
 
 import json
 import logging
 import pickle
 
+import fastokens
 import numpy as np
 import pytest
 import tokenizers
 
 import packstore
-from packstore.config import PackConfig
 from packstore.errors import WrongEngineError
-from packstore.tokenizer import RecordTokenizer, fastest
-from packstore.tokenizer.engines.fastokens import FastokensEngine
 
-KINDS = {
-    "pairs/chat_zh.jsonl": "preference",
-    "pairs/hh_harmless.jsonl.gz": "preference",
-    "sft/reason_tool.jsonl": "sft",
-}
 SETTINGS = {"pack_size": 256, "row_group_tokens": 1024, "num_workers": 0}
 
 
-@pytest.mark.parametrize("file", KINDS)
+def engine_of(dataset):
+    return dataset.manifest.provenance["tokenizer"]["engine"]
+
+
 @pytest.mark.parametrize("name", ["qwen3", "mistral", "small"])
-def test_the_same_examples_from_real_records(tokenizer, records, rows, name, file):
-    fast, reference = tokenizer(name), tokenizer(name, engine="tokenizers")
-    assert (fast.engine_name, reference.engine_name) == ("fastokens", "tokenizers")
-    every = records(file)
-    some = rows(every[:: max(1, len(every) // 40)])
-    config = PackConfig(pack_size=8192)
-    found, expected = (RecordTokenizer(t, config, KINDS[file])(some) for t in (fast, reference))
-    assert found[1] == expected[1]
-    for array in ("input_ids", "supervised", "sequence_offsets", "example_offsets"):
-        np.testing.assert_array_equal(getattr(found[0], array), getattr(expected[0], array))
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """Bytes as tokens."""
-    names = {c: i for i, c in enumerate(sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()))}
-    made = tokenizers.Tokenizer(tokenizers.models.BPE(names, []))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    path = tmp_path_factory.mktemp("model") / "tokenizer.json"
-    made.save(str(path))
-    return str(path)
+def test_the_same_examples_from_real_records(pack, tokenizer, records, monkeypatch, name):
+    every = {file: records(file) for file in ("pairs/chat_zh.jsonl", "pairs/hh_harmless.jsonl.gz")}
+    some = [r for rows in every.values() for r in rows[:: max(1, len(rows) // 40)]]
+    some.append({**some[0], "unused": "x" * (3 << 20)})  # the faster engine pays for much input
+    fast = pack(tokenizer(name), *some)
+    monkeypatch.delattr(fastokens.Tokenizer, "from_json_str")
+    reference = pack(tokenizer(name), *some)
+    assert [engine_of(packed.dataset) for packed in (fast, reference)] == [
+        "fastokens",
+        "tokenizers",
+    ]
+    assert (fast.examples, fast.rejects) == (reference.examples, reference.rejects)
+    assert fast.noted == reference.noted
 
 
 @pytest.fixture
-def spoil(monkeypatch):
-    """Makes the faster engine swap the ids of two characters where they stand side by side."""
-    encode = FastokensEngine.encode_batch
+def model(tmp_path, request):
+    """Bytes as tokens, and a name of the test: a file that was read wrong is not tried again."""
+    names = {c: i for i, c in enumerate(sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()))}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE({**names, request.node.name: 256}, []))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    made.save(str(tmp_path / "tokenizer.json"))
+    return str(tmp_path / "tokenizer.json")
+
+
+@pytest.fixture
+def spoil(monkeypatch, model):
+    """Makes the faster library swap the ids of two characters where they stand side by side."""
+    encode = fastokens.Tokenizer.encode_batch_flat
+    id_of = tokenizers.Tokenizer.from_file(model).token_to_id
 
     def swap(first, second):
-        def wrong(self, texts, *, control):
-            ids, offsets = encode(self, texts, control=control)
-            ids, a, b = ids.copy(), self.token_to_id(first), self.token_to_id(second)
+        def wrong(self, texts, **how):
+            flat, offsets = encode(self, texts, **how)
+            ids, a, b = np.frombuffer(flat, np.int32).copy(), id_of(first), id_of(second)
             at = np.flatnonzero((ids[:-1] == a) & (ids[1:] == b))
             ids[at], ids[at + 1] = b, a
-            return ids, offsets
+            return ids.tobytes(), offsets
 
-        monkeypatch.setattr(FastokensEngine, "encode_batch", wrong)
+        monkeypatch.setattr(fastokens.Tokenizer, "encode_batch_flat", wrong)
 
-    monkeypatch.setattr(fastest, "_misread", set())
     return swap
 
 
@@ -78,10 +76,6 @@ def records_with(number, bad=None):
     if bad is not None:
         made[bad]["rejected"] = "a rare text: zq, once"
     return made
-
-
-def engine_of(dataset):
-    return dataset.manifest.provenance["tokenizer"]["engine"]
 
 
 @pytest.mark.parametrize(
@@ -109,16 +103,19 @@ def test_a_wrong_engine_is_replaced(model, tmp_path, spoil, caplog, letters, bad
     assert again.version == 1  # another engine is no other dataset
 
 
-def test_in_three_partitions_and_for_what_is_appended(model, tmp_path, spoil):
+def test_in_three_partitions(model, tmp_path, spoil):
     spoil("z", "q")
     source = tmp_path / "in.jsonl"
     lines = map(json.dumps, records_with(400, bad=150))
     source.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     made = packstore.pack(source, tmp_path / "ds", model, partitions=3, **SETTINGS)
     assert engine_of(made) == "tokenizers"
-    fastest._misread.clear()
+
+
+def test_what_is_appended(model, tmp_path, spoil):
     packstore.pack(records_with(10), tmp_path / "few", model, **SETTINGS)
-    grown = packstore.append(tmp_path / "few", source, model, num_workers=0)
+    spoil("z", "q")
+    grown = packstore.append(tmp_path / "few", records_with(400, bad=150), model, num_workers=0)
     assert grown.manifest.records.packed == 410
 
 

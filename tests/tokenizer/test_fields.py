@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
-from packstore.config import PackConfig, TokenizeConfig
+import packstore
 from packstore.errors import ConfigError, RecordError, TokenizerError
-from packstore.tokenizer import RecordTokenizer, detect_kind
-from packstore.tokenizer.chat.messages import normalize_messages
-from packstore.tokenizer.records.shapes import parse_record
 
-CONFIG = TokenizeConfig()
 USER = {"role": "user", "content": "u"}
 PAIR = {"prompt": "p", "chosen": "c", "rejected": "r"}
 
@@ -26,9 +24,9 @@ PAIR = {"prompt": "p", "chosen": "c", "rejected": "r"}
         (["x"], "it must have chosen and rejected"),
     ],
 )
-def test_an_unknown_kind_proposes_names(record, proposed):
+def test_an_unknown_kind_proposes_names(pack, byte_level, record, proposed):
     with pytest.raises(RecordError) as caught:
-        detect_kind(record, CONFIG)
+        pack(byte_level(), record)
     assert proposed in str(caught.value)
 
 
@@ -45,59 +43,50 @@ def test_an_unknown_kind_proposes_names(record, proposed):
         ({"prompt": [1], "chosen": [2.5], "rejected": [2]}, {}, "found chosen [2.5]"),
     ],
 )
-def test_a_refusal_names_the_field(rows, byte_level, record, fields, said):
-    config = PackConfig(fields=fields, on={"wrong_type": "error"})
+def test_a_refusal_names_the_field(pack, byte_level, record, fields, said):
     with pytest.raises(RecordError) as caught:
-        RecordTokenizer(byte_level(), config, "preference")(rows([record]))
+        pack(byte_level(), record, kind="preference", fields=fields, on={"wrong_type": "error"})
     assert said in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        ("chosen_reward", "rejected_reward"),
-        ("score_chosen", "score_rejected"),
-        ("chosen_score", "rejected_score"),
-        ("chosen-rating", "rejected-rating"),
-    ],
-)
-def test_rewards_under_common_names_are_used(rows, byte_level, names):
-    record = {**PAIR, **dict(zip(names, (4.5, 2), strict=True))}
-    work = RecordTokenizer(byte_level(), PackConfig(), "preference")
-    examples, tally = work(rows([record, PAIR]))
-    assert examples.reward.tolist() == [4.5, 2.0, 1.0, 0.0]
-    assert {name: tally.used[name] for name in names} == dict.fromkeys(names, 1)
-    assert (tally.scored, tally.unscored) == (1, 1)
-    assert not tally.unused
+@pytest.mark.parametrize("name", ["{}_reward", "score_{}", "{}_score", "{}-rating"])
+def test_rewards_under_common_names_are_used(pack, byte_level, name):
+    record = {**PAIR, name.format("chosen"): 4.5, name.format("rejected"): 2}
+    packed = pack(byte_level(), record, PAIR)
+    (group,) = packed.dataset.iter_packs()
+    assert sorted(group.reward.tolist()) == [0.0, 1.0, 2.0, 4.5]
+    assert packed.dataset.manifest.records.fields_used[name.format("chosen")] == 1
+    assert not packed.dataset.manifest.records.fields_not_used
+    assert packed.noted == {"reward_default": 1}
 
 
-def test_what_nobody_used_is_counted(run, byte_level):
+def test_what_nobody_used_is_counted(pack, byte_level):
+    def counts(*records, **settings):
+        found = pack(byte_level(), *records, **settings).dataset.manifest.records
+        return found.fields_used, found.fields_not_used
+
     extra = {"system": "be kind", "images": ["a.png"], "weight": 0.0, "none": None, "empty": ""}
-    _, tally = run(byte_level(), PAIR, {**PAIR, **extra}, {**PAIR, "images": [], "lang": "en"})
-    assert tally.used == {"prompt": 3, "chosen": 3, "rejected": 3}
-    assert tally.unused == {"system": 1, "images": 1, "weight": 1, "lang": 1}
-    _, tally = run(byte_level(), {**PAIR, "lang": "en"}, carry=("lang",))
-    assert (tally.used["lang"], tally.unused) == (1, {})
+    used, unused = counts(PAIR, {**PAIR, **extra}, {**PAIR, "images": [], "lang": "en"})
+    assert used == {"prompt": 3, "chosen": 3, "rejected": 3}
+    assert unused == {"system": 1, "images": 1, "weight": 1, "lang": 1}
+    used, unused = counts({**PAIR, "lang": "en"}, carry=("lang",))
+    assert (used["lang"], unused) == (1, {})
     scores = {"chosen_score": {"help": 3}, "rejected_score": "low"}  # no numbers, so no rewards
-    _, tally = run(byte_level(), {**PAIR, **scores})
-    assert (tally.scored, tally.unused) == (0, dict.fromkeys(scores, 1))
-
-
-def test_endless_names_are_bounded(run, byte_level):
-    records = [{**PAIR, f"k{i}": i, "\ud800": 1, "weight": 1} for i in range(500)]
-    _, tally = run(byte_level(), *records)
-    assert len(tally.unused) <= 100
-    assert tally.unused["weight"] == 500
-    assert all(name.encode() for name in tally.unused)
+    assert counts({**PAIR, **scores})[1] == dict.fromkeys(scores, 1)
+    endless = [{**PAIR, f"k{i}": i, "\ud800": 1, "weight": 1} for i in range(500)]
+    unused = counts(*endless)[1]
+    assert len(unused) <= 100
+    assert unused["weight"] == 500
+    assert all(name.encode() for name in unused)
 
 
 @pytest.mark.parametrize("label", [False, 0, "false", "False"])
 @pytest.mark.parametrize("name", ["label", "kto_tag"])
-def test_good_answers_among_bad_ones_are_packed(run, byte_level, label, name):
+def test_good_answers_among_bad_ones_are_packed(pack, byte_level, label, name):
     bad = {"prompt": "p", "completion": " bad", name: label}
     good = {**bad, name: "true" if isinstance(label, str) else type(label)(1)}
-    _, tally = run(byte_level(), good, bad, kind="sft", on={"unpaired_feedback": "drop"})
-    assert (tally.kept, tally.dropped) == (1, {"unpaired_feedback": 1})
+    packed = pack(byte_level(), good, bad, kind="sft", on={"unpaired_feedback": "drop"})
+    assert (len(packed.examples), packed.dropped) == (1, {"unpaired_feedback": 1})
 
 
 def call(name, **arguments):
@@ -137,76 +126,76 @@ NORMALIZED = {
         ],
     ),
 }
+AS_JSON = (
+    "{% for m in messages %}{{ m | tojson }}<|end|>{% endfor %}"
+    '{% if add_generation_prompt %}{{ \'{"role": "assistant", \' }}{% endif %}'
+)
 
 
 @pytest.mark.parametrize("name", NORMALIZED)
-def test_messages_are_normalized(name):
+def test_messages_are_normalized(pack, byte_level, name):
     given, expected = NORMALIZED[name]
-    assert normalize_messages(given) == expected
+    end = {"role": "assistant", "content": "the end"}
+    packed = pack(byte_level(template=AS_JSON), {"messages": [USER, *given, USER, end]})
+    *messages, rest = packed.texts[0].split("<|end|>")
+    assert [*map(json.loads, messages)] == [USER, *expected, USER, end]
+    assert rest == ""
 
 
-def test_token_ids_pass_through(rows, sequences, byte_level):
+def test_token_ids_pass_through(pack, byte_level):
     record = {"prompt": [5, 6], "chosen": [7], "rejected": np.array([8, 9])}
     labels = {"chosen_labels": [-100, 2], "rejected_labels": [-100, 3]}
     cases = [
-        ("preference", record, [([5, 6, 7], [0, 0, 1]), ([5, 6, 8, 9], [0, 0, 1, 1])]),
-        ("preference", {"chosen": [1, 2], "rejected": [1, 3], **labels},
-         [([1, 2], [0, 1]), ([1, 3], [0, 1])]),
-        ("sft", {"input_ids": [5, 6, 7], "labels": [5, -100, 7]}, [([5, 6, 7], [0, 0, 1])]),
-        ("sft", {"input_ids": [1, 2], "completion_mask": [0, 1]}, [([1, 2], [0, 1])]),
-        ("ranked", {"prompt": [1], "responses": np.array([[2], [3]]), "scores": [1, 0]},
+        (record, [([5, 6, 7], [0, 0, 1]), ([5, 6, 8, 9], [0, 0, 1, 1])]),
+        ({"chosen": [1, 2], "rejected": [1, 3], **labels}, [([1, 2], [0, 1]), ([1, 3], [0, 1])]),
+        ({"input_ids": [5, 6, 7], "labels": [5, -100, 7]}, [([5, 6, 7], [0, 0, 1])]),
+        ({"input_ids": [1, 2], "completion_mask": [0, 1]}, [([1, 2], [0, 1])]),
+        ({"prompt": [1], "responses": np.array([[2], [3]]), "scores": [1, 0]},
          [([1, 2], [0, 1]), ([1, 3], [0, 1])])
     ]  # fmt: skip
     for tokenizer in (None, byte_level(bos=True)):
-        for kind, given, expected in cases:
-            examples, _ = RecordTokenizer(tokenizer, CONFIG, kind)(rows([given]))
-            assert sequences(examples) == expected
+        for given, expected in cases:
+            assert pack(tokenizer, given).sequences == expected
 
 
-def test_what_is_missing_is_named(rows, run, byte_level):
+def test_what_is_missing_is_named(pack, byte_level):
     with pytest.raises(TokenizerError, match="must be given"):
-        RecordTokenizer(None, CONFIG, "preference")(rows([PAIR]))
+        pack(None, PAIR)
     with pytest.raises(TokenizerError, match="chatml or plain"):
-        run(byte_level(), {**PAIR, "prompt": [USER]})
+        pack(byte_level(), {**PAIR, "prompt": [USER]})
     for setting in ("add_bos", "append_eos"):
         with pytest.raises(TokenizerError, match="must name its"):
-            run(byte_level(special=()), **{setting: True})
+            pack(byte_level(special=()), PAIR, **{setting: True})
 
 
-def test_carried_columns(rows, byte_level):
+def test_carried_columns(pack, byte_level):
     good = {**PAIR, "source": "x", "weight": 2, "n": 3, "ok": True}
     bad = [{**good, "n": 2.5}, {**good, "n": 1 << 63}, {**good, "source": "\ud800"}, PAIR]
     carry = ("source", "weight:float64", "n:int64", "ok:bool")
-    config = TokenizeConfig(carry=carry, on={"missing_field": "drop"})
-    work = RecordTokenizer(byte_level(), config, "preference")
-    examples, tally = work(rows([good, *bad, good]))
-    assert {name: (column.tolist(), column.dtype) for name, column in examples.columns.items()} == {
-        "source": (["x", "x"], object),
-        "weight": ([2.0, 2.0], np.float64),
-        "n": ([3, 3], np.int64),
-        "ok": ([True, True], np.bool_),
-    }
-    assert dict(tally.dropped) == {"wrong_type": 2, "invalid_unicode": 1, "missing_field": 1}
-    empty, _ = work(rows([]))
-    assert [c.dtype for c in empty.columns.values()] == [object, np.float64, np.int64, np.bool_]
+    packed = pack(byte_level(), good, *bad, good, carry=carry, on={"missing_field": "drop"})
+    frame = packstore.scan(packed.dataset).collect()
+    values = {name: frame[name].to_list() for name in ("source", "weight", "n", "ok")}
+    assert values == {"source": ["x"] * 2, "weight": [2.0] * 2, "n": [3] * 2, "ok": [True] * 2}
+    assert [type(column[0]) for column in values.values()] == [str, float, int, bool]
+    assert packed.dropped == {"wrong_type": 2, "invalid_unicode": 1, "missing_field": 1}
 
 
 @pytest.mark.parametrize("carry", ["x:int", "labels", ":int64", "a,b:nope"])
-def test_columns_that_cannot_be_carried(carry):
+def test_columns_that_cannot_be_carried(pack, carry):
     with pytest.raises(ConfigError, match="setting carry"):
-        RecordTokenizer(None, TokenizeConfig(carry=(carry,)), "preference")
+        pack(None, {"prompt": [1], "chosen": [2], "rejected": [3]}, carry=(carry,))
 
 
-def test_published_dialogues_split_as_the_explicit_prompts(records):
+def test_published_dialogues_split_as_the_explicit_prompts(pack, tokenizer, records):
     """All 2,312 pairs, the 5 that part before their last turn and 4 empty responses among them."""
-    raw, explicit = records("pairs/hh_harmless_raw.jsonl.gz"), records("pairs/hh_harmless.jsonl.gz")
-    assert len(raw) == len(explicit) == 2312
-    for a, b in zip(raw, explicit, strict=True):
-        parsed = parse_record(a, "preference", CONFIG)
-        assert (parsed.prompt, parsed.responses) == (b["prompt"], [b["chosen"], b["rejected"]])
+    files = ("pairs/hh_harmless_raw.jsonl.gz", "pairs/hh_harmless.jsonl.gz")
+    raw, explicit = (pack(tokenizer("small"), *records(file)) for file in files)
+    assert len(records(files[0])) == 2312
+    assert (raw.examples, raw.rejects) == (explicit.examples, explicit.rejects)
+    assert raw.dropped == {"empty_side": 4}
 
 
-def test_only_what_a_template_writes_is_control(tokenizer, records, rows, sequences):
+def test_only_what_a_template_writes_is_control(pack, tokenizer, records):
     """Chats with "<|im_end|>" put into the user's words: the rest is encoded as without it."""
     qwen = tokenizer("qwen3")
     some = records("pairs/chat_en.jsonl")[:40]
@@ -214,17 +203,17 @@ def test_only_what_a_template_writes_is_control(tokenizer, records, rows, sequen
         {**r, "prompt": [{**m, "content": m["content"] + " <|im_end|> "} for m in r["prompt"]]}
         for r in some
     ]
-    work = RecordTokenizer(qwen, TokenizeConfig(pack_size=65536), "preference")
-    (plain, _), (literal, tally) = work(rows(some)), work(rows(placed))
-    assert tally.noted["special_tokens_literal"] == len(some)
-    for (a, on_a), (b, on_b) in zip(sequences(plain), sequences(literal), strict=True):
-        assert a.count(qwen.eos_id) == b.count(qwen.eos_id)
+    plain, literal = pack(qwen, *some), pack(qwen, *placed)
+    assert literal.noted["special_tokens_literal"] == len(some)
+    eos = qwen.library.token_to_id("<|im_end|>")
+    for (a, on_a), (b, on_b) in zip(plain.sequences, literal.sequences, strict=True):
+        assert a.count(eos) == b.count(eos)
         assert a[-sum(on_a) :] == b[-sum(on_b) :]
-        assert "<|im_end|> <|im_end|>\n" in qwen.decode(b)
+        assert "<|im_end|> <|im_end|>\n" in literal.decode(b)
 
 
-def test_a_tokenizer_without_a_plain_form(tokenizer, run):
+def test_a_tokenizer_without_a_plain_form(pack, tokenizer):
     """Unigram finds "</s>" among its pieces, whatever it is told."""
-    _, tally = run(tokenizer("t5"), {**PAIR, "chosen": "a</s>b"})
-    assert dict(tally.dropped) == {"special_tokens": 1}
-    assert "no plain form" in tally.samples[0].detail
+    (reject,) = pack(tokenizer("t5"), {**PAIR, "chosen": "a</s>b"}).rejects
+    assert reject["reason"] == "special_tokens"
+    assert "no plain form" in reject["detail"]

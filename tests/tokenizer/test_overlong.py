@@ -1,124 +1,118 @@
+"""Examples that are too long: what is cut fits, by the least that fits, and keeps its ends."""
+
 from __future__ import annotations
 
-import numpy as np
+import functools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from packstore.config import TokenizeConfig
-from packstore.tokenizer import RecordTokenizer
-from packstore.tokenizer.records.overlong import fit
-from packstore.tokenizer.records.sequences import Tokens
-from packstore.tokenizer.refusals import Refused
-
-EOS = 900
-
-
-def pair(prompt, *responses, head=0):
-    """Sequences over one prompt: 0, 1, 2, ... then the response's tokens."""
-    return [
-        Tokens(
-            np.concatenate([np.arange(prompt), response]).astype(np.int32),
-            np.arange(prompt + len(response)) >= prompt,
-            head,
-        )
-        for response in responses
-    ]
+BOS, EOS = 256, 257
 
 
 def stored(sequences, layout):
     """Tokens that an example takes, by the definition of the layouts, token by token."""
-    first = sequences[0]
-    total = len(first.ids)
-    for other in sequences[1:]:
+    (first, on), *others = sequences
+    total = len(first)
+    for ids, other in others:
         shared = 0
-        for a, b, on_a, on_b in zip(
-            first.ids, other.ids, first.supervised, other.supervised, strict=False
-        ):
+        for a, b, on_a, on_b in zip(first, ids, on, other, strict=False):
             if a != b or on_a or on_b:
                 break
             shared += 1
-        total += len(other.ids) - (max(shared - 1, 0) if layout == "shared_prefix" else 0)
+        total += len(ids) - (max(shared - 1, 0) if layout == "shared_prefix" else 0)
     return total
 
 
-responses = st.lists(st.integers(100, 103), min_size=1, max_size=12)
+@st.composite
+def pairs(draw):
+    """Whole sequences with labels: the second prompt may part from the first at some token."""
+    size = draw(st.integers(1, 12))
+    prompts = [[BOS if draw(st.booleans()) else 0, *range(1, size)]] * 2
+    if (parts := draw(st.integers(0, 15))) < size:
+        prompts[1] = [77 if i == parts else token for i, token in enumerate(prompts[1])]
+    answers = [draw(st.lists(st.integers(100, 103), min_size=1, max_size=12)) for _ in "cr"]
+    return [
+        ([*p, *answer, EOS], [False] * size + [True] * (len(answer) + 1))
+        for p, answer in zip(prompts, answers, strict=True)
+    ]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=60)
 @given(
-    prompt=st.integers(1, 12),
-    parts=st.none() | st.integers(0, 11),
-    answers=st.lists(responses, min_size=1, max_size=4),
-    head=st.integers(0, 3),
+    befores=st.lists(pairs(), min_size=1, max_size=12),
     size=st.integers(2, 50),
     length=st.integers(2, 50),
     layout=st.sampled_from(["concat", "shared_prefix"]),
     policy=st.sampled_from(["drop", "truncate_prompt", "truncate_response"]),
 )
 def test_what_comes_back_fits_and_is_part_of_what_went_in(
-    prompt, parts, answers, head, size, length, layout, policy
+    pack, byte_level, befores, size, length, layout, policy
 ):
-    before = pair(prompt, *[[*a, EOS] for a in answers], head=min(head, prompt))
-    if parts is not None and parts < prompt:
-        before[-1].ids[parts] = 77
-    config = TokenizeConfig(pack_size=size, max_length=length, layout=layout, overlong=policy)
-    fitted_already = (
-        max(len(s.ids) for s in before) <= config.sequence_limit and stored(before, layout) <= size
-    )
-    try:
-        after = fit(before, config, frozenset([EOS]))
-    except Refused:
-        assert not fitted_already
-        return
-    assert (after is before) == fitted_already
-    assert stored(after, layout) <= size
-    for old, new in zip(before, after, strict=True):
-        assert len(new.ids) <= config.sequence_limit
-        assert len(new.ids) == len(new.supervised)
-        assert new.supervised.any()
-        assert not new.supervised[0]
-        assert new.ids[-1] == EOS
-        if policy == "truncate_prompt":
-            assert new.ids[new.supervised].tolist() == old.ids[old.supervised].tolist()
-            assert new.ids[: old.head].tolist() == old.ids[: old.head].tolist()
-        else:
-            start = prompt
-            assert new.ids[:start].tolist() == old.ids[:start].tolist()
-    if after is not before and policy == "truncate_prompt":
-        # One token less cut would not have fitted.
-        cut = len(before[0].ids) - len(after[0].ids)
-        assert {len(o.ids) - len(n.ids) for o, n in zip(before, after, strict=True)} == {cut}
-        room = size - stored(after, layout)
-        spare = config.sequence_limit - max(len(s.ids) for s in after)
-        assert room < (1 if layout == "shared_prefix" else len(after)) or spare < 1
+    records = [
+        dict(zip(("chosen", "chosen_labels", "rejected", "rejected_labels"), [
+            part for ids, on in before
+            for part in (ids, [i if s else -100 for i, s in zip(ids, on, strict=True)])
+        ], strict=True))
+        for before in befores
+    ]  # fmt: skip
+    chosen = {"pack_size": size, "max_length": length, "layout": layout, "overlong": policy}
+    packed = pack(byte_level(bos=True), *records, **chosen, on={"identical_sides": "keep"})
+    limit = min(length, size)
+    for number, before in enumerate(befores):
+        fitted = max(len(ids) for ids, _ in before) <= limit and stored(before, layout) <= size
+        if (after := packed.examples.get(number)) is None:
+            assert not fitted
+            continue
+        assert (after == before) == fitted
+        assert stored(after, layout) <= size
+        head = before[0][0][0] == before[1][0][0] == BOS
+        for (ids, on), (new, new_on) in zip(before, after, strict=True):
+            assert len(new) <= limit
+            assert any(new_on)
+            assert not new_on[0]
+            assert new[-1] == EOS
+            start = on.index(True)
+            if policy == "truncate_prompt":
+                assert new[new_on.index(True) :] == ids[start:]
+                assert new[:head] == ids[:head]
+            else:
+                assert new[:start] == ids[:start]
+        if not fitted and policy == "truncate_prompt":  # a token less would not have fitted
+            cuts = {len(ids) - len(new) for (ids, _), (new, _) in zip(before, after, strict=True)}
+            assert len(cuts) == 1
+            spare = limit - max(len(ids) for ids, _ in after)
+            assert (
+                size - stored(after, layout) < (1 if layout == "shared_prefix" else 2) or not spare
+            )
+
+
+@pytest.fixture(scope="module")
+def chats(pack, tokenizer, records):
+    """Real chats, and the same packed whole."""
+    some = records("pairs/chat_en.jsonl")[:120]
+    return some, functools.partial(pack, tokenizer("qwen3"), *some), pack(tokenizer("qwen3"), *some)
 
 
 @pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
-@pytest.mark.parametrize("policy", ["drop", "truncate_prompt", "truncate_response"])
-def test_real_chats_cut_to_size(tokenizer, records, rows, sequences, layout, policy):
+@pytest.mark.parametrize("policy", ["truncate_prompt", "truncate_response"])
+def test_real_chats_cut_to_size(chats, layout, policy):
     """Shortened chats still begin with their system turn, and still end as their template ends."""
-    qwen = tokenizer("qwen3")
-    some = records("pairs/chat_en.jsonl")[:120]
-    config = TokenizeConfig(pack_size=700, layout=layout, overlong=policy)
-    whole, _ = RecordTokenizer(qwen, TokenizeConfig(pack_size=1 << 20), "preference")(rows(some))
-    examples, tally = RecordTokenizer(qwen, config, "preference")(rows(some))
-    assert tally.read == tally.kept + tally.dropped["overlong"]
-    originals = sequences(whole)
-    for n, i in enumerate(examples.example_ids.tolist()):
-        record, both = some[i], sequences(examples)[2 * n : 2 * n + 2]
-        assert stored([Tokens(np.array(a), np.array(b)) for a, b in both], layout) <= 700
-        system = record["prompt"][0] if record["prompt"][0]["role"] == "system" else None
-        for side, (ids, on) in enumerate(both):
-            text, original = qwen.decode(ids), originals[2 * i + side]
+    records, pack, whole = chats
+    cut = pack(pack_size=700, layout=layout, overlong=policy)
+    assert len(cut.examples) + cut.dropped["overlong"] == len(records)
+    assert cut.noted[policy.replace("truncate", "truncated")] > 0
+    for number, sides in cut.examples.items():
+        assert stored(sides, layout) <= 700
+        first = records[number]["prompt"][0]
+        system = f"<|im_start|>system\n{first['content']}<|im_end|>\n"
+        for (ids, on), (before, learned) in zip(sides, whole.examples[number], strict=True):
+            text = cut.decode(ids)
             assert text.endswith("<|im_end|>\n")
-            if system:
-                start = f"<|im_start|>system\n{system['content']}<|im_end|>\n"
-                assert text.startswith(start)
+            assert text.startswith(system if first["role"] == "system" else "")
+            start = learned.index(True)
             if policy == "truncate_prompt":
-                assert sum(on) == sum(original[1])
-            if policy == "truncate_response":
-                prompt = original[1].index(True)
-                assert ids[:prompt] == original[0][:prompt]
-    if policy != "drop":
-        assert tally.noted[policy.replace("truncate", "truncated")] > 0
+                assert ids[on.index(True) :] == before[start:]
+            else:
+                assert ids[:start] == before[:start]

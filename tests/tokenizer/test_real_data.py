@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import re
 import unicodedata
 
@@ -12,11 +13,6 @@ import pytest
 import sentencepiece
 import tokenizers
 
-from packstore.config import TokenizeConfig
-from packstore.tokenizer import RecordTokenizer, detect_kind
-from packstore.tokenizer.chat.messages import normalize_messages, normalize_tools
-
-CONFIG = TokenizeConfig(pack_size=65536)
 TEXT_FILES = [
     "nemo/dummy-dpo.jsonl",
     "pairs/hh_harmless.jsonl.gz",
@@ -55,11 +51,6 @@ def plain_encoder(shared_data, name):
     return lambda text: library.encode(text, add_special_tokens=False).ids, ends[name]
 
 
-@functools.cache
-def library_of(payload):
-    return tokenizers.Tokenizer.from_str(payload.decode())
-
-
 def agreeing(a, b):
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), len(a))
 
@@ -70,16 +61,32 @@ def responses_of(record):
     return [record.get(f"{side}_response", record.get(side)) for side in ("chosen", "rejected")]
 
 
+def as_templates_take(record, field):
+    """Messages and tools, with thoughts and calls that are turns of their own put into answers."""
+    messages, thought = [], {}
+    for raw in record[field]:
+        role, content, calls = raw["role"], raw["content"], {}
+        if role == "assistant_reasoning":
+            thought = {"reasoning_content": content, "thinking": content}
+            continue
+        if role == "assistant_tool_call":
+            call = {"type": "function", "function": json.loads(content)}
+            if not thought and "tool_calls" in messages[-1]:
+                messages[-1]["tool_calls"].append(call)
+                continue
+            role, content, calls = "assistant", "", {"tool_calls": [call]}
+        role = "tool" if role == "observation" else role
+        messages.append({"role": role, "content": content, **calls, **thought})
+        thought = {}
+    return messages, json.loads(record.get("tools") or "null")
+
+
 @pytest.mark.parametrize(("file", "name"), crossed(TEXT_FILES, TOKENIZERS))
-def test_plain_text(shared_data, tokenizer, records, rows, sequences, file, name):
+def test_plain_text(shared_data, tokenizer, records, pack, file, name):
     some = records(file)[: 40 if "ranked" in file else 150]
-    kind = detect_kind(some[0], CONFIG)
-    examples, tally = RecordTokenizer(tokenizer(name), CONFIG, kind)(rows(some))
+    packed = pack(tokenizer(name), *some)
     kept = [r for r in some if all(text.strip() for text in responses_of(r))]
-    assert tally.read == len(some)
-    assert dict(tally.dropped) == (
-        {"empty_side": len(some) - len(kept)} if len(kept) < len(some) else {}
-    )
+    assert packed.dropped["empty_side"] == packed.dropped.total() == len(some) - len(kept)
     encode, (bos, eos) = plain_encoder(shared_data, name)
     expected = []
     for record in kept:
@@ -89,45 +96,43 @@ def test_plain_text(shared_data, tokenizer, records, rows, sequences, file, name
             start = len(bos) + agreeing(before, ids)
             ids = [*bos, *ids, *eos]
             expected.append((ids, [i >= start for i in range(len(ids))]))
-    assert sequences(examples) == expected
-    assert examples.example_ids.tolist() == [i for i, r in enumerate(some) if r in kept]
+    assert packed.sequences == expected
+    assert [*packed.examples] == [i for i, r in enumerate(some) if r in kept]
 
 
 @pytest.mark.parametrize(
     ("file", "named"),
     crossed(CHAT_FILES, [("qwen3", None), ("mistral", "plain"), ("t5", "plain"), ("small", None)]),
 )
-def test_chat(shared_data, tokenizer, records, rows, sequences, rendered, file, named):
+def test_chat(shared_data, tokenizer, records, pack, rendered, file, named):
     name, template = named
     some = records(file)[:60]
-    ours = tokenizer(name, template)
-    kind = detect_kind(some[0], CONFIG)
-    examples, tally = RecordTokenizer(ours, CONFIG, kind)(rows(some))
+    packed = pack(tokenizer(name, template), *some)
     kept = [r for r in some if all(text.strip() for text in responses_of(r))]
-    assert tally.kept == len(kept)
-    assert set(tally.dropped) <= {"empty_side"}
-    library, _ = plain_encoder(shared_data, name)
-    eos = ours.eos_id if template else None
+    assert len(packed.examples) == len(kept)
+    assert set(packed.dropped) <= {"empty_side"}
+    library, (_, ends) = plain_encoder(shared_data, name)
+    source = packed.dataset.manifest.provenance["tokenizer"]["chat_template"]
 
     def encode(text):
         """The text as the template wrote it, its "</s>" by hand where the file declares none."""
         cut = text.split("</s>") if name == "t5" else [text]
         ids = [library(part) if part else [] for part in cut]
-        return [t for i, part in enumerate(ids) for t in ([eos, *part] if i else part)]
+        return [t for i, part in enumerate(ids) for t in ([*ends, *part] if i else part)]
 
     expected = []
     for record in kept:
-        prompt, tools = normalize_messages(record["prompt"]), normalize_tools(record.get("tools"))
-        opened = rendered(ours.chat_template, prompt, tools, prompt=True)
+        prompt, tools = as_templates_take(record, "prompt")
+        opened = rendered(source, prompt, tools, prompt=True)
         # Qwen3's template writes an empty thinking block before answers; nobody learns it.
         before = encode(opened + "<think>\n\n</think>\n\n" * (name == "qwen3"))
         for response in responses_of(record):
             whole = [*prompt, {"role": "assistant", "content": response}]
-            ids = encode(rendered(ours.chat_template, whole, tools))
+            ids = encode(rendered(source, whole, tools))
             start = agreeing(before, ids)
             assert start > 0
             expected.append((ids, [i >= start for i in range(len(ids))]))
-    assert sequences(examples) == expected
+    assert packed.sequences == expected
 
 
 TURNS = {
@@ -140,19 +145,14 @@ TURNS = {
 
 @pytest.mark.parametrize("turns", ["all", "last"])
 @pytest.mark.parametrize(("file", "name"), crossed(SFT_FILES, list(TURNS)))
-def test_turns_of_a_dialogue(
-    shared_data, tokenizer, records, rows, sequences, rendered, file, name, turns
-):
+def test_turns_of_a_dialogue(tokenizer, records, pack, rendered, file, name, turns):
     some = records(file)[:40]
-    ours = tokenizer(name)
-    config = TokenizeConfig(pack_size=65536, supervised_turns=turns)
-    examples, tally = RecordTokenizer(ours, config, "sft")(rows(some))
-    assert (tally.kept, dict(tally.dropped)) == (len(some), {})
-    library = library_of(ours.payload)
-    for record, (ids, on) in zip(some, sequences(examples), strict=True):
-        messages = normalize_messages(record["messages"])
-        text = rendered(ours.chat_template, messages, normalize_tools(record.get("tools")))
-        encoding = library.encode(text, add_special_tokens=False)
+    packed = pack(tokenizer(name), *some, supervised_turns=turns)
+    source = packed.dataset.manifest.provenance["tokenizer"]["chat_template"]
+    for record, (ids, on) in zip(some, packed.sequences, strict=True):
+        messages, tools = as_templates_take(record, "messages")
+        text = rendered(source, messages, tools)
+        encoding = tokenizer(name).library.encode(text, add_special_tokens=False)
         assert encoding.ids == ids
         spans = [m.span(1) for m in re.finditer(TURNS[name], text, re.DOTALL)]
         assert len(spans) == sum(m["role"] == "assistant" for m in messages)
@@ -162,7 +162,7 @@ def test_turns_of_a_dialogue(
         for start, end in spans:
             expected |= (places[:, 1] > start) & (places[:, 0] < end)
         assert on == expected.tolist()
-        said = ours.decode([t for t, s in zip(ids, on, strict=True) if s])
+        said = packed.decode([t for t, s in zip(ids, on, strict=True) if s])
         wanted = "".join(text[start:end] for start, end in spans)
         if name == "mistral":  # the decoder takes the space at the beginning for its own
             said, wanted = said.replace(" ", ""), wanted.replace(" ", "")

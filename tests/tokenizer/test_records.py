@@ -5,7 +5,6 @@ The tokenizer has one token for each byte, but for control strings and the merge
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +12,6 @@ import pytest
 
 from packstore.config import REASONS, TokenizeConfig
 from packstore.errors import ConfigError, RecordError, UnknownNameError
-from packstore.tokenizer import RecordTokenizer
 
 
 class Case(NamedTuple):
@@ -375,37 +373,25 @@ CASES = {
 GOOD = {"preference": P, "sft": {"prompt": "p", "response": "a"}, "ranked": RANKED}
 
 
-def marked(tokenizer, ids, on):
-    """The text of a sequence, supervised parts in «»."""
-    text = ""
-    for learned, run in itertools.groupby(zip(ids, on, strict=True), lambda pair: pair[1]):
-        part = tokenizer.decode([i for i, _ in run])
-        text += f"«{part}»" if learned else part
-    return text
-
-
 @pytest.mark.parametrize("name", CASES)
-def test_a_record(name, rows, sequences, byte_level):
+def test_a_record(name, pack, byte_level):
     case = CASES[name]
     tokenizer = byte_level(**(case.tokenizer or {}))
-    settings = {"pack_size": 4096, **(case.settings or {})}
+    settings = {"kind": case.kind, **(case.settings or {})}
     answers = {"missing_field": "drop", "one_reward": "drop", "unpaired_feedback": "drop"}
     settings["on"] = {**answers, **settings.get("on", {})}
-    work = RecordTokenizer(tokenizer, TokenizeConfig(**settings), case.kind)
-    examples, tally = work(rows([case.record]))
+    packed = pack(tokenizer, case.record, **settings)
     if isinstance(case.expected, list):
-        assert [marked(tokenizer, *row) for row in sequences(examples)] == case.expected
-        assert dict(tally.noted) == dict.fromkeys(case.noted, 1)
-        assert not tally.dropped
+        assert packed.marked == case.expected
+        assert packed.noted == dict.fromkeys(case.noted, 1)
         return
-    assert (examples.num_examples, dict(tally.dropped)) == (0, {case.expected: 1})
+    assert (packed.dataset, packed.dropped) == (None, {case.expected: 1})
     stop: dict[str, Any] = {"overlong": "error"}
     if case.expected != "overlong":
         stop = {"on": {**settings["on"], case.expected: "error"}}
-    work = RecordTokenizer(tokenizer, TokenizeConfig(**{**settings, **stop}), case.kind)
     with pytest.raises(RecordError) as caught:
-        work(rows([GOOD[case.kind], case.record]))
-    assert f"line 2: {REASONS[case.expected].rule}" in str(caught.value)
+        pack(tokenizer, GOOD[case.kind], case.record, **{**settings, **stop})
+    assert f"item 2: {REASONS[case.expected].rule}" in str(caught.value)
 
 
 def test_every_reason_has_a_case():

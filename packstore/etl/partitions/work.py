@@ -122,8 +122,9 @@ class PackPartitions:
         self, parts: Iterable[Part], counting: Counting, on_read: Callable[[Contents], None]
     ) -> Iterator[Partition]:
         """Yields the only partition, of examples that come from no files: it cannot be resumed."""
+        tokenized = iter(parts)  # refuses settings before there is a folder to remove
         only = self._begin((0, (), None))
-        return self._made([([only], ((only, part) for part in parts))], counting, on_read)
+        return self._made([([only], ((only, part) for part in tokenized))], counting, on_read)
 
     def _made(
         self,
