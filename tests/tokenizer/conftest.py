@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gzip
 import itertools
@@ -107,11 +108,9 @@ def pack(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Packed]:
         file, template, _ = source
         usual = {"pack_size": 65536, "chat_template": template, "max_drop_rate": 1}
         settings = {**usual, "num_workers": 0, "rejects": str(rejects), **settings}
-        dataset = None
-        try:
-            dataset = packstore.pack([*records], f"memory://{uuid.uuid4().hex}", file, **settings)
-        except DropRateError:
-            pass
+        dataset, out = None, f"memory://{uuid.uuid4().hex}"
+        with contextlib.suppress(DropRateError):
+            dataset = packstore.pack([*records], out, file, **settings)
         return Packed(dataset, [*map(json.loads, rejects.read_text().splitlines())], source)
 
     return go
