@@ -8,7 +8,8 @@ Capabilities and tested versions are in ``docs/attention.md``.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -35,19 +36,8 @@ class Settings(NamedTuple):
     sinks: Tensor | None = None
 
 
-class Attend(Protocol):
-    """The signature of a backend."""
-
-    def __call__(
-        self,
-        q_TNH: Tensor,
-        k_TKH: Tensor,
-        v_TKH: Tensor,
-        layout: AttentionLayout,
-        settings: Settings,
-    ) -> Tensor:
-        """Computes the output of attention, `[T, N, H]`."""
-
+Attend = Callable[[Tensor, Tensor, Tensor, AttentionLayout, Settings], Tensor]
+"""A backend: queries `[T, N, H]`, keys and values `[T, K, H]`, layout, settings -> `[T, N, H]`."""
 
 ATTENTION: Registry[Attend] = Registry(
     "attention backend",

@@ -14,7 +14,6 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -41,14 +40,12 @@ def attend(
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _chosen(device: torch.device, dtype: torch.dtype, supported: bool, capped: bool) -> str:
-    """Returns the backend of a call, loaded; logs it, or records what :func:`chosen_on` asks."""
+    """Returns the backend of a call, loaded and logged; records what :func:`chosen_on` asks."""
     name = choose(flash.runs_on(device), dtype, supported, capped)
     if name not in _LOADED:
         _LOADED[name] = ATTENTION.load(name)
-    asked = _ASKED.get()
-    if asked is None:
-        _log(name)
-    else:
+        logger.info("packed attention: backend 'auto' is %r", name)
+    if asked := _ASKED.get():
         asked[1].add(choose(flash.runs_on(asked[0]), dtype, supported, capped))
     return name
 
@@ -69,8 +66,3 @@ def chosen_on(device: torch.device) -> Iterator[set[str]]:
         yield names
     finally:
         _ASKED.reset(token)
-
-
-@cache
-def _log(name: str) -> None:
-    logger.info("packed attention: backend 'auto' is %r", name)

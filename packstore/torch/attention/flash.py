@@ -7,9 +7,7 @@ aligned at the end of the keys, so a shared prefix needs no special call.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,11 +49,6 @@ def __getattr__(name: str) -> Attend:
             f"attention backend {name!r} needs the module {module!r}, which is not installed; "
             + install
         ) from error
-    return _backend(name, kernel)
-
-
-def _backend(name: str, kernel: Callable[..., Any]) -> Attend:
-    """Returns a backend around the `flash_attn_varlen_func` of a version."""
     newest = name == "flash_attn_4"
     whole = (None, None) if newest else (-1, -1)
 

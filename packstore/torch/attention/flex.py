@@ -28,8 +28,8 @@ from packstore.torch.batch.layout import AttentionLayout
 BLOCK = 128
 """Block size of the mask: the kernel skips or computes this many queries and keys together."""
 
-_Span = tuple[int | None, int | None]  # window and chunk
-_masks: WeakKeyDictionary[AttentionLayout, dict[_Span, BlockMask]] = WeakKeyDictionary()
+_masks: WeakKeyDictionary[AttentionLayout, dict[Any, BlockMask]] = WeakKeyDictionary()
+"""The masks of a layout, by window and chunk."""
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -44,8 +44,11 @@ def attend(
             "attention backend 'flex': on CPU it has a forward pass only; found tensors that need "
             "gradients. Use backend='sdpa' or 'reference' on CPU."
         )
+    heads_first = (
+        pad(x, (0, 0, 0, 0, 0, rounded(len(x)) - len(x))).transpose(0, 1)[None] for x in rows
+    )
     output = _kernel(q_TNH.device.type)(
-        *(_heads_first(x, rounded(len(x))) for x in rows),
+        *heads_first,
         score_mod=None if settings.softcap is None else _capped(settings.softcap),
         block_mask=block_mask(layout, settings.window, settings.chunk),
         scale=settings.scale,
@@ -67,10 +70,10 @@ def rounded(tokens: int) -> int:
 
 def block_mask(layout: AttentionLayout, window: int | None, chunk: int | None = None) -> BlockMask:
     """Returns the mask of a layout, made on first use."""
-    masks, span = _masks.setdefault(layout, {}), (window, chunk)
-    if span not in masks:
-        masks[span] = _block_mask(*_runs(layout, *span))
-    return masks[span]
+    masks = _masks.setdefault(layout, {})
+    if (window, chunk) not in masks:
+        masks[window, chunk] = _block_mask(*_runs(layout, window, chunk))
+    return masks[window, chunk]
 
 
 def _block_mask(first: Tensor, last: Tensor, keys: int) -> BlockMask:
@@ -127,7 +130,3 @@ def _capped(softcap: float) -> Any:
         return softcap * torch.tanh(score / softcap)
 
     return capped
-
-
-def _heads_first(rows_TNH: Tensor, length: int) -> Tensor:
-    return pad(rows_TNH, (0, 0, 0, 0, 0, length - len(rows_TNH))).transpose(0, 1).unsqueeze(0)

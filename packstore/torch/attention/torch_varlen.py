@@ -29,6 +29,9 @@ GROUPS: dict[str, Any] = (
     {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters else {}
 )
 
+SIZES = "Tensor cu_q, Tensor cu_k, SymInt max_q, SymInt max_k, float scale, SymInt left"
+"""Arguments of both operators; `left` counts the keys before its own that a query sees, -1: all."""
+
 BLOCK = 2**16
 """Gathered rows whose gradients are in float32 at once: 0.25 GiB for 8 heads of 128."""
 
@@ -56,59 +59,50 @@ def attend(
     return whole  # type: ignore[no-any-return]
 
 
-@torch.library.custom_op("packstore::varlen", mutates_args=())
+@torch.library.custom_op(
+    "packstore::varlen",
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, Tensor? index, {SIZES}) -> (Tensor, Tensor)",
+)
 def gathered(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    index: Tensor | None,
-    cu_q: Tensor,
-    cu_k: Tensor,
-    max_q: int,
-    max_k: int,
-    scale: float,
-    left: int,
+    q: Tensor, k: Tensor, v: Tensor, index: Tensor | None, *sizes: Any
 ) -> tuple[Tensor, Tensor]:
     """Returns the output `[T, N, H]` and its log-sum-exp.
 
     `k` and `v` are rows `[R, K, H]`, of which `index` takes one for each place of the key runs, or
-    the runs if it is None; `left` counts the keys before its own that a query sees, -1: all.
+    the runs if it is None.
     """
-    sizes = (cu_q, cu_k, max_q, max_k, 0.0, left < 0, False)  # 0.0: no dropout
+    *offsets, scale, left = sizes
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        q, _taken(k, index), _taken(v, index), *sizes, scale=scale, **_window(left)
+        *(q, _taken(k, index), _taken(v, index), *offsets),
+        *(0.0, left < 0, False),  # without dropout
+        scale=scale,
+        window_size_left=left,
+        window_size_right=0,
     )
     return out, lse
 
 
-@torch.library.custom_op("packstore::varlen_backward", mutates_args=())
+@torch.library.custom_op(
+    "packstore::varlen_backward",
+    mutates_args=(),
+    schema=f"(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? index, "
+    f"{SIZES}) -> (Tensor, Tensor, Tensor)",
+)
 def gathered_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    index: Tensor | None,
-    cu_q: Tensor,
-    cu_k: Tensor,
-    max_q: int,
-    max_k: int,
-    scale: float,
-    left: int,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *sizes: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of `q`, `k` and `v` of :func:`gathered`."""
-    runs = _taken(k, index), _taken(v, index)
+    index, *offsets, scale, left = sizes
     state = torch.zeros(2, dtype=torch.uint64, device=q.device)
-    sizes = (cu_q, cu_k, max_q, max_k, 0.0, left < 0, state, q.new_empty(0))
     dq, dk, dv = torch.ops.aten._flash_attention_backward(
-        grad, q, *runs, out, lse, *sizes, scale=scale, **_window(left)
+        *(grad, q, _taken(k, index), _taken(v, index), out, lse, *offsets),
+        *(0.0, left < 0, state, q.new_empty(0)),
+        scale=scale,
+        window_size_left=left,
+        window_size_right=0,
     )
     return dq, summed(dk, index, k), summed(dv, index, v)
-
-
-def _window(left: int) -> dict[str, int]:
-    return {"window_size_left": left, "window_size_right": 0}
 
 
 def _taken(rows: Tensor, index: Tensor | None) -> Tensor:
@@ -147,10 +141,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-    gradients = (None,) * 3
-    if grad is not None:
-        gradients = gathered_backward(grad, *ctx.saved_tensors, *ctx.sizes)
-    return *gradients, *(None,) * 7
+    if grad is None:
+        return (None,) * 10
+    return *gathered_backward(grad, *ctx.saved_tensors, *ctx.sizes), *(None,) * 7
 
 
 gathered.register_autograd(_backward, setup_context=_save)

@@ -9,8 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -55,7 +54,6 @@ def check_model(data: Dataset | Manifest, model: Any) -> None:
             f"a tokenizer of {manifest.vocab_size} ids. "
             "Use the model that belongs to the tokenizer, or pack again with the model's own."
         )
-    _check_positions(manifest, text)
     for role in ("bos", "eos"):
         ours = _tokenizer(manifest).get(f"{role}_id")
         theirs = getattr(text, f"{role}_token_id", None)
@@ -63,10 +61,6 @@ def check_model(data: Dataset | Manifest, model: Any) -> None:
         if ours is not None and theirs is not None and ours not in known:
             message = "the model's config says %s is %s, the dataset was packed with %s"
             logger.warning(message, role, theirs, ours)
-
-
-def _check_positions(manifest: Manifest, text: Any) -> None:
-    """Compares the longest sequence with the model's positions."""
     places = getattr(text, "max_position_embeddings", None)
     longest = manifest.statistics.longest_sequence
     if not isinstance(places, int) or longest <= places:
@@ -78,12 +72,11 @@ def _check_positions(manifest: Manifest, text: Any) -> None:
             f"found a sequence of {longest} tokens. Pack again with max_length={places}."
         )
     if not any("dynamic" in kind for kind in kinds):  # made for longer ones
-        logger.warning(
+        message = (
             "dataset and model: a sequence of %s tokens, and the model was made for %d positions; "
-            "RoPE goes on beyond",
-            longest,
-            places,
+            "RoPE goes on beyond"
         )
+        logger.warning(message, longest, places)
 
 
 def check_tokenizer(
@@ -113,9 +106,9 @@ def check_tokenizer(
     if not facts:
         logger.warning("the dataset records no tokenizer; nothing to compare")
         return
-    path = Path(os.fspath(tokenizer)) if isinstance(tokenizer, str | PathLike) else None
+    path = Path(tokenizer) if isinstance(tokenizer, str | PathLike) else None
     if path is not None and facts.get("sha256") in _file_hashes(path):
-        templates = _stored_templates(path)
+        templates = _stored_templates(path if path.is_dir() else path.parent)
     else:
         # A processor has its tokenizer inside.
         loaded = _load(path) if path else getattr(tokenizer, "tokenizer", tokenizer)
@@ -125,13 +118,12 @@ def check_tokenizer(
         _compare_template(manifest, templates)
 
 
-def check_same_tokenizer(data: Iterable[Dataset | Manifest]) -> None:
+def check_same_tokenizer(manifests: Sequence[Manifest]) -> None:
     """Refuses datasets that were packed with different tokenizers, as for one mix.
 
     Datasets that record no tokenizer (records of token ids) are skipped. The error names the first
     that differs from those before it.
     """
-    manifests = [each.manifest if isinstance(each, Dataset) else each for each in data]
     known = [(n, facts) for n, each in enumerate(manifests) if (facts := _tokenizer(each))]
     for number, facts in known[1:]:
         first, other = known[0]
@@ -139,12 +131,10 @@ def check_same_tokenizer(data: Iterable[Dataset | Manifest]) -> None:
         if any(each.get(name) is None for name in hashes for each in (facts, other)):
             hashes = ("sha256",)
         if any(facts.get(name) != other.get(name) for name in hashes):
-            each, this = (
-                f"{quote(t.get('name'))} of {t.get('vocab_size')} ids" for t in (other, facts)
-            )
+            names = [f"{quote(t.get('name'))} of {t.get('vocab_size')} ids" for t in (other, facts)]
             raise CompatibilityError(
                 f"datasets {first} and {number}: they must be packed with one tokenizer; "
-                f"found {each} and {this}. Pack one of them again."
+                f"found {' and '.join(names)}. Pack one of them again."
             )
 
 
@@ -214,9 +204,8 @@ def _templates(value: object) -> list[str]:
     return [] if value is None else [str(value)]
 
 
-def _stored_templates(path: Path) -> list[str]:
-    """The chat templates in the folder of a tokenizer file."""
-    folder = path if path.is_dir() else path.parent
+def _stored_templates(folder: Path) -> list[str]:
+    """The chat templates beside a tokenizer file."""
     templates = []
     for name in ("tokenizer_config.json", "chat_template.json", "chat_template.jinja"):
         if (folder / name).is_file():

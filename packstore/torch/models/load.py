@@ -44,7 +44,6 @@ def load_model(
         from transformers import AutoModelForCausalLM
     except ImportError as error:
         raise missing_extra("load_model", "train", error) from error
-    _check_folder(name)
     try:
         model, loading = AutoModelForCausalLM.from_pretrained(
             name, dtype=getattr(torch, dtype), output_loading_info=True
@@ -52,7 +51,8 @@ def load_model(
     except Exception as error:  # the library raises errors of any class
         raise ConfigError(
             f"model {name}: it must be a folder or hub name of a causal LM that transformers "
-            f"loads; found {quote(str(error), 200)}."
+            f"loads; found {'this' if os.path.exists(name) else 'no such folder'}: "
+            f"{quote(str(error), 200)}."
         ) from error
     missing, unused = sorted(loading["missing_keys"]), sorted(loading["unexpected_keys"])
     if missing:  # the library initialises them at random
@@ -77,9 +77,13 @@ def add_lora(
     are all linear layers except the head.
     """
     peft = _peft()
-    modules = list(targets) or "all-linear"
-    options = {"lora_alpha": alpha, "lora_dropout": dropout, "target_modules": modules}
-    config = peft.LoraConfig(r=rank, task_type="CAUSAL_LM", **options)
+    config = peft.LoraConfig(
+        r=rank,
+        lora_alpha=alpha,
+        lora_dropout=dropout,
+        target_modules=list(targets) or "all-linear",
+        task_type="CAUSAL_LM",
+    )
     try:
         return peft.get_peft_model(model, config)
     except ValueError as error:
@@ -160,19 +164,6 @@ def add_adapter(model: Any, path: str, trainable: bool) -> Any:
             f"adapter {path}: it must be an adapter of {adapter_base(path)}; "
             f"found {quote(str(error), 200)}."
         ) from error
-
-
-def _check_folder(name: str) -> None:
-    """Refuses a missing local folder, so that ``./tpyo`` is not looked up on the hub."""
-    folder = Path(name)
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        raise ConfigError(
-            f"model {name}: the folder must hold a config.json of a causal LM, or an "
-            "adapter_config.json; found neither."
-        )
-    local = folder.is_absolute() or name.startswith(".") or name.count("/") > 1
-    if local and not folder.exists():
-        raise ConfigError(sentence(f"model {name}", "the folder must exist", "nothing there"))
 
 
 def _peft() -> Any:

@@ -19,7 +19,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from packstore.errors import BackendError
 from packstore.registry import missing_extra
-from packstore.torch.attention import ATTENTION, Settings
+from packstore.torch.attention import ATTENTION, Attend, Settings
 from packstore.torch.batch.layout import AttentionLayout
 from packstore.torch.models.mask import (
     LAYOUT,
@@ -119,23 +119,15 @@ def _unserved(model: Any, text: Any) -> str:
         for path, module in model.named_modules()
     ):
         return "its table of positions begins behind padding"
-    if _tables_by_length(model, text):
-        return "its RoPE tables depend on the longest position of a call"
-    return ""
-
-
-def _tables_by_length(model: nn.Module, text: Any) -> bool:
-    """Returns True if RoPE tables depend on the longest position; frees them of earlier calls."""
-    rotary = [module for module in model.modules() if hasattr(module, "rope_type")]
-    if not rotary:
-        return any(map(by_length, rope_kinds(text)))
     # HunYuan's config calls its fixed tables dynamic; its module does not.
-    kinds = {str(module.rope_type) for module in rotary}
+    rotary = [module for module in model.modules() if hasattr(module, "rope_type")]
     for module in rotary:
         known = _forget_calls in module._forward_pre_hooks.values()
         if "dynamic" in str(module.rope_type) and not known:
             module.register_forward_pre_hook(_forget_calls)
-    return any("dynamic" in kind or "longrope" in kind for kind in kinds)
+    if any(map(by_length, [module.rope_type for module in rotary] or rope_kinds(text))):
+        return "its RoPE tables depend on the longest position of a call"
+    return ""
 
 
 def _forget_calls(module: Any, _: Any) -> None:
@@ -176,7 +168,9 @@ def _register(backend: str) -> str:
     except ImportError as error:
         raise missing_extra("use_packed_attention", "train", error) from error
     if backend == "auto":  # imported late, as it loads torch's compiler, which takes a second
-        from packstore.torch.attention._auto import attend
+        from packstore.torch.attention import _auto
+
+        attend: Attend = _auto.attend
     else:
         attend = ATTENTION.load(backend)
 
@@ -245,33 +239,27 @@ def _requested_mask(
     """Replaces the mask that transformers would build, once per kind of layer."""
     _refuse_mask(attention_mask)
     if use_vmap:
-        raise _unserved_call(
-            "masks must be causal, within a window at most",
-            "a model with a mask function of its own",
-        )
-    if local_size is not None and getattr(config, "attention_chunk_size", None) == local_size:
-        if getattr(config, "sliding_window", None) == local_size:
-            raise _unserved_call(
-                "a window and a chunk of a layer must differ",
-                f"{local_size} for both in its config",
-            )
-        return RequestedMask(None, local_size)
-    return RequestedMask(local_size)
+        raise _unserved_call("masks must be causal, in a window at most; found a model's own mask")
+    if local_size is None or getattr(config, "attention_chunk_size", None) != local_size:
+        return RequestedMask(local_size)
+    if getattr(config, "sliding_window", None) == local_size:
+        raise _unserved_call(f"window and chunk of a layer must differ; found {local_size} twice")
+    return RequestedMask(None, local_size)
 
 
 def _checked(query: Tensor, key: Tensor, layout: AttentionLayout | None) -> AttentionLayout:
     """Returns the layout, checked against the tokens."""
     if layout is None:
         raise BackendError(
-            "packed attention: the call must name the segments; found no layout. "
-            f"{CALL}{GENERATE}. If you did call it so, its layers keep keywords from attention: "
+            f"packed attention: the call must name the segments; found no layout. {CALL}"
+            f"{GENERATE}. If you did call it so, its layers keep keywords from attention: "
             "train it unpacked."
         )
-    expected = layout.num_queries
-    if query.shape[0] != 1 or query.shape[2] != expected:
+    (rows, _, tokens, _), expected = query.shape, layout.num_queries
+    if (rows, tokens) != (1, expected):
         raise BackendError(
-            f"packed attention: the layout is of one row of {expected} tokens; found "
-            f"{query.shape[0]} rows of {query.shape[2]} tokens. {CALL}, and nothing else."
+            f"packed attention: the layout is of one row of {expected} tokens; found {rows} rows "
+            f"of {tokens} tokens. {CALL}, and nothing else."
         )
     if key.shape[2] != expected:
         raise BackendError(
@@ -284,32 +272,26 @@ def _checked(query: Tensor, key: Tensor, layout: AttentionLayout | None) -> Atte
 def _refuse_mask(mask: Any) -> None:
     if mask is not None:
         # transformers 5.17 makes a mask to generate, later releases leave it out.
-        raise _unserved_call(
-            "the layout alone says which tokens see which",
-            f"attention_mask of shape {tuple(mask.shape)}",
-            GENERATE,
-        )
+        shape = tuple(mask.shape)
+        rule = "the layout alone says which tokens see which; found attention_mask of shape"
+        raise _unserved_call(f"{rule} {shape}", GENERATE)
 
 
 def _refuse_extras(module: nn.Module, extras: dict[str, Any]) -> None:
     for name in NOT_SUPPORTED:
         if extras.get(name) is not None:
-            raise _unserved_call(
-                "attention must be a softmax over the visible keys", f"a model with {name}"
-            )
+            raise _unserved_call(f"attention must be a softmax over visible keys; found {name}")
     if extras.get("dropout"):
         raise BackendError(
-            f"packed attention: attention must be without dropout; found dropout "
-            f"{extras['dropout']}. Prepare the model anew: disable_dropout=False leaves it on."
+            f"packed attention: it must be without dropout; found dropout {extras['dropout']}. "
+            "Prepare the model anew: disable_dropout=False leaves it on."
         )
     if extras.get("is_causal") is False or getattr(module, "is_causal", True) is False:
         raise BackendError(
-            "packed attention: attention must be causal; found a model that looks ahead. "
-            f"{UNPACKED}."
+            f"packed attention: it must be causal; found a model that looks ahead. {UNPACKED}."
         )
 
 
-def _unserved_call(must: str, found: str, also: str = "") -> UnservedError:
+def _unserved_call(rule: str, also: str = "") -> UnservedError:
     """The error on which the model runs once per sequence instead (``row.py``)."""
-    text = f"packed attention: {must}; found {found}. Use backend={PER_SEQUENCE!r}{also}."
-    return UnservedError(text)
+    return UnservedError(f"packed attention: {rule}. Use backend={PER_SEQUENCE!r}{also}.")

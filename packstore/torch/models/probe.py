@@ -9,7 +9,7 @@ experts, what happens to less than half of the tokens of a sequence.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -124,11 +124,11 @@ def _compare(model: nn.Module, inner: Any, vocab_size: int | None) -> float:
     changed[::2] = (changed[::2] + 1) % vocab_size
     (*own, moved), attention = _own_logits(model, inner, config, [*rows, changed])
     # transformers computes its softmax and its routers in float32 even with wider weights.
-    rounding = ROUNDING[is_half(model)] * max(float(x.abs().max()) for x in own)
+    rounding = ROUNDING[_is_half(model)] * max(float(x.abs().max()) for x in own)
     effect = float((moved - own[1])[1::2].abs().amax(1).median())
     worst, experts = 0.0, any(getattr(config, name, None) for name in EXPERTS)
     for layout, left_out in (("concat", (0,) * len(sizes)), ("shared_prefix", LEFT_OUT)):
-        batch = _batch(ids, np.array(left_out)).to(device)
+        batch = batch_of(ids, left_out, (2, 1, 2)).to(device)
         packed = model(**batch.model_inputs()).logits[0].float()
         where = f"check_isolation({type(model).__name__}), layout {layout}"
         if bool(packed.isnan().any()):
@@ -138,8 +138,11 @@ def _compare(model: nn.Module, inner: Any, vocab_size: int | None) -> float:
             )
         kept = [x[n:].float() for x, n in zip(own, left_out, strict=True)]
         for i, logits in enumerate(packed.split([len(x) for x in kept])):
-            by_token = experts and (i == LONG or is_half(model))
-            size = _size((logits - kept[i]).abs().amax(1), marks, by_token)
+            by_token = (logits - kept[i]).abs().amax(1)
+            size = float(by_token.max())
+            if experts and (i == LONG or _is_half(model)):
+                parts = [part for part in by_token.tensor_split(marks) if len(part)]
+                size = max(float(part.median()) for part in parts)
             limit = rounding if i == LONG else min(rounding, effect / 4)
             if not (size <= limit and effect > 0):
                 raise _failure(where, inner, attention, size, effect, rounding)
@@ -150,33 +153,25 @@ def _compare(model: nn.Module, inner: Any, vocab_size: int | None) -> float:
 def _failure(
     where: str, inner: Any, attention: str, size: float, effect: float, rounding: float
 ) -> BackendError:
-    text = (
-        f"{where}: a sequence must have the logits that the model's own attention ({attention}) "
-        f"gives it; found a difference of {size:.2g}, where rounding gives {rounding:.2g}"
-    )
-    name = str(inner.config._attn_implementation)
+    name, error = str(inner.config._attn_implementation), BackendError
     if size <= rounding:
-        return _UnclearError(
-            f"{text}, and a token moves the logits of the next by {effect:.2g}. "
+        error = _UnclearError
+        more = (
+            f", and a token moves the logits of the next by {effect:.2g}. "
             "A leak would do no more: run the probe in float32, or on trained weights."
         )
-    if not name.startswith(PREFIX):
-        return BackendError(
-            f"{text}. Prepare the model with use_packed_attention(model); "
-            f"its attention is {name!r}."
+    elif not name.startswith(PREFIX):
+        more = f". Prepare the model with use_packed_attention(model); its attention is {name!r}."
+    else:
+        more = (
+            ". If backend='reference' fails as well, the model mixes tokens outside of attention "
+            "(a convolution, a recurrent layer), counts positions itself, or has a mask of its "
+            "own: use backend='per_sequence'. If not, the backend is wrong."
         )
-    return BackendError(
-        f"{text}. If backend='reference' fails as well, the model mixes tokens outside of "
-        "attention (a convolution, a recurrent layer), counts positions itself, or has a mask of "
-        "its own: use backend='per_sequence'. If not, the backend is wrong."
+    return error(
+        f"{where}: a sequence must have the logits that the model's own attention ({attention}) "
+        f"gives it; found a difference of {size:.2g}, where rounding gives {rounding:.2g}{more}"
     )
-
-
-def _size(rows_T: Tensor, marks: list[int], by_token: bool) -> float:
-    """The largest difference; by token, the largest median between marked lengths."""
-    if not by_token:
-        return float(rows_T.max())
-    return max(float(part.median()) for part in rows_T.tensor_split(marks) if len(part))
 
 
 def _marks(config: Any) -> list[int]:
@@ -242,14 +237,7 @@ def _heads(config: Any) -> int:
     return int(getattr(config, "num_attention_heads", None) or 1)
 
 
-def _batch(ids: list[Any], left_out: Any) -> PackedBatch:
-    lengths = np.array([len(x) for x in ids])
-    tokens = np.concatenate([x[n:] for x, n in zip(ids, left_out, strict=True)])
-    pack = one_pack(tokens, lengths, to_offsets(lengths - left_out), np.array([2, 1, 2]))
-    return collate(pack, "ranked")
-
-
-def is_half(model: nn.Module) -> bool:
+def _is_half(model: nn.Module) -> bool:
     """Returns True if products have about 16 bits: by weight dtype, autocast or TF32."""
     weight = next(model.parameters())
     kind = weight.device.type
@@ -269,16 +257,26 @@ def ieee_products() -> Iterator[None]:
         matmul.fp32_precision = before
 
 
-def one_pack(tokens: Any, lengths: Any, bounds: Any, responses: Any) -> Packs:
-    """Makes one pack of these tokens; sequences of `lengths`, segments between `bounds`."""
-    return Packs(
+def batch_of(ids: Sequence[Any], left_out: Sequence[int], responses: Sequence[int]) -> PackedBatch:
+    """Makes a batch of one pack, kind ``ranked``, of the token ids of sequences.
+
+    Args:
+        ids: token ids of each sequence.
+        left_out: its tokens that the first sequence of its example has already.
+        responses: sequences of each example.
+    """
+    lengths = np.array([len(x) for x in ids], np.int32)
+    segments = [x[n:] for x, n in zip(ids, left_out, strict=True)]
+    tokens, bounds = np.concatenate(segments), to_offsets(np.array([len(x) for x in segments]))
+    pack = Packs(
         signed_ids=~tokens.astype(np.int32),
-        reward=np.zeros(len(lengths), np.float32),
-        lengths=lengths.astype(np.int32),
+        reward=np.zeros(len(ids), np.float32),
+        lengths=lengths,
         seq_boundaries=bounds.astype(np.int32),
         example_ids=np.arange(len(responses)),
-        num_responses=responses.astype(np.int32),
+        num_responses=np.array(responses, np.int32),
         token_offsets=np.array([0, len(tokens)]),
-        sequence_offsets=np.array([0, len(lengths)]),
+        sequence_offsets=np.array([0, len(ids)]),
         example_offsets=np.array([0, len(responses)]),
     )
+    return collate(pack, "ranked")

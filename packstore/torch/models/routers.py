@@ -27,9 +27,9 @@ import torch
 from torch import Tensor, nn
 
 from packstore.errors import CompatibilityError, sentence
-from packstore.torch.batch.collate import PackedBatch, collate
-from packstore.torch.models.probe import one_pack
-from packstore.torch.models.unwrap import text_config, unwrapped
+from packstore.torch.batch.collate import PackedBatch
+from packstore.torch.models.probe import batch_of
+from packstore.torch.models.unwrap import evaluating, text_config, unwrapped
 
 logger = logging.getLogger("packstore")
 
@@ -76,10 +76,11 @@ def router_settings(model: Any) -> RouterSettings | None:
         return None
     name, coefficient = type(model).__name__, getattr(text, "router_aux_loss_coef", None)
     if coefficient is None and text.output_router_logits:
-        raise CompatibilityError(
-            f"experts of {name}: a config with output_router_logits must name "
-            "router_aux_loss_coef; found none. "
-            "Set output_router_logits to false in the model's config."
+        raise _unfit(
+            name,
+            "a config with output_router_logits must name router_aux_loss_coef",
+            "none",
+            "Set output_router_logits to false in the model's config",
         )
     if not coefficient or not any(p.requires_grad for p in model.parameters()):
         return None
@@ -99,31 +100,31 @@ def router_settings(model: Any) -> RouterSettings | None:
 @torch.no_grad()
 def _prove(model: Any, settings: RouterSettings) -> None:
     """Compares the model's own load-balancing loss of a few tokens with ours."""
-    n, device = 6, next(model.parameters()).device
-    pack = one_pack(np.arange(1, n + 1), np.array([n]), np.array([0, n]), np.ones(1))
-    batch, training = collate([pack], "sft").to(device), model.training
+    device = next(model.parameters()).device
+    batch = batch_of([np.arange(1, 7)], [0], [1]).to(device)
     try:
-        with torch.autocast(device.type, enabled=False):
-            outputs = model.eval()(**batch.model_inputs(), output_router_logits=True)
+        with evaluating(model), torch.autocast(device.type, enabled=False):
+            outputs = model(**batch.model_inputs(), output_router_logits=True)
     except IndexError as error:  # of transformers' function, which takes the first layer's
         raise _unfit(settings.model, "a layer must return router_logits", "none") from error
-    finally:
-        model.train(training)
-    own = getattr(outputs, "aux_loss", None)
-    if not isinstance(own, Tensor):
-        raise CompatibilityError(
-            f"experts of {settings.model}: its forward call must return the load-balancing loss "
-            f"as aux_loss, as its config has router_aux_loss_coef {settings.coefficient:g}; found "
-            "a model that computes none. Set router_aux_loss_coef to 0 in the model's config: "
-            "transformers, too, trains it without that loss."
+    expected = getattr(outputs, "aux_loss", None)
+    if not isinstance(expected, Tensor):
+        raise _unfit(
+            settings.model,
+            "its forward call must return the load-balancing loss as aux_loss, as its config has "
+            f"router_aux_loss_coef {settings.coefficient:g}",
+            "a model that computes none",
+            "Set router_aux_loss_coef to 0 in the model's config: transformers, too, trains it "
+            "without that loss",
         )
     logits = _checked(batch, outputs.router_logits, settings)
     # Rounded as transformers does it: a tie in 16 bits may select another expert.
     sums = _sums_over_layers([each.softmax(-1) for each in logits], settings.top_k)
-    ours = float(_balance(*(x.sum(0, keepdim=True) / (n * len(logits)) for x in sums))[0])
-    if not abs(ours - float(own)) <= 1e-2 * abs(ours):
+    tokens = batch.num_tokens * len(logits)
+    ours = float(_balance(*(x.sum(0, keepdim=True) / tokens for x in sums))[0])
+    if not abs(ours - float(expected)) <= 1e-2 * abs(ours):
         must = f"its load-balancing loss must be that of Switch Transformers, {ours:.4g}"
-        raise _unfit(settings.model, must, f"{float(own):.4g}")
+        raise _unfit(settings.model, must, f"{float(expected):.4g}")
 
 
 def router_losses(

@@ -16,10 +16,12 @@ import inspect
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from packstore.errors import BackendError
 from packstore.torch.batch.layout import AttentionLayout
@@ -43,7 +45,7 @@ OTHER_INPUTS = ("pixel_values", "pixel_values_videos", "input_features", "mm_enc
 ONLY = "Call the model with **batch.model_inputs(), and nothing else"
 
 
-class Replaced:
+class _Replaced:
     """The forward call of one module, in place of its own; copied and pickled with the module.
 
     Not a hook, as PEFT calls `forward` directly, past the hooks. `before` is a forward call that
@@ -52,10 +54,6 @@ class Replaced:
 
     def __init__(self, module: nn.Module) -> None:
         self.module, self.before = module, vars(module).get("forward")
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module's own forward; nn.Module takes any callable in its place."""
-        return self.own(*args, **kwargs)
 
     def own(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the forward without ours; of the module's present class, which FSDP2 replaces."""
@@ -89,13 +87,16 @@ def run_each(
         )
     # Empty segments pad the number of segments.
     sizes = [(n, m, real) for n, m, real in zip(*layout.sizes, layout.real_sizes, strict=True) if n]
-    cut = zip(layout.sizes[0], _cut((args, kwargs), layout), strict=True)
-    outputs = [forward(*args_, **kwargs_) for n, (args_, kwargs_) in cut if n]
-    joined = _joined(outputs, sizes)
+    leaves, tree = tree_flatten((args, dict(kwargs)))
+    outputs = []
+    for n, *cut in zip(layout.sizes[0], *(_cut(leaf, layout) for leaf in leaves), strict=True):
+        if n:
+            args, kwargs = tree_unflatten(cut, tree)
+            outputs.append(forward(*args, **kwargs))
+    joined = tree_map(lambda *parts: _joined(parts, sizes), *outputs)
     values = tuple(joined.values()) if isinstance(joined, Mapping) else joined
     if not isinstance(values[0] if isinstance(values, tuple) and values else values, Tensor):
-        shape = getattr(outputs[0], "shape", None)
-        kind = type(outputs[0]).__name__ if shape is None else f"shape {tuple(shape)}"
+        kind = getattr(outputs[0], "shape", type(outputs[0]).__name__)
         raise BackendError(
             "packed row: a module that runs per sequence must take and return "
             f"[1, {layout.num_queries}, …]; found an output of {kind}. {ONLY}."
@@ -104,38 +105,30 @@ def run_each(
 
 
 def _cut(value: Any, layout: AttentionLayout) -> list[Any]:
-    """The value for each sequence."""
+    """The value for each sequence: the rows of a tensor by token, anything else whole."""
     tokens, runs = layout.num_queries, layout.sizes[1]
-    if isinstance(value, Tensor) and (value.shape[:2] == (1, tokens) or value.shape == (tokens,)):
-        by_run = torch.split(layout.keys(value.reshape(tokens, 1, -1)), runs)
-        shape = value.shape[1 + (value.ndim > 1) :]
-        rows = (x[:n].reshape(n, *shape) for x, n in zip(by_run, layout.real_sizes, strict=True))
-        return [x[None] if value.ndim > 1 else x for x in rows]
-    elif type(value) is dict:
-        cut = {name: _cut(part, layout) for name, part in value.items()}
-        return [{name: part[i] for name, part in cut.items()} for i in range(len(runs))]
-    elif type(value) in (tuple, list):
-        parts = [_cut(part, layout) for part in value]
-        return [type(value)(part[i] for part in parts) for i in range(len(runs))]
-    return [value] * len(runs)
+    if not isinstance(value, Tensor) or (
+        value.shape[:2] != (1, tokens) and value.shape != (tokens,)
+    ):
+        return [value] * len(runs)
+    by_run = torch.split(layout.keys(value.reshape(tokens, 1, -1)), runs)
+    shape = value.shape[1 + (value.ndim > 1) :]
+    rows = (x[:n].reshape(n, *shape) for x, n in zip(by_run, layout.real_sizes, strict=True))
+    return [x[None] if value.ndim > 1 else x for x in rows]
 
 
-def _joined(parts: list[Any], sizes: list[tuple[int, int, int]]) -> Any:
+def _joined(parts: tuple[Any, ...], sizes: list[tuple[int, int, int]]) -> Tensor | None:
     """The row's value of each sequence's; None for what is not by token."""
     first = parts[0]
-    if isinstance(first, Tensor):
-        pairs = [*zip(parts, sizes, strict=True)]
-        if all(part.shape[:2] == (1, real) for part, (_, _, real) in pairs):
-            return torch.cat([_kept(part[0], *size) for part, size in pairs])[None]
-        # Routers return theirs without the dimension of rows.
-        if all(part.shape == (real, *part.shape[1:2]) for part, (_, _, real) in pairs):
-            return torch.cat([_kept(part, *size) for part, size in pairs])
-        return first if len(parts) == 1 and first.ndim == 0 else None
-    if isinstance(first, Mapping):  # also the outputs of transformers' models
-        return type(first)(**{k: _joined([p[k] for p in parts], sizes) for k in first})
-    if isinstance(first, tuple):
-        return tuple(_joined([*each], sizes) for each in zip(*parts, strict=True))
-    return None
+    if not isinstance(first, Tensor):
+        return None
+    pairs = [*zip(parts, sizes, strict=True)]
+    if all(part.shape[:2] == (1, real) for part, (_, _, real) in pairs):
+        return torch.cat([_kept(part[0], *size) for part, size in pairs])[None]
+    # Routers return theirs without the dimension of rows.
+    if all(part.shape == (real, *part.shape[1:2]) for part, (_, _, real) in pairs):
+        return torch.cat([_kept(part, *size) for part, size in pairs])
+    return first if len(parts) == 1 and first.ndim == 0 else None
 
 
 def _kept(rows: Tensor, queries: int, keys: int, real: int) -> Tensor:
@@ -144,24 +137,34 @@ def _kept(rows: Tensor, queries: int, keys: int, real: int) -> Tensor:
     return mine if keys == real else torch.cat([mine, mine.new_zeros(keys - real, *mine.shape[1:])])
 
 
-def mixers(model: nn.Module) -> dict[str, nn.Module]:
-    """Returns the innermost modules that take a cache, state or mask but do not attend, by path."""
-    takers = {path: module for path, module in model.named_modules() if path and _takes(module)}
-    return {
-        path: module
+def _mixers(model: nn.Module) -> list[nn.Module]:
+    """The innermost modules that take a cache, state or mask but do not attend."""
+
+    def takes(module: nn.Module) -> bool:
+        if isinstance(module, nn.Embedding) or hasattr(type(module), "gradient_checkpointing"):
+            return False  # positions from a mask; and whole layers
+        return not STATES.isdisjoint(inspect.signature(type(module).forward).parameters)
+
+    def attends(module: nn.Module) -> bool:  # as transformers' registry says
+        code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+        return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+
+    takers = {path: module for path, module in model.named_modules() if path and takes(module)}
+    return [
+        module
         for path, module in takers.items()
-        if not any(other.startswith(f"{path}.") for other in takers) and not _attends(module)
-    }
+        if not any(other.startswith(f"{path}.") for other in takers) and not attends(module)
+    ]
 
 
 def run_mixers_per_sequence(model: nn.Module, config: Any) -> None:
     """Makes the mixers run once per sequence while the attention of the text config is ours."""
-    for module in mixers(model).values():
+    for module in _mixers(model):
         if not isinstance(vars(module).get("forward"), _Mixer):
             module.forward = _Mixer(module, config)
 
 
-class _Mixer(Replaced):
+class _Mixer(_Replaced):
     """The forward call of a mixer."""
 
     def __init__(self, module: nn.Module, config: Any) -> None:
@@ -186,18 +189,6 @@ class _Mixer(Replaced):
 def _is_ours(config: Any) -> bool:
     """Returns True while a model has packed attention, not one of its own again."""
     return str(config._attn_implementation).startswith(PREFIX)
-
-
-def _takes(module: nn.Module) -> bool:
-    if isinstance(module, nn.Embedding) or hasattr(type(module), "gradient_checkpointing"):
-        return False  # positions from a mask; and whole layers
-    return not STATES.isdisjoint(inspect.signature(type(module).forward).parameters)
-
-
-def _attends(module: nn.Module) -> bool:
-    """Returns True if the module finds its attention in transformers' registry."""
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
 
 
 @dataclass
@@ -232,7 +223,7 @@ def enter(model: Any, attention: str) -> Serving:
     return serving
 
 
-class _Entry(Replaced):
+class _Entry(_Replaced):
     """The forward call of a model or backbone."""
 
     def __init__(self, module: nn.Module, serving: Serving) -> None:
@@ -291,26 +282,21 @@ def _check_causal(forward: Callable[..., Any], model: nn.Module, ids_1T: Tensor)
         )
 
 
-class _Carrying:
-    """A checkpoint function that sets the layout of the first run also in the second."""
-
-    def __init__(self, checkpoint: Callable[..., Any]) -> None:
-        self.checkpoint = checkpoint
-
-    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        layout = LAYOUT.get()
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with computing(layout):
-                return function(*args, **kwargs)
-
-        return self.checkpoint(run, *args, **kwargs)
-
-
 def _carry_layouts(model: nn.Module) -> None:
     """Wraps the checkpoint functions that were set since the last call."""
     for module in model.modules():
         for name in CHECKPOINTS:
             checkpoint = vars(module).get(name)
-            if checkpoint is not None and not isinstance(checkpoint, _Carrying):
-                setattr(module, name, _Carrying(checkpoint))
+            if checkpoint is not None and getattr(checkpoint, "func", None) is not _carrying:
+                setattr(module, name, partial(_carrying, checkpoint))
+
+
+def _carrying(checkpoint: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls a checkpoint function so that the second run has the layout of the first."""
+    layout = LAYOUT.get()
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with computing(layout):
+            return function(*args, **kwargs)
+
+    return checkpoint(run, *args, **kwargs)

@@ -24,19 +24,17 @@ def adapted(model: Any) -> Any | None:
 
 def layers(model: Any) -> Iterator[Any]:
     """Yields the model, then the model inside each wrapper; the last one has no wrapper."""
-    while model is not None:
-        yield model
-        model = _inside(model)
-
-
-def _inside(model: Any) -> Any | None:
-    # Wrappers pass the attributes of their model through, so classes and own children decide.
-    if _is_peft(model):
-        inner = model.get_base_model()
-        return None if inner is model else inner
-    children = getattr(model, "_modules", {})
-    names = ("_orig_mod", "_fsdp_wrapped_module", "module")  # compile; FSDP1; DDP and others
-    return next((children[name] for name in names if name in children), None)
+    outer, inner = None, model
+    while inner is not None and inner is not outer:
+        yield inner
+        outer = inner
+        # Wrappers pass the attributes of their model through, so classes and own children decide.
+        if _is_peft(outer):
+            inner = outer.get_base_model()
+        else:
+            children = getattr(outer, "_modules", {})
+            names = ("_orig_mod", "_fsdp_wrapped_module", "module")  # compile; FSDP1; DDP, others
+            inner = next((children[name] for name in names if name in children), None)
 
 
 def _is_peft(model: Any) -> bool:
@@ -52,14 +50,12 @@ def backbone_of(model: Any) -> Any:
 
 def check_not_compiled(model: nn.Module) -> None:
     """Refuses a compiled model, whose whole forward call log-probs without logits do not run."""
-    for layer in layers(model):
-        in_place = getattr(layer, "_compiled_call_impl", None) is not None
-        if in_place or "_orig_mod" in layer._modules:
-            raise CompatibilityError(
-                f"log-probs of {type(model).__name__}: the forward call must not be compiled, as "
-                "its parts are called one by one; found a compiled model. "
-                "Compile the module that makes log-probs: torch.compile(PackedPolicy(model))."
-            )
+    if any(x._compiled_call_impl or "_orig_mod" in x._modules for x in layers(model)):
+        raise CompatibilityError(
+            f"log-probs of {type(model).__name__}: the forward call must not be compiled, as its "
+            "parts are called one by one; found a compiled model. "
+            "Compile the module that makes log-probs: torch.compile(PackedPolicy(model))."
+        )
 
 
 def check_own_precision(model: nn.Module) -> None:
@@ -105,4 +101,4 @@ def rope_kinds(config: Any) -> list[str]:
 
 def by_length(kind: object) -> bool:
     """Returns True for a type of RoPE whose tables depend on the longest position of a call."""
-    return "dynamic" in str(kind) or str(kind) == "longrope"
+    return any(name in str(kind) for name in ("dynamic", "longrope"))

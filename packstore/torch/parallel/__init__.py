@@ -7,8 +7,12 @@ from packstore.torch.parallel.context import (
     gather_rows,
     reduce_segment_sums,
 )
-from packstore.torch.parallel.padding import pad_segments, padding_multiple
-from packstore.torch.parallel.static import pad_batch, static_sizes
+from packstore.torch.parallel.padding import (
+    pad_batch,
+    pad_segments,
+    padding_multiple,
+    static_sizes,
+)
 
 __all__ = [
     "ContextShard",

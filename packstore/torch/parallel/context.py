@@ -13,7 +13,7 @@ group is one rank.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Literal, Self, get_args
 
 import torch
@@ -151,6 +151,23 @@ class ContextShard:
     def of(cls, batch: PackedBatch, split: ContextSplit, rank: int, group: Any = None) -> Self:
         """Makes the share of `rank`; see :func:`context_shard`."""
         index, targets = split.index[rank], batch.targets
+        queries, segments = split.lengths[rank], split.segments
+        starts, key_starts = batch.cu_seqlens.long(), batch.cu_seqlens_k.long()
+        left_out = (key_starts.diff() - starts.diff())[segments]
+        seen = left_out + split.starts[rank] + queries - starts[segments]
+        keys = torch.where(queries > 0, seen, 0)
+        tokens = _ranges(key_starts[segments], keys)
+        if batch.kv_index is not None:
+            tokens = batch.kv_index[tokens]
+        layout = GatheredLayout(
+            cu_seqlens_q=offsets(queries).int(),
+            cu_seqlens_k=offsets(keys).int(),
+            max_seqlen_q=min(-(-batch.max_seqlen // split.cuts), len(index)),
+            max_seqlen_k=batch.max_seqlen_k,
+            num_queries=len(index),
+            kv_index=split.inverse[tokens],
+            group=group,
+        )
         places = split.inverse[targets.rows]
         mine = places // len(index) == rank
         rows = places[mine] % len(index)
@@ -159,7 +176,7 @@ class ContextShard:
             input_ids=batch.input_ids[index],
             position_ids=batch.position_ids[index],
             segment_ids=batch.segment_ids[index],
-            layout=_layout(batch, split, rank, group),
+            layout=layout,
             targets=Targets(rows, targets.ids[mine], targets.segments[mine]),
             num_segments=batch.num_segments,
         )
@@ -171,7 +188,16 @@ class ContextShard:
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Self:
         """Returns the share with all tensors on `device`."""
-        return _moved(self, device, non_blocking)  # type: ignore[no-any-return]
+
+        def moved(values: Any) -> Any:
+            if isinstance(values, Tensor):
+                return values.to(device, non_blocking=non_blocking)
+            if not is_dataclass(values):
+                return values
+            parts = {field.name: moved(getattr(values, field.name)) for field in fields(values)}
+            return replace(values, **parts)  # type: ignore[type-var]
+
+        return moved(self)  # type: ignore[no-any-return]
 
     def model_inputs(self) -> dict[str, Any]:
         """Returns keyword arguments for a model prepared by :func:`use_packed_attention`."""
@@ -203,43 +229,11 @@ def context_shard(batch: PackedBatch, group: Any = None, how: How = "zigzag") ->
     return ContextShard.of(batch, split(batch.cu_seqlens, size), rank, group)
 
 
-def _layout(batch: PackedBatch, split: ContextSplit, rank: int, group: Any) -> GatheredLayout:
-    queries, segments = split.lengths[rank], split.segments
-    starts, key_starts = batch.cu_seqlens.long(), batch.cu_seqlens_k.long()
-    left_out = (key_starts.diff() - starts.diff())[segments]
-    seen = left_out + split.starts[rank] + queries - starts[segments]
-    keys = torch.where(queries > 0, seen, 0)
-    tokens = _ranges(key_starts[segments], keys)
-    if batch.kv_index is not None:
-        tokens = batch.kv_index[tokens]
-    share = len(split.index[rank])
-    return GatheredLayout(
-        cu_seqlens_q=offsets(queries).int(),
-        cu_seqlens_k=offsets(keys).int(),
-        max_seqlen_q=min(-(-batch.max_seqlen // split.cuts), share),
-        max_seqlen_k=batch.max_seqlen_k,
-        num_queries=share,
-        kv_index=split.inverse[tokens],
-        group=group,
-    )
-
-
 def _ranges(starts: Tensor, lengths: Tensor) -> Tensor:
     """Concatenates the runs ``starts[i] .. + lengths[i]``: int64 `[sum of lengths]`."""
     run = owners(lengths)
     places = torch.arange(len(run), device=run.device)
     return places + (starts - offsets(lengths)[:-1])[run]
-
-
-def _moved(values: Any, device: Any, non_blocking: bool) -> Any:
-    """A tensor on `device`, or a dataclass with its tensors there; anything else as it is."""
-    if isinstance(values, Tensor):
-        return values.to(device, non_blocking=non_blocking)
-    if not is_dataclass(values):
-        return values
-    kind: Any = type(values)
-    parts = {f.name: getattr(values, f.name) for f in fields(values)}
-    return kind(**{name: _moved(x, device, non_blocking) for name, x in parts.items()})
 
 
 def reduce_segment_sums(logps: Tensor, group: Any = None) -> Tensor:

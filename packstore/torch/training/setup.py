@@ -307,7 +307,7 @@ def _check_data(config: TrainConfig, loss_fn: PreferenceLoss, both: list[Dataset
                     "Use loss: sft, or a dataset of preferences",
                 )
             )
-    check_same_tokenizer(both)
+    check_same_tokenizer([data.manifest for data in both])
 
 
 def _make_loader(

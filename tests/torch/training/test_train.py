@@ -358,7 +358,7 @@ def test_an_end_before_the_planned_one(
 @pytest.mark.parametrize(
     ("others", "kind", "message"),
     [
-        ({"model": "./nowhere"}, ConfigError, r"model ./nowhere: the folder must exist"),
+        ({"model": "./nowhere"}, ConfigError, r"model ./nowhere: .*found no such folder"),
         ({"loss": "dpoo"}, ConfigError, r"unknown loss 'dpoo'.*Did you mean 'dpo'"),
         ({"loss_parameters": {"bta": 1.0}}, ConfigError, r"no parameter 'bta'; it takes: beta"),
         ({"dataset": "./nowhere"}, DatasetNotFoundError, r"nowhere"),
