@@ -10,3 +10,10 @@ def take_gradients(model: nn.Module) -> dict[str, Tensor]:
     found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     return found
+
+
+def recompute_layers(model: nn.Module) -> None:
+    """Enables gradient checkpointing, under the name that transformers has for it."""
+    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+    enable = next(getattr(model, name) for name in names if hasattr(model, name))
+    enable({"use_reentrant": False})

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from gradients import take_gradients
+from gradients import recompute_layers, take_gradients
 from ranks import launch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -30,7 +30,6 @@ from packstore.torch import (
     segment_logps,
     use_packed_attention,
 )
-from packstore.torch.models.load import checkpoint_gradients
 
 BETA, SFT_WEIGHT = 0.1, 0.3
 EXAMPLES = random_examples(6, seed=3)
@@ -163,7 +162,7 @@ def test_gradient_checkpointing_and_a_config_that_caches(kit: SimpleNamespace, l
     model = use_packed_attention(kit.tiny_model(use_cache=True)).train()
     policy, cell = PackedPolicy(model), ("[1, 3]", 1, layout, "sdpa")
     plain, gradients = step(model, policy, cell)
-    checkpoint_gradients(model)
+    recompute_layers(model)
     again, recomputed = step(model, policy, cell)
     assert torch.equal(again, plain)
     assert all(torch.equal(recomputed[name], gradients[name]) for name in gradients)

@@ -6,6 +6,7 @@ import json
 import logging
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,10 +21,8 @@ from transformers import AutoTokenizer, LlamaConfig
 import packstore
 from packstore import Dataset
 from packstore.errors import CompatibilityError, ConfigError
-from packstore.io.manifest.manifest import Manifest
 from packstore.testing import random_examples
-from packstore.torch import check_model, check_tokenizer
-from packstore.torch.models.compatibility import check_same_tokenizer
+from packstore.torch import PackedDataset, check_model, check_tokenizer
 
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("mistral_v1", "qwen3")]
 REAL = ("small_bpe", "t5_unigram", *SLOW)
@@ -50,20 +49,11 @@ def make(tmp_path: Path, real: Path) -> Make:
     return pack
 
 
-def told(ds: Dataset, **changes: Any) -> Manifest:
+def told(ds: Dataset, **changes: Any) -> Any:
     """The manifest with other facts about the tokenizer; None removes one."""
     tokenizer = {**ds.manifest.provenance["tokenizer"], **changes}
     tokenizer = {name: value for name, value in tokenizer.items() if value is not None}
     return replace(ds.manifest, provenance={**ds.manifest.provenance, "tokenizer": tokenizer})
-
-
-def edited(real: Path, folder: Path, change: Callable[[Any], None]) -> Path:
-    """small_bpe with a change."""
-    value = json.loads((real / "small_bpe" / "tokenizer.json").read_text(encoding="utf-8"))
-    change(value)
-    folder.mkdir()
-    (folder / "tokenizer.json").write_text(json.dumps(value))
-    return folder
 
 
 @pytest.mark.parametrize("name", REAL)
@@ -94,11 +84,7 @@ def fewer(value: Any) -> None:
 
 
 def merge_less(value: Any) -> None:
-    value["model"]["merges"] = value["model"]["merges"][:50]
-
-
-def lower(value: Any) -> None:
-    value["normalizer"] = {"type": "Lowercase"}
+    del value["model"]["merges"][50:]
 
 
 def more(value: Any) -> None:
@@ -113,20 +99,21 @@ def more(value: Any) -> None:
         (swap, "each id must be the same token; found another vocabulary"),
         (fewer, "it must have at least"),
         (merge_less, "a text must become the same ids"),
-        (lower, "a text must become the same ids"),
+        (lambda value: value.update(normalizer={"type": "Lowercase"}), "become the same ids"),
         (more, ""),
     ],
 )
 def test_a_tokenizer_that_was_changed(
     make: Make, real: Path, tmp_path: Path, change: Callable[[Any], None], message: str
 ) -> None:
-    ds, folder = make(), edited(real, tmp_path / "edited", change)
-    forms = (folder, folder / "tokenizer.json", Tokenizer.from_file(f"{folder}/tokenizer.json"))
-    for form in forms:
-        if not message:
-            check_tokenizer(ds, form)
-            continue
-        with pytest.raises(CompatibilityError, match=message):
+    value = json.loads((real / "small_bpe" / "tokenizer.json").read_text(encoding="utf-8"))
+    change(value)
+    file = tmp_path / "edited" / "tokenizer.json"
+    file.parent.mkdir()
+    file.write_text(json.dumps(value))
+    ds = make()
+    for form in (file.parent, file, Tokenizer.from_file(str(file))):
+        with pytest.raises(CompatibilityError, match=message) if message else nullcontext():
             check_tokenizer(ds, form)
 
 
@@ -139,17 +126,16 @@ def test_special_ids(make: Make, real: Path, role: str) -> None:
         check_tokenizer(told(ds, **{f"{role}_id": 3}), loaded)
 
 
-def with_template(real: Path, folder: Path, text: str | None, where: str = "jinja") -> Path:
+def with_template(real: Path, folder: Path, text: str, where: str = "jinja") -> Path:
     shutil.copytree(real / "small_bpe", folder)
     folder.chmod(0o755)
-    if where == "jinja" and text is not None:
+    if where == "jinja":
         (folder / "chat_template.jinja").write_text(text)
-    elif text is not None:
-        named = [{"name": "default", "template": text}, {"name": "tools", "template": "x"}]
-        value = text if where == "config" else named
-        (folder / "tokenizer_config.json").write_text(
-            json.dumps({"chat_template": value, "tokenizer_class": "PreTrainedTokenizerFast"})
-        )
+        return folder
+    named = [{"name": "default", "template": text}, {"name": "tools", "template": "x"}]
+    value = {"chat_template": text if where == "config" else named}
+    value["tokenizer_class"] = "PreTrainedTokenizerFast"
+    (folder / "tokenizer_config.json").write_text(json.dumps(value))
     return folder
 
 
@@ -177,23 +163,19 @@ def test_a_template_that_was_chosen(
     assert "another chat template" in caplog.text
 
 
-def test_a_dataset_that_records_no_tokenizer(
-    make: Make, real: Path, caplog: pytest.LogCaptureFixture
+def test_datasets_of_a_mix(
+    make: Make, real: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ds = make()
-    none = replace(ds.manifest, provenance={**ds.manifest.provenance, "tokenizer": None})
+    """Those of token ids record no tokenizer, and are taken."""
+    ids = {"prompt": [5, 6], "chosen": [7], "rejected": [8]}
+    none = packstore.pack([ids], str(tmp_path / "ids"), pack_size=64)
     check_tokenizer(none, real / "small_bpe")
     assert "records no tokenizer" in caplog.text
-
-
-def test_datasets_of_a_mix(make: Make, real: Path, tmp_path: Path) -> None:
-    first, other, saved = make(), make("t5_unigram"), tmp_path / "saved"
-    AutoTokenizer.from_pretrained(real / "small_bpe").save_pretrained(saved)
-    none = replace(first.manifest, provenance={**first.manifest.provenance, "tokenizer": None})
-    mix = [none, first, make(saved)]
-    check_same_tokenizer([*mix, none, first.manifest])
+    AutoTokenizer.from_pretrained(real / "small_bpe").save_pretrained(tmp_path / "saved")
+    mix = {none: 1, make(): 1, make(tmp_path / "saved"): 1}
+    PackedDataset.mix(mix)
     with pytest.raises(CompatibilityError, match=r"datasets 1 and 3: .*one tokenizer; found "):
-        check_same_tokenizer([*mix, other])
+        PackedDataset.mix({**mix, make("t5_unigram"): 1})
 
 
 def test_vocabulary_of_a_model(make: Make) -> None:

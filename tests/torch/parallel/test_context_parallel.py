@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch.distributed as dist
+from gradients import recompute_layers
 from ranks import launch
 from torch import Tensor
 
@@ -26,7 +27,6 @@ from packstore.torch import (
     segment_logps,
 )
 from packstore.torch import use_packed_attention as prepare
-from packstore.torch.models.load import checkpoint_gradients
 
 EXAMPLES = random_examples(5, seed=4)
 REFERENCE = np.linspace(-25, -15, EXAMPLES.num_sequences).astype(np.float32)
@@ -64,7 +64,7 @@ def outcome(model: Any, case: Case, batch: PackedBatch, row: Any, shared: bool) 
     prepare(model, case.backend)
     model.train()
     if case.checkpointing:
-        checkpoint_gradients(model)
+        recompute_layers(model)
     inputs = row.model_inputs()
     if case.fused:
         hidden = model.model(**inputs).last_hidden_state
