@@ -26,7 +26,7 @@ from packstore.torch.batch.collate import PackedBatch, collate
 from packstore.torch.batch.layout import Targets
 from packstore.torch.data.in_memory import in_one_pack
 from packstore.torch.logprobs.logprobs import segment_logps
-from packstore.torch.losses.divisor import StepDivisor, own_divisor
+from packstore.torch.losses.divisor import StepDivisor
 from packstore.torch.losses.loss import PreferenceLoss
 from packstore.torch.metrics import Metrics
 from packstore.torch.models.routers import RouterSettings, carry, router_losses
@@ -184,7 +184,7 @@ class PackedLoss:
         logits = outputs["logits"]
         batch = labels.batch.to(logits.device)
         if num_items_in_batch is None:
-            divisor = own_divisor(batch, self.loss_fn)
+            divisor = self.loss_fn.count(batch).at_least_one()
         else:
             count: Any = num_items_in_batch  # a tensor stays one: nobody waits for its value
             divisor = StepDivisor(count, count if self.loss_fn.sft_weight else None)

@@ -20,7 +20,7 @@ from packstore.format.arrays import SOURCE_SHIFT
 from packstore.io.dataset.dataset import Dataset
 from packstore.torch.batch.collate import PackedBatch
 from packstore.torch.batch.transfer import Fetched, sent
-from packstore.torch.losses.divisor import StepDivisor
+from packstore.torch.losses.divisor import UNDIVIDED
 from packstore.torch.losses.loss import PreferenceLoss
 from packstore.torch.metrics import add_sums, all_reduce_sums, distributed, wide_dtype
 
@@ -28,9 +28,6 @@ T = TypeVar("T")
 
 FILE = "file"
 """Groups by input file, unless a column has this name."""
-
-UNDIVIDED = StepDivisor(1.0, 1.0)
-"""Metrics are sums and counts, which no divisor changes; counting a batch would wait for it."""
 
 
 class Figures(TypedDict):
@@ -59,7 +56,7 @@ class GroupedMetrics:
 
     def __init__(self, loss_fn: PreferenceLoss, dataset: Dataset, by: str | None = None) -> None:
         self.loss_fn, self.by = loss_fn, by
-        self._files = dataset.manifest.source_names
+        self._files = dict(enumerate(dataset.manifest.source_names))
         self._sums: dict[tuple[str | None, str], Tensor] = {}  # group (None: all), metric
 
     def add(
@@ -72,7 +69,7 @@ class GroupedMetrics:
         """Adds a batch of this rank; `on_cpu` is the same batch on the CPU, for names of groups."""
         parts: dict[str | None, PackedBatch] = {None: batch}
         if self.by is not None:  # for each group, the batch with all other examples at weight 0
-            names = np.array(self._values(on_cpu or batch, self.by), object)
+            names = np.array(self._groups(on_cpu or batch, self.by), object)
             for name in sorted(set(names)):
                 inside = sent(torch.from_numpy(names == name), batch.weights.device)
                 parts[name] = batch.replace(weights=batch.weights * inside)
@@ -84,7 +81,7 @@ class GroupedMetrics:
 
     def figures(self, device: torch.device) -> Figures:
         """Means over all ranks, which may have seen different groups; collective, from `device`."""
-        seen = dict.fromkeys(key for own in of_all_ranks([list(self._sums)]) for key in own)
+        seen = dict.fromkeys(key for keys in of_all_ranks([list(self._sums)]) for key in keys)
         keys = sorted(seen, key=lambda key: key[0] or "")  # a stable order, the same on each rank
         zero = torch.zeros(2, dtype=wide_dtype(device), device=device)
         flat = [x for key in keys for x in self._sums.get(key, zero)]
@@ -103,24 +100,17 @@ class GroupedMetrics:
         # A group with only fillers has no examples.
         return {"metrics": metrics, "by": {str(n): g for n, g in groups.items() if g["examples"]}}
 
-    def _values(self, batch: PackedBatch, by: str) -> list[str]:
+    def _groups(self, batch: PackedBatch, by: str) -> list[str]:
         """The group of each example."""
-        if by == FILE and by not in batch.columns:
-            sources = [i >> SOURCE_SHIFT for i in batch.example_ids.tolist()]
-            known = dict(enumerate(self._files))
-            return [known.get(number, f"source {number}") for number in sources]
-        if by not in batch.columns:
+        column = batch.columns.get(by)
+        if column is None and by == FILE:
+            sources = (batch.example_ids >> SOURCE_SHIFT).tolist()
+            return [self._files.get(number, f"source {number}") for number in sources]
+        if column is None or (isinstance(column, Tensor) and column.is_floating_point()):
             raise ConfigError(
-                f"by must be a carried or joined column, of {', '.join([FILE, *batch.columns])}; "
-                f"found {quote(by)}."
+                "by must be a carried or joined column of texts, integers or booleans, of "
+                f"{', '.join([FILE, *batch.columns])}; found {quote(by)}."
             )
-        column = batch.columns[by]
-        if isinstance(column, Tensor):
-            if column.is_floating_point():
-                raise ConfigError(
-                    f"by must be a column of texts, integers or booleans; {by} is not."
-                )
-            column = column.cpu().numpy()
         return [str(value) for value in column.tolist()]
 
 
@@ -133,49 +123,46 @@ class ExampleRows:
     - `logps`, `ref_logps`: of its responses, in their order, in nats; the second with a reference;
     - `loss`, and but for the loss ``sft`` `rewards/chosen`, `rewards/rejected`, `rewards/margins`:
       see :meth:`PreferenceLoss.per_example`;
-    - the carried columns.
-
-    Args:
-        loss_fn: the loss.
-        carry: names of the carried columns.
+    - the carried columns, whose names are `carry`.
     """
 
     def __init__(self, loss_fn: PreferenceLoss, carry: Iterable[str]) -> None:
         self._loss_fn, self._carry = loss_fn, tuple(carry)
-        self._parts: list[tuple[list[Fetched | None], PackedBatch]] = []
+        self._parts: list[tuple[dict[str, Fetched], PackedBatch]] = []
 
     def add(
         self, logps: Tensor, batch: PackedBatch, ref_logps: Tensor | None, on_cpu: PackedBatch
     ) -> None:
         """Adds a batch of this rank; arguments as of :meth:`GroupedMetrics.add`."""
         loss, rewards = self._loss_fn.per_example(logps, batch, ref_logps)
+        values = {"logps": logps, "loss": loss}
         reference = batch.ref_logps if ref_logps is None else ref_logps
-        values = (logps, reference if self._loss_fn.reference else None, loss, rewards)
-        self._parts.append(([None if v is None else Fetched(v) for v in values], on_cpu))
+        if self._loss_fn.reference and reference is not None:
+            values["ref_logps"] = reference
+        if rewards is not None:
+            values["rewards"] = rewards
+        self._parts.append(({name: Fetched(x) for name, x in values.items()}, on_cpu))
 
     def table(self) -> pa.Table:
         """Returns the rows of all ranks; a collective call."""
-        rows = of_all_ranks([self._rows(values, batch) for values, batch in self._parts])
+        rows = of_all_ranks([self._rows(fetched, batch) for fetched, batch in self._parts])
         tables = [pa.table(part) for part in rows if len(part["example_id"])]
         joined = pa.concat_tables(tables, promote_options="default")
         _, first = np.unique(joined["example_id"].to_numpy(), return_index=True)
         return joined.take(first)
 
-    def _rows(self, values: list[Fetched | None], batch: PackedBatch) -> dict[str, Any]:
-        logps, reference, loss, rewards = (
-            None if value is None else value().double().numpy() for value in values
-        )
+    def _rows(self, fetched: dict[str, Fetched], batch: PackedBatch) -> dict[str, Any]:
+        values = {name: x().double().numpy() for name, x in fetched.items()}
         kept = np.flatnonzero(batch.weights.numpy() > 0)
         ends = batch.num_responses.numpy().cumsum()
         columns: dict[str, Any] = {"example_id": batch.example_ids.numpy()[kept]}
-        for name, numbers in (("logps", logps), ("ref_logps", reference)):
-            if numbers is not None:
-                parts = np.split(numbers[: ends[-1]], ends[:-1])
-                columns[name] = [parts[i].tolist() for i in kept]
-        assert loss is not None
-        columns["loss"] = loss[kept]
-        if rewards is not None:
-            chosen, rejected = rewards[kept].T
+        for name in ("logps", "ref_logps"):
+            if name in values:
+                of_examples = np.split(values[name][: ends[-1]], ends[:-1])
+                columns[name] = [of_examples[i].tolist() for i in kept]
+        columns["loss"] = values["loss"][kept]
+        if "rewards" in values:
+            chosen, rejected = values["rewards"][kept].T
             columns |= {"rewards/chosen": chosen, "rewards/rejected": rejected}
             columns["rewards/margins"] = chosen - rejected
         for name in self._carry:

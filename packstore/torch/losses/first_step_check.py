@@ -9,7 +9,7 @@ from torch import Tensor
 
 from packstore.errors import sentence
 from packstore.torch.batch.collate import PackedBatch
-from packstore.torch.losses.divisor import own_divisor
+from packstore.torch.losses.divisor import UNDIVIDED
 from packstore.torch.losses.loss import PreferenceLoss
 
 logger = logging.getLogger(__name__)
@@ -44,14 +44,9 @@ class FirstStepCheck:
     ) -> float | None:
         """Checks the first batch; later calls return at once.
 
-        Args:
-            logps: `[S]`, log-probs of the policy in nats.
-            batch: the batch.
-            ref_logps: `[S]`, log-probs of the reference model; default: the batch's.
-
         Returns:
-            Mean absolute difference of a sequence's log-probs in nats; None if nothing was
-            compared.
+            Mean absolute difference of `logps` `[S]` of the policy and `ref_logps` `[S]`, by
+            default the batch's, in nats; None if nothing was compared.
         """
         ref_logps = batch.ref_logps if ref_logps is None else ref_logps
         if self._done or ref_logps is None:
@@ -61,16 +56,11 @@ class FirstStepCheck:
         gaps = (logps - ref_logps).abs()
         mean = float(gaps.mean())
         if not mean <= self.tolerance:
-            divisor = own_divisor(batch, self.loss_fn)
-            both = (self.loss_fn(x, batch, ref_logps, divisor=divisor) for x in (logps, ref_logps))
-            loss, expected = (float(x.loss_sum / x.count.clamp(min=1)) for x in both)
-            logger.warning(
-                sentence(
-                    f"first step of {self.loss_fn!r}",
-                    f"policy and reference must agree at first, and the loss be {expected:.4g}",
-                    f"{loss:.4g}, sequences {mean:.2g} nats apart "
-                    f"({float(gaps.max()):.2g} at most)",
-                    f"Likely causes: {CAUSES}",
-                )
-            )
+            sides = (logps, ref_logps)
+            outputs = [self.loss_fn(x, batch, ref_logps, divisor=UNDIVIDED) for x in sides]
+            loss, expected = (float(out.loss_sum / out.count.clamp(min=1)) for out in outputs)
+            rule = f"policy and reference must agree at first, and the loss be {expected:.4g}"
+            text = f"{loss:.4g}, sequences {mean:.2g} nats apart ({float(gaps.max()):.2g} at most)"
+            where = f"first step of {self.loss_fn!r}"
+            logger.warning(sentence(where, rule, text, f"Likely causes: {CAUSES}"))
         return mean

@@ -10,7 +10,6 @@ terms of a ``PreferenceLoss``, one loss or a weighted sum of several, are at the
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -30,10 +29,10 @@ Names = str | Mapping[str, float | Mapping[str, float]]
 
 @dataclass(frozen=True)
 class Variant:
-    """A loss: a pure function from :class:`Pairs` to `[n]` losses, and its requirements.
+    """A loss ``function(pairs, **parameters) -> [n]``, and what it compares.
 
     Attributes:
-        function: ``function(pairs, **parameters) -> [n]``.
+        function: pure, from :class:`Pairs` to `[n]` losses.
         reference: True if it compares with a reference model.
         averaged: True if it compares means over tokens, not sums.
     """
@@ -41,6 +40,11 @@ class Variant:
     function: Callable[..., Tensor]
     reference: bool
     averaged: bool
+
+    @property
+    def defaults(self) -> dict[str, float]:
+        """Its parameters."""
+        return self.function.__kwdefaults__ or {}
 
     def __call__(self, pairs: Pairs, **parameters: Any) -> Tensor:
         """Returns the losses, `[n]`."""
@@ -333,15 +337,7 @@ OTHER_NAMES: dict[str, str] = {
 
 @dataclass(frozen=True)
 class LossTerm:
-    """A variant with its parameters and its weight in the sum.
-
-    Attributes:
-        name: name of the variant.
-        variant: the variant.
-        parameters: all of its parameters, defaults included.
-        weight: factor on its losses.
-        averaged: compares means over tokens, by definition or by `average_logps`.
-    """
+    """A loss with all of its parameters and its weight in the sum, maybe on means over tokens."""
 
     name: str
     variant: Variant
@@ -369,11 +365,9 @@ def make_terms(
         raise ConfigError(
             f"a loss must be a name, or a mix {{name: weight}}; found {quote(names)}."
         )
-    known = {name: _defaults(name) for name in mix}
-    taken = dict.fromkeys(p for defaults in known.values() for p in defaults)
-    for parameter in parameters:
-        if parameter not in taken:
-            raise _no_parameter(" + ".join(mix), parameter, taken)
+    defaults = {name: _variant(name).defaults for name in mix}
+    of_any = {p: v for each in defaults.values() for p, v in each.items()}
+    _check_known(" + ".join(mix), parameters, of_any)
     terms = []
     for name, entry in mix.items():
         special = dict(entry) if isinstance(entry, Mapping) else {"weight": entry}
@@ -382,15 +376,15 @@ def make_terms(
             raise ConfigError(
                 f"loss {name!r}: its weight in a mix must be at least 0; found {quote(weight)}."
             )
-        given = {p: v for p, v in parameters.items() if p in known[name]} | special
-        terms.append(_term(name, weight, known[name], given, average_logps))
+        shared = {p: v for p, v in parameters.items() if p in defaults[name]}
+        terms.append(_term(name, weight, {**shared, **special}, average_logps))
     if len(terms) > 1 and "sft" in mix:
         raise ConfigError("'sft' has a count of its own in a mix: give its weight as sft_weight.")
     return tuple(terms)
 
 
-def _defaults(name: str) -> dict[str, float]:
-    """The parameters of a loss; refuses omitted losses and other libraries' names, with a hint."""
+def _variant(name: str) -> Variant:
+    """Loads a loss; refuses omitted losses and other libraries' names, with a hint."""
     if name in LEFT_OUT:
         raise UnknownNameError(
             f"loss {name!r} is left out on purpose: {LEFT_OUT[name]}; "
@@ -398,44 +392,33 @@ def _defaults(name: str) -> dict[str, float]:
         )
     if name in OTHER_NAMES:
         raise UnknownNameError(f"unknown loss {name!r}; here it is {OTHER_NAMES[name]}.")
-    known = inspect.signature(LOSSES.load(name).function).parameters
-    return {n: p.default for n, p in known.items() if p.kind is p.KEYWORD_ONLY}
+    return LOSSES.load(name)
 
 
-def _term(
-    name: str,
-    weight: float,
-    defaults: Mapping[str, float],
-    given: Mapping[str, float],
-    average_logps: bool,
-) -> LossTerm:
+def _term(name: str, weight: float, given: Mapping[str, float], average_logps: bool) -> LossTerm:
     variant = LOSSES.load(name)
+    _check_known(name, given, variant.defaults)
     for parameter, value in given.items():
-        if parameter not in defaults:
-            raise _no_parameter(name, parameter, defaults)
         if not is_number(value):
             raise ConfigError(f"loss {name!r}: {parameter} must be a number; found {quote(value)}.")
         if parameter == "beta" and value <= 0:
             raise ConfigError(f"loss {name!r}: beta must be above 0; found {value}.")
     if average_logps and (variant.averaged or name == "sft"):
-        raise ConfigError(
-            sentence(
-                f"loss {name!r}",
-                "average_logps goes with losses on sums over tokens",
-                "one that says itself how it averages",
-                "Use sft_average for it" if name == "sft" else "Leave average_logps out",
-            )
-        )
-    parameters = {**defaults, **given}
+        where, rule = f"loss {name!r}", "average_logps goes with losses on sums over tokens"
+        remedy = "Use sft_average for it" if name == "sft" else "Leave average_logps out"
+        raise ConfigError(sentence(where, rule, "one that says itself how it averages", remedy))
+    parameters = {**variant.defaults, **given}
     variant(Pairs(*[torch.zeros(0)] * 8), **parameters)  # variants check the ranges themselves
     return LossTerm(name, variant, parameters, weight, average_logps or variant.averaged)
 
 
-def _no_parameter(name: str, parameter: str, known: Iterable[str]) -> UnknownNameError:
-    return UnknownNameError(
-        f"loss {name!r} has no parameter {quote(parameter)}; "
-        f"it takes: {', '.join(known) or 'none'}."
-    )
+def _check_known(name: str, given: Iterable[str], known: Mapping[str, Any]) -> None:
+    for parameter in given:
+        if parameter not in known:
+            raise UnknownNameError(
+                f"loss {name!r} has no parameter {quote(parameter)}; "
+                f"it takes: {', '.join(known) or 'none'}."
+            )
 
 
 def is_number(value: Any) -> bool:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -12,10 +12,10 @@ from torch import Tensor
 from packstore.errors import CompatibilityError, ConfigError, quote, sentence
 from packstore.torch.batch.collate import PackedBatch
 from packstore.torch.logprobs.logprobs import segment_token_counts
-from packstore.torch.losses.divisor import StepDivisor, check_accumulation, default_divisor
+from packstore.torch.losses.divisor import StepDivisor, check_accumulation
 from packstore.torch.losses.formulas import Names, is_number, make_terms, sft
 from packstore.torch.losses.pairs import PairChoice, Pairs, SequenceSums, index_best, index_pairs
-from packstore.torch.metrics import SumAndCount, wide_dtype
+from packstore.torch.metrics import SumAndCount, all_reduce_sums, distributed, wide_dtype
 from packstore.torch.models.routers import carried
 
 SftAverage = Literal["token", "sequence_sum", "sequence_mean"]
@@ -108,11 +108,11 @@ class PreferenceLoss:
         self.gradients = _choice("gradients", gradients, get_args(Gradients))
         self.only_sft = self.terms[0].name == "sft"
         _choice("average_logps", average_logps, (True, False))
-        if not (is_number(sft_weight) and sft_weight >= 0):
-            raise ConfigError(f"sft_weight must be at least 0; found {quote(sft_weight)}.")
-        given = router_aux_loss_coef
-        if given is not None and not (is_number(given) and given >= 0):
-            raise ConfigError(f"router_aux_loss_coef must be at least 0; found {quote(given)}.")
+        coefficient = 0 if router_aux_loss_coef is None else router_aux_loss_coef
+        weights = {"sft_weight": sft_weight, "router_aux_loss_coef": coefficient}
+        for setting, weight in weights.items():
+            if not (is_number(weight) and weight >= 0):
+                raise ConfigError(f"{setting} must be at least 0; found {quote(weight)}.")
         if not sft_weight + sum(m.weight for m in self.terms):
             raise ConfigError("the weights of a loss must not all be 0.")
         if self.only_sft and (sft_weight or reduction != "sum"):
@@ -180,9 +180,13 @@ class PreferenceLoss:
     ) -> LossOutput:
         """The loss without router losses."""
         if self.only_sft:
-            term, metrics = self._likelihood(sums, batch)
+            term = self._likelihood(sums, batch)
             loss = self.terms[0].weight * _divide(term, count)
-            return LossOutput(loss, *term, None, None, {"loss": _detached(term), **metrics})
+            weights = batch.weights.to(sums.logps.dtype)
+            best = sums.logps[index_best(batch)] * weights
+            metrics = {"loss": term, "logps/chosen": (best.sum(), weights.sum())}
+            detached = {name: _detached(both) for name, both in metrics.items()}
+            return LossOutput(loss, *term, None, None, detached)
         chosen, rejected, example, weights = self._pairs(batch, sums.logps)
         pairs = sums.take(chosen, rejected)
         losses = [member(pairs) for member in self.terms]
@@ -195,10 +199,9 @@ class PreferenceLoss:
         loss = _divide(term, count)
         sft_sum = sft_count = None
         if self.sft_weight:
-            likelihood, _ = self._likelihood(sums, batch)
+            sft_sum, sft_count = likelihood = self._likelihood(sums, batch)
             loss = loss + self.sft_weight * _divide(likelihood, sft_divisor)
             metrics |= {"preference_loss": _detached(term), "sft_loss": _detached(likelihood)}
-            sft_sum, sft_count = likelihood
         # Summed over the batches of a step and divided by its count, this is the step's loss.
         whole = loss * (term[1].clamp(min=1) if count is None else count)
         metrics = {"loss": _detached((whole, term[1])), **metrics}
@@ -247,19 +250,51 @@ class PreferenceLoss:
             sft_count = float(count)
         return StepDivisor(float(count), sft_count if self.sft_weight else None, examples)
 
+    def planned(self, batch: PackedBatch) -> StepDivisor | None:
+        """Returns the divisor of the batch's step; None if the loader did not count it."""
+        step = batch.step
+        if step is None:
+            return None
+        known, preference = step.counts or {}, batch.kind == "preference"
+        count = step.examples if preference else known.get(f"pairs_{self.pairs}")
+        sft_count = known.get("best_tokens") if self.sft_average == "token" else step.examples
+        if self.reduction == "pack_mean":
+            count = sft_count = step.packs if preference else None
+        if self.only_sft:
+            count = sft_count
+        if count is None or (self.sft_weight and sft_count is None):
+            return None
+        divisor = StepDivisor(count, sft_count if self.sft_weight else None, step.examples)
+        return divisor.at_least_one()
+
     def _divisors(
         self, batch: PackedBatch, divisor: StepDivisor | Tensor | float | None
-    ) -> tuple[Tensor | float | None, float | None, Tensor | float | None]:
+    ) -> tuple[Any, Any, Any]:
         """Divisors of the pairs, of the SFT term and of router losses; None: their own counts."""
-        divisor = default_divisor(batch, self) if divisor is None else divisor
-        if isinstance(divisor, StepDivisor):
-            if self.sft_weight and divisor.sft_count is None:
-                raise ConfigError("divisor: the SFT term needs its own sft_count; found None.")
-            return divisor.count, divisor.sft_count, divisor.examples
-        if self.sft_weight and divisor is not None:
-            needed = "the SFT term has a count of its own"
-            raise ConfigError(sentence("divisor", needed, "one number", PASS_COUNT))
-        return divisor, None, None
+        if divisor is None and (step := batch.step) is not None:
+            planned = self.planned(batch)
+            if planned is not None:
+                divisor = planned.averaged(step.ranks if self.gradients == "mean" else 1)
+            elif step.batches * step.ranks > 1:
+                raise ConfigError(
+                    sentence(
+                        repr(self),
+                        "a loss must be divided by the count of its whole optimizer step",
+                        f"a step of {step.batches} batches on {step.ranks} ranks that nobody "
+                        "counted",
+                        "Pass divisor=count_step(batches, loss_fn).averaged(ranks) with all "
+                        "batches of the step, or pack the data anew: the pack index then counts "
+                        "what losses divide by",
+                    )
+                )
+        if divisor is None:
+            return None, None, None
+        if not isinstance(divisor, StepDivisor):
+            divisor = StepDivisor(divisor)  # type: ignore[arg-type]
+        if self.sft_weight and divisor.sft_count is None:
+            rule = "the SFT term needs a count of its own"
+            raise ConfigError(sentence("divisor", rule, "none", PASS_COUNT))
+        return divisor.count, divisor.sft_count, divisor.examples
 
     def by_example(self, batch: PackedBatch) -> bool:
         """True if the loss of this batch is divided by a number of examples."""
@@ -281,14 +316,9 @@ class PreferenceLoss:
     def _pairs(self, batch: PackedBatch, like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Chosen and rejected segment, example and weight (1 or 0) of each pair, `[n]`."""
         if batch.kind == "sft":
-            raise CompatibilityError(
-                sentence(
-                    f"loss {self.terms[0].name!r}",
-                    "an example must have responses to compare",
-                    "a dataset of kind 'sft'",
-                    "Use PreferenceLoss('sft')",
-                )
-            )
+            rule, remedy = "an example must have responses to compare", "Use PreferenceLoss('sft')"
+            where, value = f"loss {self.terms[0].name!r}", "a dataset of kind 'sft'"
+            raise CompatibilityError(sentence(where, rule, value, remedy))
         chosen, rejected, example = index_pairs(batch, self.pairs)
         return chosen, rejected, example, batch.weights[example].to(like.dtype)
 
@@ -308,23 +338,18 @@ class PreferenceLoss:
         counts = zeros.index_add(0, packs, weights)
         return (sums / counts.clamp(min=1)).sum(), (counts > 0).to(losses.dtype).sum()
 
-    def _likelihood(
-        self, sums: SequenceSums, batch: PackedBatch
-    ) -> tuple[SumAndCount, dict[str, SumAndCount]]:
-        """The likelihood loss of the best responses, and its metrics."""
+    def _likelihood(self, sums: SequenceSums, batch: PackedBatch) -> SumAndCount:
+        """Sum and count of the likelihood loss of the best responses."""
         best = index_best(batch)
         pairs = sums.take(best, best)
         weights = batch.weights.to(sums.logps.dtype)
         losses = sft(pairs)
+        if self.sft_average == "token":
+            return (losses * weights).sum(), (weights * pairs.chosen_tokens).sum()
         if self.sft_average == "sequence_mean":
             losses = losses / pairs.chosen_tokens
-        metrics = {"logps/chosen": _detached(((pairs.chosen * weights).sum(), weights.sum()))}
-        if self.sft_average == "token":
-            term = (losses * weights).sum(), (weights * pairs.chosen_tokens).sum()
-        else:
-            example = torch.arange(len(best), device=best.device)
-            term = self._reduce(losses, weights, example, batch)
-        return term, metrics
+        example = torch.arange(len(best), device=best.device)
+        return self._reduce(losses, weights, example, batch)
 
     @property
     def _beta(self) -> float:
@@ -336,12 +361,67 @@ class PreferenceLoss:
 
         If the first member compares means over tokens, those are added.
         """
-        values = _rewards("rewards", pairs, self._beta)
+        values = {"logps/chosen": pairs.chosen, "logps/rejected": pairs.rejected}
+        seen = {"rewards": pairs}
         if self.terms[0].averaged:
-            values |= _rewards("rewards_per_token", pairs.per_token(), self._beta)
-        values |= {"logps/chosen": pairs.chosen, "logps/rejected": pairs.rejected}
+            seen["rewards_per_token"] = pairs.per_token()
+        for name, each in seen.items():
+            u, v, d = self._beta * each.u, self._beta * each.v, self._beta * each.d
+            values |= {
+                f"{name}/chosen": u,
+                f"{name}/rejected": v,
+                f"{name}/margins": d,
+                f"{name}/accuracies": (each.d > 0).to(d.dtype),
+                f"{name}/squares": (u**2 + v**2) / 2,
+            }
         wide = weights.to(wide_dtype(weights.device))
         return {n: _detached(((x.to(wide) * wide).sum(), wide.sum())) for n, x in values.items()}
+
+
+def count_step(
+    batches: Sequence[PackedBatch],
+    loss_fn: PreferenceLoss,
+    *,
+    group: Any = None,
+    device: torch.device | None = None,
+) -> StepDivisor:
+    """Counts an optimizer step, over its batches and all ranks; a collective call.
+
+    Args:
+        batches: this rank's batches of the step; one suffices if its loader counted the step.
+            An empty list is fine on a rank without work in an uneven step, as long as the ranks
+            with batches call this too.
+        loss_fn: the loss.
+        group: the data-parallel process group; default: all ranks, if torch.distributed runs.
+        device: device that the group communicates from, which with NCCL is the rank's GPU;
+            default: that of the batches. Counting batches on the CPU waits for no device.
+
+    Raises:
+        ConfigError: the batches belong to different steps, or some of an uncounted step are
+            missing.
+    """
+    steps = [batch.step for batch in batches if batch.step is not None]
+    if len(indices := {step.index for step in steps}) > 1:
+        raise ConfigError(
+            f"count_step: batches must be of one optimizer step; found steps {sorted(indices)}."
+        )
+    planned = loss_fn.planned(batches[0]) if batches else None
+    if planned is not None:
+        return planned
+    numbers = {step.batch for step in steps}
+    if steps and numbers != set(range(steps[0].batches)):
+        rule = f"it must get all {steps[0].batches} batches of the step, which nobody counted"
+        remedy = "Collect them until step.last"
+        raise ConfigError(sentence("count_step", rule, str(len(numbers)), remedy))
+    counts = [loss_fn.count(batch) for batch in batches]
+    if not distributed():
+        device = None  # the counts are numbers already
+    elif device is None and batches:
+        device = batches[0].weights.device
+    sums = [sum(x or 0 for x in each) for each in zip(*map(astuple, counts), strict=True)]
+    count, sft_count, examples = all_reduce_sums(sums or [0, 0, 0], group, device)
+    divisor = StepDivisor(count, sft_count if loss_fn.sft_weight else None, examples)
+    return divisor.at_least_one()
 
 
 def _rewards(name: str, pairs: Pairs, beta: float) -> dict[str, Tensor]:
@@ -372,24 +452,14 @@ def _router_term(
     losses = carried(logps) if logps.requires_grad else None
     if losses is None:
         if coefficient and logps.requires_grad:
-            raise ConfigError(
-                sentence(
-                    f"router_aux_loss_coef {coefficient}",
-                    "log-probs of a policy must carry router losses",
-                    "none",
-                    "Use packed_logps, with a model whose config has a router_aux_loss_coef "
-                    "above 0",
-                )
-            )
+            where = f"router_aux_loss_coef {coefficient}"
+            rule = "log-probs of a policy must carry router losses"
+            remedy = "Use packed_logps, with a model whose config has that coefficient above 0"
+            raise ConfigError(sentence(where, rule, "none", remedy))
         return None
     if len(losses.values) != batch.num_segments:
-        raise ConfigError(
-            sentence(
-                "router losses",
-                f"must be one number for each of the batch's {batch.num_segments} segments",
-                str(len(losses.values)),
-            )
-        )
+        rule = f"must be one number for each of the batch's {batch.num_segments} segments"
+        raise ConfigError(sentence("router losses", rule, str(len(losses.values))))
     coefficient = losses.coefficient if coefficient is None else coefficient
     if not coefficient:
         return None

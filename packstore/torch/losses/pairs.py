@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -69,8 +69,7 @@ class Pairs:
         )
 
 
-@dataclass(frozen=True, eq=False)
-class SequenceSums:
+class SequenceSums(NamedTuple):
     """Per-sequence sums of a batch, `[S]` each; `ref_logps` is 0 without a reference."""
 
     logps: Tensor
@@ -83,19 +82,15 @@ class SequenceSums:
         """Combines log-probs `[S]` of policy and reference with the batch's counts and rewards."""
         for name, values in (("logps", logps), ("ref_logps", ref_logps)):
             if values is not None and values.dtype.itemsize < 4:
-                raise ConfigError(
-                    sentence(
-                        name,
-                        "log-probs must be float32, as 16 bits are off by a nat at 300 nats",
-                        str(values.dtype),
-                        "Under FSDP2, give fully_shard MixedPrecisionPolicy("
-                        "param_dtype=torch.bfloat16, reduce_dtype=torch.float32, "
-                        "output_dtype=None, cast_forward_inputs=False)",
-                    )
+                rule = "log-probs must be float32, as 16 bits are off by a nat at 300 nats"
+                remedy = (
+                    "Under FSDP2, give fully_shard MixedPrecisionPolicy(param_dtype=torch.bfloat16,"
+                    " reduce_dtype=torch.float32, output_dtype=None, cast_forward_inputs=False)"
                 )
+                raise ConfigError(sentence(name, rule, str(values.dtype), remedy))
             if values is not None and values.shape != (batch.num_segments,):
-                needed = f"must be one number for each of the batch's {batch.num_segments} segments"
-                raise ConfigError(sentence(name, needed, f"shape {tuple(values.shape)}"))
+                rule = f"must be one number for each of the batch's {batch.num_segments} segments"
+                raise ConfigError(sentence(name, rule, f"shape {tuple(values.shape)}"))
         return cls(
             logps,
             torch.zeros_like(logps) if ref_logps is None else ref_logps.to(logps),
@@ -106,8 +101,7 @@ class SequenceSums:
 
     def take(self, chosen: Tensor, rejected: Tensor) -> Pairs:
         """Returns the pairs of segments `chosen` and `rejected`, int64 `[n]` each."""
-        both = (self.logps, self.ref_logps, self.tokens, self.rewards)
-        return Pairs(*(values[side] for values in both for side in (chosen, rejected)))
+        return Pairs(*(values[side] for values in self for side in (chosen, rejected)))
 
 
 def index_pairs(batch: PackedBatch, choice: PairChoice) -> tuple[Tensor, Tensor, Tensor]:
@@ -126,20 +120,18 @@ def index_pairs(batch: PackedBatch, choice: PairChoice) -> tuple[Tensor, Tensor,
     order = _by_rank(rewards, responses)
     example = np.repeat(np.arange(len(responses)), responses)
     start = to_offsets(responses)[:-1][example]
-    place = np.arange(len(order))
-    worse = place[place > start]
+    worse = np.arange(len(order))
+    worse = worse[worse > start]
+    better = worse - 1
     if choice == "best_vs_rest":
         better = start[worse]
-    elif choice == "adjacent":
-        better = worse - 1
-    else:
+    elif choice == "all":
         rank = worse - start[worse]
         better, worse = range_indices(start[worse], rank), np.repeat(worse, rank)
     strict = rewards[order[better]] > rewards[order[worse]]
     better, worse = better[strict], worse[strict]
-    chosen, rejected, of_example = (
-        sent(torch.from_numpy(x), device) for x in (order[better], order[worse], example[worse])
-    )
+    of_pairs = order[better], order[worse], example[worse]
+    chosen, rejected, of_example = (sent(torch.from_numpy(x), device) for x in of_pairs)
     return chosen, rejected, of_example
 
 

@@ -11,9 +11,9 @@ from typing import Any
 from packstore.errors import DivergedError, sentence
 from packstore.torch.batch.collate import PackedBatch
 from packstore.torch.data.loader import PackedDataLoader
-from packstore.torch.losses.divisor import count_step
 from packstore.torch.losses.figures import GroupedMetrics
 from packstore.torch.losses.first_step_check import FirstStepCheck
+from packstore.torch.losses.loss import count_step
 from packstore.torch.metrics import Metrics, all_reduce_sums
 from packstore.torch.training.checkpoint import best_checkpoint, prune, read_state, save_checkpoint
 from packstore.torch.training.evaluate import evaluate_batches
