@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from packstore.torch.logprobs.tiles import HEAD_BACKENDS, Projection, tiles
+from packstore.torch.logprobs.tiles import HEAD_BACKENDS, Projection, Tile, tiles
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -62,20 +62,22 @@ class HeadLogProbs(torch.autograd.Function):
                     product = _product(inputs[part], head.T)
                     if keep:
                         kept.append(product)
-                    tile = (state[:, part], product, _part(bias, columns))
-                    places = targets[part] - columns.start
+                    tile = _tile(product, bias, targets[part], columns, how)
                     if rest is None:
-                        passes.fold(*tile, places, how)
+                        passes.fold(state[:, part], tile)
                     else:
-                        weights, factor = passes.fold_rest(*tile, places, how, operand)
+                        weights, factor = passes.fold_rest(state[:, part], tile, operand)
                         _add_product(rest[part].mul_(factor[:, None]), weights, head)
         log_total = state[0] + state[1].log()
         logps = state[2] - log_total
         ctx.how, ctx.operand, ctx.passes, ctx.dtype = how, operand, passes, hidden.dtype
         if rest is not None:
             rest.mul_((state[0] - log_total).exp_()[:, None])
-            target_rows = weight[targets].to(operand).to(exact)
-            ctx.save_for_backward(_d_logps(rest, target_rows, logps, state[2], how))
+            share = torch.expm1(logps).neg_()
+            if how.softcap is not None:
+                share *= 1 - (state[2] / how.softcap).square_()
+            d_logps = weight[targets].to(operand).to(exact).mul_(share[:, None])
+            ctx.save_for_backward(d_logps.sub_(rest).mul_(how.scale))
         else:
             ctx.save_for_backward(hidden, weight, bias, targets, log_total, *kept)
         return logps
@@ -87,8 +89,7 @@ class HeadLogProbs(torch.autograd.Function):
         how, operand = ctx.how, ctx.operand
         if ctx.frozen_head:
             (d_logps,) = ctx.saved_tensors
-            d_hidden = d_logps * grad[:, None]
-            return d_hidden.to(ctx.dtype), None, None, None, None
+            return (d_logps * grad[:, None]).to(ctx.dtype), None, None, None, None
         hidden, weight, bias, targets, log_total, *kept = ctx.saved_tensors
         exact = log_total.dtype
         needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
@@ -107,9 +108,8 @@ class HeadLogProbs(torch.autograd.Function):
                     d_head = d_head if d_head.dtype == exact else d_head.to(exact)
                 for part in rows:
                     product = next(products) if kept else _product(inputs[part], head.T)
-                    places = targets[part] - columns.start
-                    token = (log_total[part], places, grad[part])
-                    delta = ctx.passes.gap(product, _part(bias, columns), *token, how, rounded)
+                    tile = _tile(product, bias, targets[part], columns, how)
+                    delta = ctx.passes.gap(tile, log_total[part], grad[part], rounded)
                     if d_bias is not None:
                         d_bias[columns] += delta.sum(0)
                     delta = delta.to(operand)
@@ -140,18 +140,11 @@ def _operand_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
     return exact_dtype(hidden, weight)
 
 
-def _d_logps(
-    rest: Tensor, target_rows: Tensor, logps: Tensor, target_logits: Tensor, how: Projection
-) -> Tensor:
-    """Gradient of the log-probs by the hidden states, `[n, H]`, under a frozen head."""
-    share = torch.expm1(logps).neg_()
-    if how.softcap is not None:
-        share *= 1 - (target_logits / how.softcap).square_()
-    return target_rows.mul_(share[:, None]).sub_(rest).mul_(how.scale)
-
-
-def _part(bias: Tensor | None, columns: slice) -> Tensor | None:
-    return None if bias is None else bias[columns]
+def _tile(
+    product: Tensor, bias: Tensor | None, targets: Tensor, columns: slice, how: Projection
+) -> Tile:
+    of_columns = None if bias is None else bias[columns]
+    return Tile(product, of_columns, targets - columns.start, how)
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:

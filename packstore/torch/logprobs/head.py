@@ -22,13 +22,7 @@ from packstore.torch.batch.layout import AttentionLayout
 from packstore.torch.logprobs.logprobs import segment_logps
 from packstore.torch.logprobs.tiles import HEAD_BACKENDS
 from packstore.torch.models.probe import ieee_products
-from packstore.torch.models.routers import (
-    RouterSettings,
-    carry,
-    check_gradient,
-    router_losses,
-    router_settings,
-)
+from packstore.torch.models.routers import carry, check_gradient, router_losses, router_settings
 from packstore.torch.models.unwrap import (
     adapted,
     backbone_of,
@@ -85,40 +79,6 @@ class Head:
         """`[V]`, or None."""
         return getattr(self.output, "bias", None)
 
-    def logps(
-        self,
-        batch: PackedBatch,
-        *,
-        routers: RouterSettings | None = None,
-        **settings: Unpack[HeadSettings],
-    ) -> Tensor:
-        """Computes :func:`segment_logps` of the batch, `[S]`, without making the logits.
-
-        With `routers`, the log-probs carry the load-balancing losses of the experts.
-
-        Raises:
-            CompatibilityError: the routers do not give what that loss needs.
-        """
-        asked = {} if routers is None else {"output_router_logits": True}
-        outputs = self.backbone(**batch.model_inputs(), **asked)
-        losses = None
-        if routers is not None:
-            # Before the head: in the backward pass its hooks then run first, as FSDP expects.
-            losses = router_losses(batch, getattr(outputs, "router_logits", None), routers)
-            check_gradient(self.backbone, outputs.last_hidden_state, losses, routers.model)
-        logps = segment_logps(
-            batch,
-            hidden=outputs.last_hidden_state,
-            weight=self.weight,
-            bias=self.bias,
-            logit_scale=self.logit_scale,
-            softcap=self.softcap,
-            **settings,
-        )
-        if losses is None or routers is None:
-            return logps
-        return carry(logps, losses, routers.model)
-
 
 _PROVED: WeakKeyDictionary[nn.Module, Head] = WeakKeyDictionary()
 
@@ -163,9 +123,9 @@ def packed_logps(model: nn.Module, batch: PackedBatch, **settings: Unpack[HeadSe
         settings: `chunk_size`, `keep_logits` and `backend` of :func:`segment_logps`.
 
     Raises:
-        CompatibilityError: the head is not a plain one, see :func:`find_head`; the model is
-            compiled; or gradients are enabled and the model is inside DDP or FSDP, which would not
-            see this call and so not reduce them.
+        CompatibilityError: the head is not a plain one, see :func:`find_head`; the routers do not
+            give the load-balancing loss that the config asks for; the model is compiled; or
+            gradients are enabled and the model is inside DDP or FSDP, which would not reduce them.
     """
     check_not_compiled(model)
     wrapped = isinstance(getattr(model, "module", None), nn.Module) and any(
@@ -173,14 +133,10 @@ def packed_logps(model: nn.Module, batch: PackedBatch, **settings: Unpack[HeadSe
         for kind in type(model).__mro__
     )
     if torch.is_grad_enabled() and wrapped:
-        raise CompatibilityError(
-            sentence(
-                f"packed_logps({type(model).__name__})",
-                "gradients must be reduced by the wrapper, which does not see this call",
-                "a wrapped model",
-                "Wrap the other way round: DDP(PackedPolicy(model)), and call that with the batch",
-            )
-        )
+        where = f"packed_logps({type(model).__name__})"
+        rule = "gradients must be reduced by the wrapper, which does not see this call"
+        remedy = "Wrap the other way round: DDP(PackedPolicy(model)), and call that with the batch"
+        raise CompatibilityError(sentence(where, rule, "a wrapped model", remedy))
     return _logps(model, batch, **settings)
 
 
@@ -195,9 +151,7 @@ class PackedPolicy(nn.Module):
         settings: `chunk_size`, `keep_logits` and `backend` of :func:`segment_logps`.
 
     Raises:
-        CompatibilityError: the head is not a plain one, see :func:`find_head`; the routers do not
-            give the load-balancing loss that the config asks for; or the model is compiled: compile
-            this module instead.
+        CompatibilityError: as :func:`packed_logps`; compile this module, not the model.
         UnknownNameError: `backend` is unknown.
     """
 
@@ -221,7 +175,24 @@ class PackedPolicy(nn.Module):
 
 def _logps(model: nn.Module, batch: PackedBatch, **settings: Unpack[HeadSettings]) -> Tensor:
     routers = router_settings(model) if torch.is_grad_enabled() else None
-    return find_head(model).logps(batch, routers=routers, **settings)
+    head = find_head(model)
+    extra = {} if routers is None else {"output_router_logits": True}
+    outputs = head.backbone(**batch.model_inputs(), **extra)
+    hidden, losses = outputs.last_hidden_state, None
+    if routers is not None:
+        # Before the head: in the backward pass its hooks then run first, as FSDP expects.
+        losses = router_losses(batch, getattr(outputs, "router_logits", None), routers)
+        check_gradient(head.backbone, hidden, losses, routers.model)
+    logps = segment_logps(
+        batch,
+        hidden=hidden,
+        weight=head.weight,
+        bias=head.bias,
+        logit_scale=head.logit_scale,
+        softcap=head.softcap,
+        **settings,
+    )
+    return logps if losses is None or routers is None else carry(logps, losses, routers.model)
 
 
 def _read_heads(model: Any) -> list[Head]:
@@ -229,9 +200,8 @@ def _read_heads(model: Any) -> list[Head]:
     output = getattr(model, "get_output_embeddings", lambda: None)()
     backbone = backbone_of(model)
     if output is None or backbone is model or not hasattr(model, "config"):
-        raise _unfit(
-            model, "it must be a causal LM with get_output_embeddings() and a base model", "none"
-        )
+        rule = "it must be a causal LM with get_output_embeddings() and a base model"
+        raise _unfit(model, rule, "none")
     inner = getattr(output, "original_module", output)  # PEFT's copy for modules_to_save
     weight = getattr(inner, "weight", None)
     plain = isinstance(inner, nn.Linear) and type(weight) is nn.Parameter
@@ -239,11 +209,8 @@ def _read_heads(model: Any) -> list[Head]:
         kind = f"{type(inner).__name__} of {type(weight).__name__}"
         if hasattr(inner, "base_layer"):
             kind = f"an adapter over it ({type(inner).__module__}.{type(inner).__name__})"
-        raise _unfit(
-            model,
-            "its head must be a matrix of its own, which LoRA, quantization and shards are not",
-            kind,
-        )
+        rule = "its head must be a matrix of its own, which LoRA, quantization and shards are not"
+        raise _unfit(model, rule, kind)
     config = model.config.get_text_config()
     scale = getattr(model, "logit_scale", None)
     if scale is None:
@@ -272,17 +239,11 @@ def _prove(model: Any, heads: list[Head]) -> Head:
     for head, gap in zip(heads, gaps, strict=True):
         if gap is not None and gap <= limit:
             return head
-    if not known:
-        raise _unfit(
-            model,
-            f"its base model must give the head hidden states of its width, {weight.shape[1]}",
-            "layers between the two, or a base model that is not called",
-        )
-    raise _unfit(
-        model,
-        "its logits must be its hidden states times its head, scaled and capped by its config",
-        f"logits off by {min(known):.2g}",
-    )
+    if known:
+        rule = "its logits must be its hidden states times its head, scaled and capped by config"
+        raise _unfit(model, rule, f"logits off by {min(known):.2g}")
+    rule = f"its base model must give the head hidden states of its width, {weight.shape[1]}"
+    raise _unfit(model, rule, "layers between the two, or a base model that is not called")
 
 
 def _gap(model: Any, head: Head) -> float | None:
@@ -324,15 +285,13 @@ def _gap(model: Any, head: Head) -> float | None:
 def probe_inputs(weight: Tensor) -> dict[str, Any]:
     """Returns model inputs of a few tokens in one segment, with or without packed attention."""
     n = PROBE_TOKENS
-    ids = torch.arange(1, n + 1, device=weight.device)
-    ends = torch.tensor([0, n], dtype=torch.int32, device=weight.device)
-    layout = AttentionLayout(ends, ends, n, n, n)
     positions = torch.arange(n, device=weight.device)
+    ends = torch.tensor([0, n], dtype=torch.int32, device=weight.device)
     return {
-        "input_ids": ids[None],
+        "input_ids": positions[None] + 1,
         "position_ids": positions[None],
         "use_cache": False,
-        "packed_layout": layout,
+        "packed_layout": AttentionLayout(ends, ends, n, n, n),
     }
 
 

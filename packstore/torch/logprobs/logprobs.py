@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from packstore.errors import ConfigError, sentence
-from packstore.torch.batch.layout import Targets, TokenRow
+from packstore.torch.batch.layout import TokenRow
 from packstore.torch.logprobs.fused_head import HeadLogProbs, exact_dtype
 from packstore.torch.logprobs.tiles import Projection, default_chunk
 from packstore.torch.metrics import wide_dtype
@@ -67,55 +67,44 @@ def segment_logps(
     """
     if (logits is None) == (hidden is None) or (hidden is None) != (weight is None):
         raise ConfigError("segment_logps takes either logits, or hidden and weight.")
-    targets = batch.targets
-    if hidden is not None:
-        size = default_chunk(hidden.device) if chunk_size is None else max(1, chunk_size)
-        keep = keep_logits and torch.is_grad_enabled()
-        how = Projection(logit_scale, softcap, size, backend, keep)
-        rows = _rows(batch, targets, hidden, "hidden")
-        width = rows.shape[-1]
+    values, targets, tokens = hidden if logits is None else logits, batch.targets, batch.num_tokens
+    assert values is not None
+    shape = tuple(values.shape)
+    if shape[:-1] not in ((tokens,), (1, tokens)):
+        where = f"segment_logps({'hidden' if logits is None else 'logits'}=…)"
+        rule = f"its shape must be [T, …] or [1, T, …] with T = {tokens}"
+        remedy = "Padded outputs become flat with batch.unpad(…)"
+        raise ConfigError(sentence(where, rule, str(shape), remedy))
+    width = shape[-1]
+    rows = values.reshape(tokens, width)[targets.rows]
+    logps: Tensor
+    if logits is None:
         shapes = [tuple(x.shape) for x in (weight, bias) if x is not None]
         if len(shapes[0]) != 2 or shapes[0][1] != width or shapes[1:] not in ([], [shapes[0][:1]]):
-            needed = f"weight must be [V, {width}], as hidden is [T, {width}], and bias [V]"
-            raise ConfigError(sentence("segment_logps", needed, " and ".join(map(str, shapes))))
-        logps: Tensor = HeadLogProbs.apply(rows, weight, bias, targets.ids, how)  # type: ignore[no-untyped-call]
-        return _sum_by_segment(logps, targets, batch.num_segments)
-    of_head = (bias, logit_scale, softcap, keep_logits, backend)
-    if of_head != (None, 1.0, None, False, "eager"):
-        raise ConfigError(
-            "segment_logps: bias, logit_scale, softcap, keep_logits, backend go with hidden only."
-        )
-    rows = _rows(batch, targets, logits, "logits")
-    exact = rows.to(exact_dtype(rows))
-    logps = exact.log_softmax(-1).gather(-1, targets.ids[:, None]).squeeze(-1)
-    return _sum_by_segment(logps, targets, batch.num_segments)
+            rule = f"weight must be [V, {width}], as hidden is [T, {width}], and bias [V]"
+            raise ConfigError(sentence("segment_logps", rule, " and ".join(map(str, shapes))))
+        size = default_chunk(values.device) if chunk_size is None else max(1, chunk_size)
+        keep = keep_logits and torch.is_grad_enabled()
+        how = Projection(logit_scale, softcap, size, backend, keep)
+        logps = HeadLogProbs.apply(rows, weight, bias, targets.ids, how)  # type: ignore[no-untyped-call]
+    else:
+        of_head = (bias, logit_scale, softcap, keep_logits, backend)
+        if of_head != (None, 1.0, None, False, "eager"):
+            names = "bias, logit_scale, softcap, keep_logits, backend"
+            raise ConfigError(f"segment_logps: {names} go with hidden only.")
+        exact = rows.to(exact_dtype(rows))
+        logps = exact.log_softmax(-1).gather(-1, targets.ids[:, None]).squeeze(-1)
+    # In float32 the sum of 1024 tokens is off by 2e-3; float64 costs nothing at this size.
+    sums = _by_segment(batch, logps.to(wide_dtype(logps.device)))
+    return sums.to(logps.dtype, copy=True)  # FSDP warns of views
 
 
 def segment_token_counts(batch: TokenRow) -> Tensor:
     """Counts the supervised tokens of each segment, int64 `[S]`: the divisor of averaged losses."""
-    segments = batch.targets.segments
-    zeros = segments.new_zeros(batch.num_segments + 1)
-    return zeros.index_add(0, segments, torch.ones_like(segments))[:-1]
+    return _by_segment(batch, torch.ones_like(batch.targets.segments))
 
 
-def _rows(batch: TokenRow, targets: Targets, values: Tensor | None, name: str) -> Tensor:
-    """The rows that predict a supervised token, `[n, ...]`."""
-    shape = () if values is None else tuple(values.shape)
-    if values is None or shape[:-1] not in ((batch.num_tokens,), (1, batch.num_tokens)):
-        raise ConfigError(
-            sentence(
-                f"segment_logps({name}=…)",
-                f"its shape must be [T, …] or [1, T, …] with T = {batch.num_tokens}",
-                str(shape),
-                "Padded outputs become flat with batch.unpad(…)",
-            )
-        )
-    return values.reshape(batch.num_tokens, shape[-1])[targets.rows]
-
-
-def _sum_by_segment(logps: Tensor, targets: Targets, num_segments: int) -> Tensor:
-    # In float32 the sum of 1024 tokens is off by 2e-3; float64 costs nothing at this size.
-    wide = logps.to(wide_dtype(logps.device))
-    sums = wide.new_zeros(num_segments + 1)
-    sums = sums.index_add(0, targets.segments, wide)[:-1]
-    return sums.to(logps.dtype, copy=True)  # FSDP warns of views
+def _by_segment(batch: TokenRow, values: Tensor) -> Tensor:
+    """Sums of values of the targets by segment, `[S]`."""
+    zeros = values.new_zeros(batch.num_segments + 1)
+    return zeros.index_add(0, batch.targets.segments, values)[:-1]

@@ -48,28 +48,40 @@ class Projection(NamedTuple):
     keep_logits: bool = False
 
 
-class Passes(NamedTuple):
-    """Elementwise passes over one tile, the product `[n, w]` of hidden states and columns.
-
-    Logits are ``cap(scale * (product + bias))``. `targets` count from the tile's first column and
-    may lie outside. The product may be overwritten, unless the projection keeps it.
+class Tile(NamedTuple):
+    """Some logits, ``cap(scale * (product + bias))``.
 
     Attributes:
-        fold: ``(state, product, bias, targets, how)``: updates the rows of `state` `[3, n]` in
-            place: highest logit so far, sum of exponentials relative to it, logit of the target.
-        gap: ``(product, bias, log_total, targets, upstream, how, dtype)``: the derivative by the
-            product over `scale`, ``upstream * ([j is the target] - softmax_j) * slope_j``, rounded
-            once to `dtype`; `slope` is the derivative of the cap.
-        fold_rest: ``(state, product, bias, targets, how, dtype)``: as `fold`; returns
+        product: `[n, w]`, hidden states times columns of the head; may be overwritten, unless the
+            projection keeps it.
+        bias: `[w]`, or None.
+        targets: int64 `[n]`, counted from the first column of the tile; may lie outside.
+        how: the projection.
+    """
+
+    product: Tensor
+    bias: Tensor | None
+    targets: Tensor
+    how: Projection
+
+
+class Passes(NamedTuple):
+    """Elementwise passes over one tile.
+
+    Attributes:
+        fold: ``(state, tile)``: updates the rows of `state` `[3, n]` in place: highest logit so
+            far, sum of exponentials relative to it, logit of the target.
+        gap: ``(tile, log_total, upstream, dtype)``: the derivative by the product over `scale`,
+            ``upstream * ([j is the target] - softmax_j) * slope_j``, rounded once to `dtype`;
+            `slope` is the derivative of the cap.
+        fold_rest: ``(state, tile, dtype)``: as `fold`; returns
             ``exp(logit_j - highest) * slope_j`` of all columns but the target, in `dtype`, and the
             factor `[n]` that makes sums relative to the former highest logit relative to the new.
     """
 
-    fold: Callable[[Tensor, Tensor, Tensor | None, Tensor, Projection], None]
-    gap: Callable[[Tensor, Tensor | None, Tensor, Tensor, Tensor, Projection, torch.dtype], Tensor]
-    fold_rest: Callable[
-        [Tensor, Tensor, Tensor | None, Tensor, Projection, torch.dtype], tuple[Tensor, Tensor]
-    ]
+    fold: Callable[[Tensor, Tile], None]
+    gap: Callable[[Tile, Tensor, Tensor, torch.dtype], Tensor]
+    fold_rest: Callable[[Tensor, Tile, torch.dtype], tuple[Tensor, Tensor]]
 
 
 HEAD_BACKENDS: Registry[Passes] = Registry(
@@ -105,26 +117,16 @@ def tiles(n: int, vocab: int, chunk_size: int) -> Iterator[tuple[slice, list[sli
     return ((slice(a, b), rows) for a, b in itertools.pairwise(cuts))
 
 
-def fold(
-    state: Tensor, product: Tensor, bias: Tensor | None, targets: Tensor, how: Projection
-) -> None:
+def fold(state: Tensor, tile: Tile) -> None:
     """See :class:`Passes`."""
-    logits, _ = _logits(product, bias, how)
-    _fold_logits(state, logits, targets)
+    logits, _ = _logits(tile)
+    _fold_logits(state, logits, tile.targets)
 
 
-def gap(
-    product: Tensor,
-    bias: Tensor | None,
-    log_total: Tensor,
-    targets: Tensor,
-    upstream: Tensor,
-    how: Projection,
-    dtype: torch.dtype,
-) -> Tensor:
+def gap(tile: Tile, log_total: Tensor, upstream: Tensor, dtype: torch.dtype) -> Tensor:
     """See :class:`Passes`."""
-    logits, slope = _logits(product, bias, how)
-    place, inside = _places(targets, logits.shape[-1])
+    logits, slope = _logits(tile)
+    place, inside = _places(tile.targets, logits.shape[-1])
     delta = logits.sub_(log_total[:, None]).exp_().neg_()
     delta.scatter_add_(-1, place, inside.to(delta.dtype)).mul_(upstream[:, None])
     if slope is not None:
@@ -132,19 +134,12 @@ def gap(
     return delta.to(dtype)
 
 
-def fold_rest(
-    state: Tensor,
-    product: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    how: Projection,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
+def fold_rest(state: Tensor, tile: Tile, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """See :class:`Passes`."""
     before = state[0].clone()
-    logits, slope = _logits(product, bias, how)
-    rest = _fold_logits(state, logits, targets)
-    place, inside = _places(targets, rest.shape[-1])
+    logits, slope = _logits(tile)
+    rest = _fold_logits(state, logits, tile.targets)
+    place, inside = _places(tile.targets, rest.shape[-1])
     rest.scatter_(-1, place, rest.gather(-1, place).masked_fill_(inside, 0))
     if slope is not None:
         rest.mul_(slope)
@@ -167,11 +162,12 @@ def _places(targets: Tensor, width: int) -> tuple[Tensor, Tensor]:
     return targets.clamp(0, width - 1)[:, None], ((targets >= 0) & (targets < width))[:, None]
 
 
-def _logits(product: Tensor, bias: Tensor | None, how: Projection) -> tuple[Tensor, Tensor | None]:
+def _logits(tile: Tile) -> tuple[Tensor, Tensor | None]:
     """Logits of a tile, and the derivative of the softcap at each, if there is one."""
-    logits = product.clone() if how.keep_logits else product
-    if bias is not None:
-        logits.add_(bias)
+    how = tile.how
+    logits = tile.product.clone() if how.keep_logits else tile.product
+    if tile.bias is not None:
+        logits.add_(tile.bias)
     if how.scale != 1:
         logits.mul_(how.scale)
     if how.softcap is None:

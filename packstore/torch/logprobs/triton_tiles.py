@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from packstore.errors import BackendError, MissingExtraError, sentence
-from packstore.torch.logprobs.tiles import Passes, Projection
+from packstore.torch.logprobs.tiles import Passes, Tile
 
 try:
     import triton
@@ -113,51 +113,30 @@ def softmax_kernel(  # type: ignore[no-untyped-def]
     tl.store(out + row * out_stride + at, values.to(out.dtype.element_ty), mask=inside)
 
 
-def fold(
-    state: Tensor, product: Tensor, bias: Tensor | None, targets: Tensor, how: Projection
-) -> None:
+def fold(state: Tensor, tile: Tile) -> None:
     """See :class:`Passes`."""
+    product, bias, targets, _ = tile
     if product.device.type != "cuda" and not INTERPRETED:
-        raise BackendError(
-            sentence(
-                "head backend 'triton'",
-                "tensors must be on a CUDA device",
-                product.device.type,
-                "Use backend='eager', which computes the same",
-            )
-        )
+        rule = "tensors must be on a CUDA device"
+        remedy = "Use backend='eager', which computes the same"
+        raise BackendError(sentence("head backend 'triton'", rule, product.device.type, remedy))
     rows, columns = product.shape
     size = min(BLOCK, triton.next_power_of_2(columns))
     values = (product, product.stride(0), columns, bias, targets, state, state.stride(0))
     with torch.cuda.device_of(product):  # type: ignore[no-untyped-call]
-        fold_kernel[(rows,)](*values, *_constants(bias, how), size, num_warps=WARPS)
+        fold_kernel[(rows,)](*values, *_constants(tile), size, num_warps=WARPS)
 
 
-def fold_rest(
-    state: Tensor,
-    product: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    how: Projection,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
+def fold_rest(state: Tensor, tile: Tile, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """See :class:`Passes`."""
     before = state[0].clone()
-    fold(state, product, bias, targets, how)
-    rest = gap(product, bias, state[0], targets, None, how, dtype)
-    return rest, before.sub_(state[0]).exp_()
+    fold(state, tile)
+    return gap(tile, state[0], None, dtype), before.sub_(state[0]).exp_()
 
 
-def gap(
-    product: Tensor,
-    bias: Tensor | None,
-    log_total: Tensor,
-    targets: Tensor,
-    upstream: Tensor | None,
-    how: Projection,
-    dtype: torch.dtype,
-) -> Tensor:
+def gap(tile: Tile, log_total: Tensor, upstream: Tensor | None, dtype: torch.dtype) -> Tensor:
     """See :class:`Passes`; with None for `upstream`, the values of REST."""
+    product, bias, targets, how = tile
     in_place = dtype == product.dtype and not how.keep_logits
     out = product if in_place else torch.empty_like(product, dtype=dtype)
     rows, columns = product.shape
@@ -165,14 +144,15 @@ def gap(
     values = (product, product.stride(0), columns, bias, log_total, targets, upstream)
     with torch.cuda.device_of(product):  # type: ignore[no-untyped-call]
         softmax_kernel[(rows, triton.cdiv(columns, size))](
-            *values, out, out.stride(0), *_constants(bias, how), upstream is None, size,
+            *values, out, out.stride(0), *_constants(tile), upstream is None, size,
             num_warps=WARPS,
         )  # fmt: skip
     return out
 
 
-def _constants(bias: Tensor | None, how: Projection) -> tuple[float, float, bool, bool]:
-    return float(how.scale), float(how.softcap or 1), bias is not None, how.softcap is not None
+def _constants(tile: Tile) -> tuple[float, float, bool, bool]:
+    scale, softcap = tile.how.scale, tile.how.softcap
+    return float(scale), float(softcap or 1), tile.bias is not None, softcap is not None
 
 
 PASSES = Passes(fold, gap, fold_rest)
