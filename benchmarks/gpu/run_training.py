@@ -21,7 +21,7 @@ def main(task: dict[str, Any]) -> None:
     if task["exact"]:
         torch.use_deterministic_algorithms(True, warn_only=True)
     cuda = torch.cuda.is_available()
-    write = JsonLines.write
+    write = JsonLines.__call__
 
     def write_or_die(self: JsonLines, record: Any) -> None:
         write(self, record)
@@ -30,7 +30,7 @@ def main(task: dict[str, Any]) -> None:
             print(json.dumps({"peak_gib": peak}), flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
 
-    JsonLines.write = write_or_die  # type: ignore[method-assign]
+    JsonLines.__call__ = write_or_die  # type: ignore[method-assign]
     train(**task["settings"])
     peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else None
     print(json.dumps({"peak_gib": peak}))

@@ -81,17 +81,6 @@ def save_model(accelerator: Any, policy: torch.nn.Module, folder: Path) -> None:
         model.save_pretrained(folder, state_dict=tensors, **only)
 
 
-def optimizer_state(
-    policy: torch.nn.Module, optimizer: torch.optim.Optimizer
-) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-    """Returns the optimizer's tensors, by parameter and state name, and its groups; collective."""
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    state: dict[str, Any] = dict(get_optimizer_state_dict(policy, optimizer, options=options))
-    of_parameter = state.get("state", {}).items()
-    tensors = {f"{p}.{n}": v.contiguous() for p, values in of_parameter for n, v in values.items()}
-    return tensors, state.get("param_groups", [])
-
-
 def save_checkpoint(
     accelerator: Any,
     policy: torch.nn.Module,
@@ -109,12 +98,16 @@ def save_checkpoint(
         partial.mkdir(parents=True)
     try:
         save_model(accelerator, policy, partial / MODEL)
-        tensors, groups = optimizer_state(policy, optimizer)
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        whole: dict[str, Any] = dict(get_optimizer_state_dict(policy, optimizer, options=options))
         generators = gather_object([random_state()])
         if accelerator.is_main_process:
-            save_file(tensors, partial / OPTIMIZER)
-            whole = RunState(optimizer=groups, random=generators, **state)
-            text = json.dumps({"format": FORMAT, **asdict(whole)})
+            of_parameter = whole.get("state", {}).items()
+            named = {f"{p}.{n}": v for p, values in of_parameter for n, v in values.items()}
+            save_file({n: v.contiguous() for n, v in named.items()}, partial / OPTIMIZER)
+            groups = whole.get("param_groups", [])
+            run = RunState(optimizer=groups, random=generators, **state)
+            text = json.dumps({"format": FORMAT, **asdict(run)})
             (partial / STATE).write_text(text, encoding="utf-8")
             commit(partial, final)
     except BaseException as error:
@@ -150,8 +143,8 @@ def read_state(checkpoint: Path) -> RunState:
             raise ValueError("another format")
         return RunState(**values)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        needed = f"it must be a checkpoint of format {FORMAT}"
-        raise FormatError(sentence(f"checkpoint {checkpoint}", needed, str(error))) from error
+        rule = f"it must be a checkpoint of format {FORMAT}"
+        raise FormatError(sentence(f"checkpoint {checkpoint}", rule, str(error))) from error
 
 
 def load_optimizer(
@@ -212,10 +205,10 @@ def random_state() -> dict[str, Any]:
     state = {
         "python": [version, list(numbers), gauss],
         "numpy": [kind, keys.tolist(), *rest],
-        "torch": _hex(torch.get_rng_state()),
+        "torch": torch.get_rng_state().numpy().tobytes().hex(),
     }
     if torch.cuda.is_available():
-        state["cuda"] = _hex(torch.cuda.get_rng_state())
+        state["cuda"] = torch.cuda.get_rng_state().numpy().tobytes().hex()
     return state
 
 
@@ -224,34 +217,29 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
     np.random.set_state(tuple(state["numpy"]))  # noqa: NPY002
-    torch.set_rng_state(_tensor(state["torch"]))
+    torch.set_rng_state(torch.frombuffer(bytearray.fromhex(state["torch"]), dtype=torch.uint8))
     if torch.cuda.is_available() and "cuda" in state:
-        torch.cuda.set_rng_state(_tensor(state["cuda"]))
-
-
-def _hex(state: Tensor) -> str:
-    return state.numpy().tobytes().hex()
-
-
-def _tensor(text: str) -> Tensor:
-    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
+        state_of_gpu = bytearray.fromhex(state["cuda"])
+        torch.cuda.set_rng_state(torch.frombuffer(state_of_gpu, dtype=torch.uint8))
 
 
 def find_checkpoint(config: TrainConfig) -> Path | None:
     """Returns the checkpoint to resume from, or None to start in an output without a model."""
     saved = checkpoints(Path(config.output, "checkpoints"))
     if not saved and Path(config.output, "model").exists():
-        needed = "it must hold no model without checkpoints"
-        remedy = "Choose another output, or move it away"
-        raise ConfigError(sentence(f"output {config.output}", needed, "model", remedy))
+        rule, remedy = (
+            "it must hold no model without checkpoints",
+            "Choose another, or move it away",
+        )
+        raise ConfigError(sentence(f"output {config.output}", rule, "model", remedy))
     if config.resume not in ("auto", "never"):
         chosen = Path(config.resume)
         name = chosen.name if _NAME.fullmatch(chosen.name) else ""
         later = [path.name for path in saved if path.name > name]
         if later and chosen.is_dir():
-            needed = "its output must have no later checkpoints"
+            rule = "its output must have no later checkpoints"
             remedy = "Remove them, or choose another output"
-            raise ConfigError(sentence(f"resume {chosen}", needed, ", ".join(later), remedy))
+            raise ConfigError(sentence(f"resume {chosen}", rule, ", ".join(later), remedy))
         return chosen
     if saved and config.resume == "never":
         where, remedy = f"output {config.output}", "Choose another output, or resume: auto"

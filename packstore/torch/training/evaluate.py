@@ -34,7 +34,7 @@ from packstore.torch.models.compatibility import check_model
 from packstore.torch.models.unwrap import evaluating
 from packstore.torch.reference.arithmetic import Precision, autocast, choose_precision
 from packstore.torch.reference.reference_fingerprint import check_arithmetic
-from packstore.torch.training.reference import Autocast, Reference, SecondModel, of_the_batch
+from packstore.torch.training.reference import Autocast, Reference, frozen, of_the_batch
 
 
 @torch.no_grad()
@@ -87,7 +87,9 @@ def evaluate(
     loader = PackedDataLoader(data, pin_memory=device.type == "cuda", **chosen)
     lower = partial(autocast, device, choose_precision(mixed_precision, device, weight.dtype))
     policy = PackedPolicy(model)
-    online: Reference = of_the_batch if len(models) < 2 else SecondModel(models[1], lower)
+    online: Reference = of_the_batch
+    if len(models) > 1:
+        online = frozen(PackedPolicy(models[1]), lower)
     for joined in sides:
         if REF_LOGPS in joined.manifest.columns and len(models) < 2:
             with lower():

@@ -150,7 +150,7 @@ class Loop:
 
     def _write(self, record: dict[str, float]) -> None:
         for sink in self.sinks:
-            sink.write(record)
+            sink(record)
 
 
 class _Window:

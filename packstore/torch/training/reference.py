@@ -13,14 +13,13 @@ from packstore.config.training import TrainConfig
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.side.side import open_side
 from packstore.torch.batch.collate import PackedBatch
-from packstore.torch.logprobs.head import PackedPolicy
 from packstore.torch.models.load import is_adapter, load_model
 from packstore.torch.models.unwrap import evaluating
 from packstore.torch.reference.reference import run_on_rank_zero
 from packstore.torch.reference.reference_fingerprint import check_arithmetic, check_reference
 
 Autocast = Callable[[], AbstractContextManager[Any]]
-"""Makes the autocast context of a model."""
+"""Makes the context in which a model runs."""
 
 Reference = Callable[[PackedBatch], Tensor | None]
 """Returns log-probs `[S]` in nats, or None if the batch carries them or the loss needs none."""
@@ -39,45 +38,32 @@ def load_reference(config: TrainConfig) -> Any:
     return load_model(path, dtype=config.dtype, attention=config.attention)
 
 
-class SecondModel:
-    """A frozen reference model beside the policy, in its precision; whole on every rank."""
-
-    def __init__(self, model: nn.Module, autocast: Autocast = nullcontext) -> None:
-        self.policy, self.autocast = PackedPolicy(model), autocast
+def frozen(policy: nn.Module, context: Autocast = nullcontext) -> Reference:
+    """Makes a reference of a policy, which runs inside `context()` and without gradients."""
 
     @torch.no_grad()
-    def __call__(self, batch: PackedBatch) -> Tensor:
-        """Returns the log-probs, `[S]` in nats."""
-        with self.autocast():
-            logps: Tensor = self.policy(batch)
-            return logps
+    def logps(batch: PackedBatch) -> Tensor:
+        with context():
+            values: Tensor = policy(batch)
+            return values
+
+    return logps
 
 
-class OwnAdapter:
+@contextmanager
+def own_adapter(policy: nn.Module, adapted: Any) -> Iterator[None]:
     """The policy as its own reference: without its adapter, or with a frozen initial copy of it."""
-
-    def __init__(self, policy: nn.Module, adapted: Any) -> None:
-        self.policy, self.adapted = policy, adapted
-
-    @torch.no_grad()
-    def __call__(self, batch: PackedBatch) -> Tensor:
-        """Returns the log-probs, `[S]` in nats."""
-        with evaluating(self.policy), self._as_reference():
-            logps: Tensor = self.policy(batch)
-            return logps
-
-    @contextmanager
-    def _as_reference(self) -> Iterator[None]:
-        if REF_ADAPTER not in self.adapted.peft_config:
-            with self.adapted.disable_adapter():
+    with evaluating(policy):
+        if REF_ADAPTER not in adapted.peft_config:
+            with adapted.disable_adapter():
                 yield
             return
-        before = self.adapted.active_adapter
-        self.adapted.set_adapter(REF_ADAPTER, inference_mode=True)
+        before = adapted.active_adapter
+        adapted.set_adapter(REF_ADAPTER, inference_mode=True)
         try:
             yield
         finally:
-            self.adapted.set_adapter(before)
+            adapted.set_adapter(before)
 
 
 def check_precomputed(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,40 +51,170 @@ from packstore.torch.training.checkpoint import (
 )
 from packstore.torch.training.reference import (
     REF_ADAPTER,
-    OwnAdapter,
     Reference,
-    SecondModel,
     check_precomputed,
+    frozen,
     load_reference,
     of_the_batch,
+    own_adapter,
 )
 from packstore.torch.training.sinks import tracker_names
 
 logger = logging.getLogger("packstore")
 
 
-@dataclass(eq=False, kw_only=True)
 class Run:
-    """All parts of a run; policy and optimizer are prepared by Accelerate."""
+    """All parts of a run, at its start or at its checkpoint; making them is a collective call.
 
-    config: TrainConfig
-    accelerator: Any
-    loss_fn: PreferenceLoss
-    dataset: Dataset
-    loader: PackedDataLoader
-    validation: PackedDataLoader | None
-    policy: nn.Module
-    optimizer: Any
-    schedule: LRScheduler
-    reference: Reference
-    validation_reference: Reference
-    total_steps: int
-    start: RunState | None
+    Accelerate has prepared `policy` and `optimizer`; `start` is the state that the run resumes.
+    """
 
-    @property
-    def folder(self) -> Path:
-        """Folder of the checkpoints."""
-        return Path(self.config.output, "checkpoints")
+    def __init__(self, config: TrainConfig) -> None:
+        for name in {"name", "gradients"} & config.loss_parameters.keys():
+            rule = "loss_parameters takes the keywords of PreferenceLoss that a run leaves open"
+            raise ConfigError(sentence(f"setting loss_parameters: {name}", rule, name))
+        self.loss_fn = PreferenceLoss(config.loss, **config.loss_parameters)
+        self.folder = Path(config.output, "checkpoints")
+        checkpoint = find_checkpoint(config)
+        self.start = None if checkpoint is None else read_state(checkpoint)
+        if self.start is not None:
+            if config.mixed_precision == "auto":
+                before = self.start.config.get("mixed_precision", "none")
+                config = replace(config, mixed_precision=before)
+            check_unchanged(config, self.start.config)
+        options = dict(config.storage_options) or None
+        self.dataset = open_dataset(config.dataset, options)
+        held_out = None if config.validation is None else open_dataset(config.validation, options)
+        both = [self.dataset] if held_out is None else [self.dataset, held_out]
+        _check_data(config, self.loss_fn, both)
+        self.accelerator = accelerator = _make_accelerator(config)
+        taken: Any = accelerator.mixed_precision
+        self.config = config = replace(config, mixed_precision="none" if taken == "no" else taken)
+        _seed(config.seed)
+        model = self._load_model(checkpoint)
+        self._check_model(model, both)
+        if self.loss_fn.reference:
+            sides = [(config.ref_logps, self.dataset), (config.validation_ref_logps, held_out)]
+            known = None if self.start is None else self.start.config
+            check_precomputed(config, model, known, sides, accelerator)
+        self.loader = self._loader(self.dataset, config.ref_logps, config.examples_per_step)
+        self.validation = None
+        if held_out is not None:
+            self.validation = self._loader(held_out, config.validation_ref_logps, None)
+        policy = PackedPolicy(model)
+        policy._no_split_modules = model._no_split_modules  # the units that Accelerate shards
+        policy.train()
+        if config.compile == "layers":  # after the probe and checks, which run tiny batches
+            compile_layers(model)
+        self.policy, self.optimizer = accelerator.prepare(policy, make_optimizer(policy, config))
+        fuse_updates(self.optimizer.optimizer)
+        self.total_steps = count_steps(config, self.loader, self.start)
+        self.schedule = make_schedule(self.optimizer.optimizer, config, self.total_steps)
+        self._make_references([config.ref_logps, config.validation_ref_logps][: len(both)])
+        if checkpoint is None or self.start is None:
+            _seed(config.seed, accelerator.process_index)
+        else:
+            self._restore(checkpoint, self.start)
+
+    def _load_model(self, checkpoint: Path | None) -> Any:
+        """Loads the starting or checkpointed model, with its trained weights unfrozen."""
+        config = self.config
+        goes_on = is_adapter(config.model)
+        if goes_on and config.lora:
+            remedy = "Leave lora out to train it further"
+            raise ConfigError(
+                sentence("setting lora", "the model must have no adapter", config.model, remedy)
+            )
+        path = config.model if checkpoint is None else checkpoint / MODEL
+        model = load_model(path, dtype=config.dtype, attention=config.attention, trainable=True)
+        if config.lora and checkpoint is None:
+            model = add_lora(model, **lora_settings(config.lora))
+        if goes_on and self.loss_fn.reference and config.reference_model is None:
+            model.load_adapter(config.model, REF_ADAPTER, is_trainable=False)
+        if config.gradient_checkpointing:
+            checkpoint_gradients(model)
+        return model
+
+    def _check_model(self, model: Any, datasets: list[Dataset]) -> None:
+        """Refuses data that is not the model's, and a model that packs would change."""
+        for data in datasets:
+            check_model(data, model)
+        if router_settings(model) is None and self.loss_fn.router_aux_loss_coef:
+            raise ConfigError(
+                sentence(
+                    "loss parameter router_aux_loss_coef",
+                    "the model's config must have output_router_logits and router_aux_loss_coef "
+                    "above 0",
+                    type(unwrapped(model)).__name__,
+                    "Leave it out, or add them to the model's config.json",
+                )
+            )
+        self._probe(model)
+
+    def _probe(self, model: Any) -> None:
+        """Compares packed with unpacked logits, on the device and in the precision of the run."""
+        accelerator = self.accelerator
+        # Where it is sharded, a device may not hold it whole.
+        if accelerator.distributed_type in ("NO", "MULTI_GPU"):
+            model.to(accelerator.device)
+        with accelerator.autocast():
+            probe_model(model)
+
+    def _loader(
+        self, dataset: Dataset, ref_logps: str | None, examples_per_step: int | None
+    ) -> PackedDataLoader:
+        config, side = self.config, []
+        if ref_logps is not None and self.loss_fn.reference:
+            side.append(open_side(ref_logps, dict(config.storage_options) or None))
+        return PackedDataLoader(
+            PackedDataset(dataset, seed=config.seed, side=side),
+            packs_per_batch=config.packs_per_batch,
+            num_workers=config.num_workers,
+            pin_memory=self.accelerator.device.type == "cuda",
+            examples_per_step=examples_per_step,
+        )
+
+    def _make_references(self, stored: list[str | None]) -> None:
+        """Sets what computes log-probs of the reference; `stored`: side data of each dataset."""
+        online: Reference = of_the_batch
+        if self.loss_fn.reference and not all(stored):
+            online = self._online()
+        self.reference = of_the_batch if self.config.ref_logps else online
+        self.validation_reference = of_the_batch if self.config.validation_ref_logps else online
+
+    def _online(self) -> Reference:
+        """Makes the reference that is computed during training."""
+        config, accelerator = self.config, self.accelerator
+        inner = accelerator.unwrap_model(self.policy).model
+        if config.reference_model is None and hasattr(inner, "peft_config"):
+            return frozen(self.policy, partial(own_adapter, self.policy, inner))
+        model = load_reference(config)
+        if config.reference_model is not None:
+            self._probe(model)
+        model.to(accelerator.device)
+        context = accelerator.autocast
+        if accelerator.is_fsdp2 and accelerator.mixed_precision == "bf16":
+            # The policy computes with its weights in bfloat16, where autocast keeps norms in
+            # float32.
+            for weight in model.parameters():
+                weight.data = weight.data.to(torch.bfloat16)
+            context = nullcontext
+        reference = frozen(PackedPolicy(model), context)
+        if config.compile == "layers":
+            compile_layers(model)
+        return reference
+
+    def _restore(self, checkpoint: Path, state: RunState) -> None:
+        """Restores optimizer, schedule, position and random generators."""
+        load_optimizer(self.policy, self.optimizer.optimizer, checkpoint, state)
+        self.schedule.load_state_dict(dict(state.schedule))
+        self.loader.load_state_dict(state.loader)
+        rank = self.accelerator.process_index
+        if rank < len(state.random):
+            set_random_state(state.random[rank])
+        else:
+            _seed(self.config.seed + state.step, rank)
+        logger.info("resuming from %s", checkpoint)
 
 
 def make_optimizer(policy: nn.Module, config: TrainOptimizerConfig) -> AdamW:
@@ -106,152 +236,19 @@ def fuse_updates(optimizer: torch.optim.Optimizer) -> None:
         logger.info("AdamW is fused: one kernel updates the weights")
 
 
-def warmup_steps(config: TrainOptimizerConfig, total_steps: int) -> int:
-    """Returns the warm-up steps: `warmup` if it is at least 1, else that fraction of all steps."""
-    return int(config.warmup if config.warmup >= 1 else config.warmup * total_steps)
-
-
 def make_schedule(
     optimizer: torch.optim.Optimizer, config: TrainOptimizerConfig, total_steps: int
 ) -> LRScheduler:
-    """Makes the schedule: linear warm-up, then a cosine to 0 at `total_steps`, or constant."""
+    """Makes the schedule: linear warm-up, then a cosine to 0 at `total_steps`, or constant.
+
+    `warmup` counts steps if it is at least 1; else it is a share of all of them.
+    """
     from transformers import get_scheduler
 
     name = {"cosine": "cosine", "constant": "constant_with_warmup"}[config.schedule]
-    warmup = warmup_steps(config, total_steps)
+    warmup = int(config.warmup if config.warmup >= 1 else config.warmup * total_steps)
     schedule: LRScheduler = get_scheduler(name, optimizer, warmup, total_steps)
     return schedule
-
-
-def make_loss(config: TrainConfig) -> PreferenceLoss:
-    """Makes the loss of the settings."""
-    for name in ("name", "gradients"):
-        if name in config.loss_parameters:
-            needed = "loss_parameters takes the keywords of PreferenceLoss that a run leaves open"
-            raise ConfigError(sentence(f"setting loss_parameters: {name}", needed, name))
-    return PreferenceLoss(config.loss, **config.loss_parameters)
-
-
-def prepare(config: TrainConfig) -> Run:
-    """Makes all parts of a run, at its start or at its checkpoint; a collective call."""
-    loss_fn = make_loss(config)
-    checkpoint = find_checkpoint(config)
-    state = None if checkpoint is None else read_state(checkpoint)
-    if state is not None:
-        if config.mixed_precision == "auto":
-            before = state.config.get("mixed_precision", "none")
-            config = replace(config, mixed_precision=before)
-        check_unchanged(config, state.config)
-    options = dict(config.storage_options) or None
-    dataset = open_dataset(config.dataset, options)
-    validation = None if config.validation is None else open_dataset(config.validation, options)
-    both = [dataset] if validation is None else [dataset, validation]
-    _check_data(config, loss_fn, both)
-    accelerator = _make_accelerator(config)
-    precision = accelerator.mixed_precision
-    config = replace(config, mixed_precision="none" if precision == "no" else precision)
-    _seed(config.seed)
-    model = _make_model(config, checkpoint, loss_fn)
-    for data in both:
-        check_model(data, model)
-    if router_settings(model) is None and loss_fn.router_aux_loss_coef:
-        raise ConfigError(
-            sentence(
-                "loss parameter router_aux_loss_coef",
-                "the model's config must have output_router_logits and router_aux_loss_coef "
-                "above 0",
-                type(unwrapped(model)).__name__,
-                "Leave it out, or add them to the model's config.json",
-            )
-        )
-    _probe(accelerator, model)
-    if loss_fn.reference:
-        sides = [(config.ref_logps, dataset), (config.validation_ref_logps, validation)]
-        known = None if state is None else state.config
-        check_precomputed(config, model, known, sides, accelerator)
-    loader_of = partial(_make_loader, config, loss_fn, accelerator.device)
-    loader = loader_of(dataset, config.ref_logps, config.examples_per_step)
-    held_out = None
-    if validation is not None:
-        held_out = loader_of(validation, config.validation_ref_logps, None)
-    policy = PackedPolicy(model)
-    policy._no_split_modules = model._no_split_modules  # the units that Accelerate shards
-    policy.train()
-    if config.compile == "layers":  # after the probe and checks, which run tiny batches
-        compile_layers(model)
-    policy, optimizer = accelerator.prepare(policy, make_optimizer(policy, config))
-    fuse_updates(optimizer.optimizer)
-    total = count_steps(config, loader, state)
-    schedule = make_schedule(optimizer.optimizer, config, total)
-    stored = [config.ref_logps, config.validation_ref_logps][: len(both)]
-    needed = loss_fn.reference and not all(stored)
-    online = _online(config, accelerator, policy) if needed else of_the_batch
-    run = Run(
-        config=config,
-        accelerator=accelerator,
-        loss_fn=loss_fn,
-        dataset=dataset,
-        loader=loader,
-        validation=held_out,
-        policy=policy,
-        optimizer=optimizer,
-        schedule=schedule,
-        reference=of_the_batch if config.ref_logps else online,
-        validation_reference=of_the_batch if config.validation_ref_logps else online,
-        total_steps=total,
-        start=state,
-    )
-    if state is None or checkpoint is None:
-        _seed(config.seed, accelerator.process_index)
-    else:
-        _restore(run, checkpoint, state)
-    return run
-
-
-def _make_model(config: TrainConfig, checkpoint: Path | None, loss_fn: PreferenceLoss) -> Any:
-    """Loads the starting or checkpointed model, with its trained weights unfrozen."""
-    goes_on = is_adapter(config.model)
-    if goes_on and config.lora:
-        needed, remedy = "the model must have no adapter", "Leave lora out to train it further"
-        raise ConfigError(sentence("setting lora", needed, config.model, remedy))
-    path = config.model if checkpoint is None else checkpoint / MODEL
-    model = load_model(path, dtype=config.dtype, attention=config.attention, trainable=True)
-    if config.lora and checkpoint is None:
-        model = add_lora(model, **lora_settings(config.lora))
-    if goes_on and loss_fn.reference and config.reference_model is None:
-        model.load_adapter(config.model, REF_ADAPTER, is_trainable=False)
-    if config.gradient_checkpointing:
-        checkpoint_gradients(model)
-    return model
-
-
-def _probe(accelerator: Any, model: Any) -> None:
-    """Compares packed with unpacked logits, on the device and in the precision of the run."""
-    if accelerator.distributed_type in ("NO", "MULTI_GPU"):  # else a device may not hold it whole
-        model.to(accelerator.device)
-    with accelerator.autocast():
-        probe_model(model)
-
-
-def _online(config: TrainConfig, accelerator: Any, policy: nn.Module) -> Reference:
-    """Makes the reference that is computed during training."""
-    inner = accelerator.unwrap_model(policy).model
-    if config.reference_model is None and hasattr(inner, "peft_config"):
-        return OwnAdapter(policy, inner)
-    model = load_reference(config)
-    if config.reference_model is not None:
-        _probe(accelerator, model)
-    model.to(accelerator.device)
-    context = accelerator.autocast
-    if accelerator.is_fsdp2 and accelerator.mixed_precision == "bf16":
-        # The policy computes with its weights in bfloat16, where autocast keeps norms in float32.
-        for weight in model.parameters():
-            weight.data = weight.data.to(torch.bfloat16)
-        context = nullcontext
-    reference = SecondModel(model, context)
-    if config.compile == "layers":
-        compile_layers(model)
-    return reference
 
 
 def _make_accelerator(config: TrainConfig) -> Any:
@@ -308,37 +305,3 @@ def _check_data(config: TrainConfig, loss_fn: PreferenceLoss, both: list[Dataset
                 )
             )
     check_same_tokenizer([data.manifest for data in both])
-
-
-def _make_loader(
-    config: TrainConfig,
-    loss_fn: PreferenceLoss,
-    device: torch.device,
-    dataset: Dataset,
-    ref_logps: str | None,
-    examples_per_step: int | None,
-) -> PackedDataLoader:
-    side = []
-    if ref_logps is not None and loss_fn.reference:
-        side.append(open_side(ref_logps, dict(config.storage_options) or None))
-    data = PackedDataset(dataset, seed=config.seed, side=side)
-    return PackedDataLoader(
-        data,
-        packs_per_batch=config.packs_per_batch,
-        num_workers=config.num_workers,
-        pin_memory=device.type == "cuda",
-        examples_per_step=examples_per_step,
-    )
-
-
-def _restore(run: Run, checkpoint: Path, state: RunState) -> None:
-    """Restores optimizer, schedule, position and random generators."""
-    load_optimizer(run.policy, run.optimizer.optimizer, checkpoint, state)
-    run.schedule.load_state_dict(dict(state.schedule))
-    run.loader.load_state_dict(state.loader)
-    rank = run.accelerator.process_index
-    if rank < len(state.random):
-        set_random_state(state.random[rank])
-    else:
-        _seed(run.config.seed + state.step, rank)
-    logger.info("resuming from %s", checkpoint)

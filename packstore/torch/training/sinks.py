@@ -8,9 +8,11 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 from rich.progress import (
@@ -21,6 +23,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from packstore.config.training import TrainConfig
 from packstore.errors import MissingExtraError, UnknownNameError, quote
 
 logger = logging.getLogger("packstore")
@@ -45,15 +48,28 @@ VALIDATION = {
 
 Record = Mapping[str, float]
 
+Sink = Callable[[Record], None]
+"""Writes one record of metrics."""
 
-class Sink(Protocol):
-    """Writes metric records."""
 
-    def write(self, record: Record) -> None:
-        """Writes one record."""
+def make_sinks(
+    accelerator: Any, config: TrainConfig, step: int, total_steps: int, stack: ExitStack
+) -> list[Sink]:
+    """Makes the sinks of this rank; `stack` closes them. The run goes on after `step`."""
+    if accelerator.log_with:
+        flat = {n: str(v) for n, v in config.recorded().items()}
+        project = "packstore" if config.trackers else "tensorboard"  # also the name of its folder
+        accelerator.init_trackers(os.environ.get("WANDB_PROJECT", project), flat)
+    if not accelerator.is_main_process:
+        return []
 
-    def close(self) -> None:
-        """Closes the sink."""
+    def track(record: Record) -> None:
+        values = {n: v for n, v in record.items() if n != "step"}
+        accelerator.log(values, step=int(record["step"]))
+
+    lines = JsonLines(Path(config.output, "metrics.jsonl"), step)
+    console = console_lines(step, total_steps, stack)
+    return [lines, console, track] if accelerator.log_with else [lines, console]
 
 
 class JsonLines:
@@ -64,7 +80,7 @@ class JsonLines:
     """
 
     def __init__(self, path: Path, step: int) -> None:
-        kept = []
+        self._path, kept = path, []
         for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
             try:
                 if json.loads(line)["step"] <= step:
@@ -74,67 +90,39 @@ class JsonLines:
         partial = path.with_name(f".{path.name}.partial")
         partial.write_text("".join(kept), encoding="utf-8")
         partial.replace(path)
-        self._file = path.open("a", encoding="utf-8")
 
-    def write(self, record: Record) -> None:
-        """Writes and flushes one line."""
-        values = {n: v if math.isfinite(v) else None for n, v in record.items()}
-        self._file.write(json.dumps(values) + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        """Closes the file."""
-        self._file.close()
-
-
-class ConsoleLines:
-    """Logs one line per record; on a terminal, prints them above a progress bar."""
-
-    def __init__(self, step: int, total_steps: int, console: Console) -> None:
-        self._total = total_steps
-        self._bar: Progress | None = None
-        if console.is_terminal:
-            times = (TimeElapsedColumn(), TimeRemainingColumn())
-            columns = (BarColumn(), MofNCompleteColumn(), *times)
-            self._bar = Progress(*columns, console=console, auto_refresh=False)
-            self._task = self._bar.add_task("training", total=total_steps, completed=step)
-            self._bar.start()
-
-    def write(self, record: Record) -> None:
+    def __call__(self, record: Record) -> None:
         """Writes one line."""
+        values = {n: v if math.isfinite(v) else None for n, v in record.items()}
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(values) + "\n")
+
+
+def console_lines(step: int, total_steps: int, stack: ExitStack) -> Sink:
+    """Logs one line per record; on a terminal, prints them above a progress bar."""
+    console = Console(stderr=True)
+    if console.is_terminal:
+        times = (TimeElapsedColumn(), TimeRemainingColumn())
+        columns = (BarColumn(), MofNCompleteColumn(), *times)
+        bar = stack.enter_context(Progress(*columns, console=console, auto_refresh=False))
+        task = bar.add_task("training", total=total_steps, completed=step)
+
+    def write(record: Record) -> None:
         step = int(record["step"])
         if "loss" in record:
             columns = [(n, *column) for n, column in TRAINING.items() if n in record]
-            values = "  ".join(f"{short} {record[name]:{how}}" for name, short, how in columns)
-            line = f"step {step:,}/{self._total:,}  {values}"
+            values = "  ".join(f"{short} {record[n]:{digits}}" for n, short, digits in columns)
+            line = f"step {step:,}/{total_steps:,}  {values}"
         else:
             parts = [f"{short} {record[n]:.4f}" for n, short in VALIDATION.items() if n in record]
             line = f"validation after step {step:,}: {', '.join(parts)}"
-        if self._bar is None:
-            logger.info("%s", line)
+        if console.is_terminal:
+            console.print(line, highlight=False)
+            bar.update(task, completed=step, refresh=True)
         else:
-            self._bar.console.print(line, highlight=False)
-            self._bar.update(self._task, completed=step, refresh=True)
+            logger.info("%s", line)
 
-    def close(self) -> None:
-        """Stops the progress bar."""
-        if self._bar is not None:
-            self._bar.stop()
-
-
-class Trackers:
-    """Writes to the trackers of Accelerate, which closes them at the end of the training."""
-
-    def __init__(self, accelerator: Any) -> None:
-        self._accelerator = accelerator
-
-    def write(self, record: Record) -> None:
-        """Passes the record to Accelerate."""
-        values = {n: v for n, v in record.items() if n != "step"}
-        self._accelerator.log(values, step=int(record["step"]))
-
-    def close(self) -> None:
-        """Does nothing."""
+    return write
 
 
 def tracker_names(wanted: tuple[str, ...]) -> list[str]:

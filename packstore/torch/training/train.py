@@ -16,20 +16,18 @@ Accelerate's config says so. The settings are in ``docs/training.md``.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from packstore.config.training import TrainConfig
 from packstore.torch.training.checkpoint import commit, save_model
 from packstore.torch.training.loop import Loop
-from packstore.torch.training.setup import Run, prepare
-from packstore.torch.training.sinks import ConsoleLines, JsonLines, Sink, Trackers
+from packstore.torch.training.setup import Run
+from packstore.torch.training.sinks import make_sinks
 from packstore.version import VERSION
 
 __all__ = ["TrainConfig", "TrainResult", "train"]
@@ -77,15 +75,12 @@ def train(config: TrainConfig | None = None, /, **settings: Any) -> TrainResult:
         PackstoreError: model, dataset or checkpoint is unusable.
     """
     config = TrainConfig.of(config, **settings)
-    run = prepare(config)
-    sinks = _sinks(run)
-    try:
-        loop = Loop(run, sinks)
+    run = Run(config)
+    step = run.start.step if run.start else 0
+    with ExitStack() as stack:
+        loop = Loop(run, make_sinks(run.accelerator, run.config, step, run.total_steps, stack))
         loop()
         model = _export(run, loop)
-    finally:
-        for sink in sinks:
-            sink.close()
     run.accelerator.end_training()
     return TrainResult(
         step=loop.step,
@@ -94,23 +89,6 @@ def train(config: TrainConfig | None = None, /, **settings: Any) -> TrainResult:
         evaluation=loop.evaluation,
         model=model,
     )
-
-
-def _sinks(run: Run) -> list[Sink]:
-    """The sinks of this rank's metrics."""
-    accelerator, config = run.accelerator, run.config
-    if accelerator.log_with:
-        flat = {n: str(v) for n, v in config.recorded().items()}
-        project = "packstore" if config.trackers else "tensorboard"  # also the name of its folder
-        accelerator.init_trackers(os.environ.get("WANDB_PROJECT", project), flat)
-    if not accelerator.is_main_process:
-        return []
-    step, output = run.start.step if run.start else 0, Path(config.output)
-    lines = ConsoleLines(step, run.total_steps, Console(stderr=True))
-    sinks: list[Sink] = [JsonLines(output / "metrics.jsonl", step), lines]
-    if accelerator.log_with:
-        sinks.append(Trackers(accelerator))
-    return sinks
 
 
 def _export(run: Run, loop: Loop) -> Path:
@@ -149,12 +127,13 @@ def _model_card(run: Run, loop: Loop) -> str:
         "examples of the dataset": f"{manifest.totals.examples:,} of kind {manifest.kind}",
         "tokenizer sha256": tokenizer.get("sha256", "not recorded"),
         "loss": str(config.loss),
-        "loss parameters": _as_text(config.loss_parameters),
+        "loss parameters": json.dumps(config.loss_parameters, ensure_ascii=False),
         "optimizer steps": f"{loop.step:,} of {config.examples_per_step:,} examples at most",
         "packstore": VERSION,
     }
     results = {n: f"{v:.6g}" for n, v in {**loop.metrics, **loop.evaluation}.items()}
-    settings = "\n".join(f"{n}: {_as_text(v)}" for n, v in config.recorded().items())
+    recorded = config.recorded().items()
+    settings = "\n".join(f"{n}: {json.dumps(v, ensure_ascii=False)}" for n, v in recorded)
     return f"""---
 {front.to_yaml()}
 ---
@@ -179,8 +158,3 @@ Trained with `packstore train` on packed data.
 def _table(head: str, rows: Mapping[str, object]) -> str:
     lines = [f"| {head} | value |", "|---|---|"]
     return "\n".join(lines + [f"| {name} | {value} |" for name, value in rows.items()])
-
-
-def _as_text(value: object) -> str:
-    """Formats a value as JSON, which is valid YAML."""
-    return json.dumps(value, ensure_ascii=False)
