@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
@@ -18,7 +19,10 @@ import torch.distributed.nn  # before there is a group: see packstore.cli._model
 
 
 def launch(script: str, task: Any, size: int, folder: Path, timeout: float = 300) -> list[Any]:
-    """Runs ``on_rank(task)`` of `script` on `size` ranks; returns the result of each."""
+    """Runs ``on_rank(task)`` of `script` on `size` ranks; returns the result of each.
+
+    If the first of them is killed, so are the others, and there are no results.
+    """
     # A store of its own: ranks that leave early do not remove theirs, and who meets there what
     # earlier ranks left waits for ever.
     folder = Path(tempfile.mkdtemp(dir=folder))
@@ -30,10 +34,17 @@ def launch(script: str, task: Any, size: int, folder: Path, timeout: float = 300
         for rank in range(size)
     ]
     try:
-        said = [rank.communicate(timeout=timeout)[1] for rank in ranks]
+        said = [ranks[0].communicate(timeout=timeout)[1]]
+        killed = ranks[0].returncode == -signal.SIGKILL
+        for rank in ranks[1:]:
+            if killed:
+                rank.kill()
+            said.append(rank.communicate(timeout=timeout)[1])
     finally:
         for rank in ranks:
             rank.kill()
+    if killed:
+        return []
     assert not any(rank.returncode for rank in ranks), "\n".join(said)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(size)]
 
@@ -44,6 +55,9 @@ def main(script: str, folder: str, size: int, rank: int) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size
     )
+    # As a launcher tells Accelerate; gloo is connected already.
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "ACCELERATE_USE_CPU": "1"}
     on_rank = runpy.run_path(script)["on_rank"]
     task = torch.load(Path(folder, "task.pt"), weights_only=False)
     with warnings.catch_warnings():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -64,12 +63,9 @@ def on_rank(task: tuple[str, str, Any]) -> dict[str, Any]:
     from accelerate import Accelerator, DataLoaderConfiguration
 
     url, folder, _ = task
-    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # gloo is connected already
     sharding = DataLoaderConfiguration(dispatch_batches=False)
     accelerator = Accelerator(cpu=True, dataloader_config=sharding)
-    assert accelerator.num_processes == world
+    assert accelerator.num_processes == WORLD
     out: dict[str, Any] = {}
 
     loader = PackedDataLoader(PackedDataset(url), tail="pad")

@@ -49,7 +49,13 @@ def whole(data: Dataset) -> PackedDataset:
 
 
 def trainer_of(
-    transformers: Any, model: Any, data: Dataset, loss: PackedLoss, folder: Path, **arguments: Any
+    transformers: Any,
+    model: Any,
+    data: Dataset,
+    loss: PackedLoss,
+    folder: Path,
+    metrics: Any = None,
+    **arguments: Any,
 ) -> Any:
     class PackedTrainer(PackedTrainerMixin, transformers.Trainer):  # type: ignore[misc, name-defined]
         pass
@@ -63,6 +69,7 @@ def trainer_of(
         train_dataset=whole(data),
         eval_dataset=whole(data),
         data_collator=PackCollator(data.manifest.kind, loss_fn=loss.loss_fn),
+        compute_metrics=metrics,
         packed_loss=loss,
     )
 
@@ -127,13 +134,11 @@ def test_logits_of_supervised_tokens_only(
 ) -> None:
     """The same losses as from all logits, which metrics of the user's own still get."""
     data, losses, heights = stored(kit, tmp_path), [], []
-    for keeps_few in (True, False):
+    for metrics in (None, lambda _: {}):
         model = use_packed_attention(kit.tiny_model())
         model.lm_head.register_forward_hook(lambda _, args, __: heights.append(args[0].shape[1]))
         loss = PackedLoss(PreferenceLoss("dpo"), copy.deepcopy(model).requires_grad_(False))
-        trainer = trainer_of(transformers, model, data, loss, tmp_path / "run")
-        assert trainer._keeps_few
-        trainer._keeps_few = keeps_few
+        trainer = trainer_of(transformers, model, data, loss, tmp_path / "run", metrics)
         trainer.train()
         losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
     assert losses[0] == pytest.approx(losses[1], abs=1e-9)
@@ -166,6 +171,21 @@ def test_it_divides_by_what_the_loss_counts(
     trainer = trainer_of(transformers, model, data, PackedLoss(loss_fn), tmp_path / "run", **how)
     trainer.train()
     assert trainer.state.log_history[0]["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("given", [None, True])
+def test_every_rank_reads_its_own_packs(
+    transformers: Any, kit: SimpleNamespace, tmp_path: Path, given: bool | None
+) -> None:
+    """By default, where Accelerate's is that the first one slices batches for all."""
+    accelerate = pytest.importorskip("accelerate", reason="the Trainer needs it")
+    loss = PackedLoss(PreferenceLoss("simpo"))
+    how = {"accelerator_config": {"dispatch_batches": given}}
+    model = use_packed_attention(kit.tiny_model())
+    data = stored(kit, tmp_path)
+    trainer = trainer_of(transformers, model, data, loss, tmp_path / "run", **how)
+    dispatches = accelerate.data_loader.DataLoaderDispatcher
+    assert isinstance(trainer.get_train_dataloader(), dispatches) == bool(given)
 
 
 def test_refusals(transformers: Any, kit: SimpleNamespace, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -151,9 +150,6 @@ def descended(trainer: Any, model: Any) -> dict[str, Any]:
 
 def on_rank(task: dict[str, Any]) -> dict[str, Any]:
     """One of two processes."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "ACCELERATE_USE_CPU": "1"}
     return under_collator(prepare(task["model"]), loss_of(), task["folder"])
 
 

@@ -22,14 +22,7 @@ from packstore import Dataset
 from packstore import open as open_dataset
 from packstore.errors import CompatibilityError, ConfigError
 from packstore.testing import random_examples
-from packstore.torch import (
-    PackedDataLoader,
-    PackedDataset,
-    PreferenceLoss,
-    evaluate,
-    use_packed_attention,
-)
-from packstore.torch.losses.figures import GroupedMetrics
+from packstore.torch import PreferenceLoss, evaluate, use_packed_attention
 
 N, BETA = 41, 0.3
 SOURCES = ("forum", "wiki", "rare")
@@ -255,18 +248,17 @@ def test_the_loss_with_a_likelihood_term_is_that_of_all_batches_as_one(
         assert figures[1]["loss"] == pytest.approx(figures[0]["loss"], abs=1e-9)
 
 
-def test_a_batch_of_fillers_alone_adds_nothing(pairs: Dataset) -> None:
-    """As a rank without a pack of its own has it."""
-    loss_fn = PreferenceLoss("dpo", beta=BETA, sft_weight=0.4)
-    found = []
-    for fillers in (0, 1):
-        grouped = GroupedMetrics(loss_fn, pairs, "source")
-        for batch in PackedDataLoader(PackedDataset(pairs, shuffle=False), tail="pad"):
-            logps = -torch.arange(batch.num_segments, dtype=torch.float64)
-            grouped.add(logps, batch, logps * 0.9)
-        for _ in range(fillers):
-            void = batch.replace(weights=torch.zeros_like(batch.weights))
-            grouped.add(logps, void, logps * 0.9)
-        found.append(grouped.figures(torch.device("cpu")))
-    assert found[0] == found[1]
-    assert math.isfinite(found[1]["metrics"]["loss"])
+def test_a_rank_of_fillers_alone_adds_nothing(
+    kit: SimpleNamespace, pairs: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which it has where there are fewer packs than ranks."""
+    policy, reference = (use_packed_attention(m) for m in models(kit))
+    ranks = len(pairs) + 1
+    loss = PreferenceLoss("dpo", beta=BETA, sft_weight=0.4)
+    examples = []
+    for rank in (0, ranks - 1):  # as a launcher tells, without a group to sum over
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("WORLD_SIZE", str(ranks))
+        figures = evaluate(policy, pairs, loss=loss, reference=reference)
+        examples.append(figures["metrics"]["examples"])
+    assert examples[0] > 0 == examples[1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from copy import deepcopy
@@ -16,14 +15,26 @@ import torch.distributed as dist
 from ranks import launch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-from packstore.config.training import TrainConfig
-from packstore.errors import ConfigError, PackstoreError
-from packstore.testing import random_examples
-from packstore.torch import PackedPolicy, PreferenceLoss, collate, use_packed_attention
-from packstore.torch.reference.reference import run_on_rank_zero
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 pytest.importorskip("accelerate", reason="training needs accelerate")
+
+from accelerate import PartialState
+from accelerate.utils import DistributedType
+from train_runs import losses
+from transformers import AutoModelForCausalLM
+
+import packstore
+from packstore.errors import ConfigError, PackstoreError
+from packstore.testing import random_examples
+from packstore.torch import (
+    PackedPolicy,
+    PreferenceLoss,
+    collate,
+    train,
+    use_packed_attention,
+    write_ref_logps,
+)
 
 CONFIGURED = {  # answers that `accelerate config` proposes for FSDP
     "ACCELERATE_USE_FSDP": "true",
@@ -35,35 +46,17 @@ CONFIGURED = {  # answers that `accelerate config` proposes for FSDP
 }
 
 
-def by_accelerate(settings: dict[str, Any]) -> dict[str, Any]:
-    """What a run on two ranks prepares, and what it trains."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    os.environ |= {**CONFIGURED, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-    os.environ |= {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    from accelerate import PartialState
-    from accelerate.utils import DistributedType
-
-    from packstore.torch import train
-    from packstore.torch.training.setup import prepare
-
+def by_accelerate(settings: dict[str, Any], wrong: str) -> dict[str, Any]:
+    """Trains; tells how a failure on the first rank ends, and which modules ran."""
+    os.environ |= CONFIGURED
     # Accelerate shards on accelerators only; the kind of ranks is all that it asks for.
     PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
-    run = prepare(TrainConfig.of(**settings))
-    batch = next(iter(run.loader))
-    logps, ref_logps = run.policy(batch), run.reference(batch)
-    out = run.loss_fn(logps, batch, ref_logps)
-    out.loss.backward()
-    inner = run.policy.model
-    found = {
-        "sharded": type(inner.model.layers[0]).__name__,
-        "names": [name for name, _ in run.policy.named_parameters()],
-        "tied": inner.lm_head.weight is inner.model.embed_tokens.weight,
-        "dtypes": [logps.dtype, ref_logps.dtype, out.loss.dtype, inner.lm_head.weight.grad.dtype],
-        "apart": float((logps.detach() - ref_logps).abs().max()),
-        "optimized": sum(len(g["params"]) for g in run.optimizer.param_groups),
-    }
+    with pytest.raises(PackstoreError) as caught:  # else the other rank would wait
+        train(**settings, ref_logps=wrong)
+    ran: set[str] = set()
+    register_module_forward_pre_hook(lambda module, _: ran.add(type(module).__name__))
     train(**settings)
-    return found
+    return {"failure": type(caught.value).__name__, "ran": ran}
 
 
 def by_hand(model: Any, batch: Any) -> dict[str, Any]:
@@ -86,12 +79,10 @@ def by_hand(model: Any, batch: Any) -> dict[str, Any]:
 
 def on_rank(task: dict[str, Any]) -> dict[str, Any]:
     """Both ways, in one start of the processes."""
-    hand = by_hand(task["model"], task["batch"])
-    try:
-        run_on_rank_zero(lambda: 1 / 0)
-    except (ZeroDivisionError, PackstoreError) as error:  # else the other rank would wait
-        hand["failure"] = type(error).__name__
-    return {"hand": hand, "accelerate": by_accelerate(task["settings"])}
+    return {
+        **by_hand(task["model"], task["batch"]),
+        **by_accelerate(task["settings"], task["wrong"]),
+    }
 
 
 def test_log_probs_stay_exact_and_weights_tied(kit: SimpleNamespace, tmp_path: Path) -> None:
@@ -101,28 +92,27 @@ def test_log_probs_stay_exact_and_weights_tied(kit: SimpleNamespace, tmp_path: P
     settings |= {"output": str(tmp_path / "out"), "max_steps": 2, "log_every": 1}
     settings |= {"mixed_precision": "bf16", "learning_rate": 1e-3}
     packs = kit.packed(random_examples(6, seed=4), [3, 3], "shared_prefix")
+    other = use_packed_attention(kit.tiny_model(dtype=torch.float32))
+    wrong = str(tmp_path / "wrong")
+    write_ref_logps(other, packstore.open(settings["dataset"]), wrong)
     batch = collate(packs, "preference")
-    task = {"settings": settings, "model": model, "batch": batch}
+    task = {"settings": settings, "model": model, "batch": batch, "wrong": wrong}
     lower = deepcopy(model)  # weights alone: a buffer of rounded frequencies would be another model
     for weight in lower.parameters():
         weight.data = weight.data.bfloat16()
-    failures = []
     expected = PackedPolicy(use_packed_attention(lower))(batch)
-    for found in launch(__file__, task, 2, tmp_path):
-        sharded, hand = found["accelerate"], found["hand"]
-        # Accelerate's own policy would make all of them bfloat16, 2 nats apart at 300.
-        assert sharded["dtypes"] == [torch.float32] * 4
-        assert sharded["apart"] == 0.0
-        assert sharded["sharded"] == "FSDPLlamaDecoderLayer"
-        assert sharded["tied"]
-        assert sharded["names"] == [name for name, _ in PackedPolicy(model).named_parameters()]
-        assert sharded["optimized"] == len(sharded["names"])
-        assert expected.dtype == hand["kept"].dtype == torch.float32
-        torch.testing.assert_close(hand["kept"], expected, rtol=0, atol=0)
-        name, said = hand["refused"]
-        assert name == "rounded"
-        assert "output_dtype=None" in said
-        failures.append(hand["failure"])
-    assert failures == ["ZeroDivisionError", "PackstoreError"]
-    lines = Path(settings["output"], "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    assert json.loads(lines[0])["loss"] == pytest.approx(math.log(2), abs=1e-7)
+    ranks = launch(__file__, task, 2, tmp_path)
+    for rank in ranks:
+        assert "FSDPLlamaDecoderLayer" in rank["ran"]
+        assert expected.dtype == rank["kept"].dtype == torch.float32
+        torch.testing.assert_close(rank["kept"], expected, rtol=0, atol=0)
+        assert rank["refused"][0] == "rounded"
+        assert "output_dtype=None" in rank["refused"][1]
+    assert [rank["failure"] for rank in ranks] == ["CompatibilityError"] * 2
+    # Accelerate's own policy would make log-probs bfloat16, 2 nats apart at 300.
+    assert losses(Path(settings["output"]))[0] == pytest.approx(math.log(2), abs=1e-7)
+    trained = AutoModelForCausalLM.from_pretrained(Path(settings["output"], "model"))
+    assert trained.lm_head.weight is trained.model.embed_tokens.weight
+    for before, after in zip(model.parameters(), trained.parameters(), strict=True):
+        assert before.dtype == after.dtype == torch.float32
+        assert not torch.equal(before, after)

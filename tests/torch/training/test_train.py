@@ -1,4 +1,4 @@
-"""`packstore.torch.training.train` against a plain loop without packs, and what a run leaves."""
+"""`packstore.torch.train` against a plain loop without packs, and what a run leaves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ pytest.importorskip("accelerate", reason="training needs accelerate")
 pytest.importorskip("peft", reason="LoRA needs peft")
 
 from huggingface_hub import ModelCard
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from train_runs import change_state, checkpoints, losses, records, save_gpt2, state_of
+from transformers import AutoModelForCausalLM
 
 from packstore import open as open_dataset
 from packstore.cli import main
@@ -34,9 +35,6 @@ from packstore.errors import (
 from packstore.format import Examples
 from packstore.testing import random_examples
 from packstore.torch import PackedDataLoader, PackedDataset, train
-from packstore.torch.models.load import load_model
-from packstore.torch.training import setup as run_setup
-from packstore.torch.training.checkpoint import checkpoints, read_state
 
 N, BETA, RATE = 40, 0.1, 1e-3
 PACKS = {"single": [1] * N, "mixed": [1, 4, 2, 3] * 4, "large": [8] * 5}
@@ -46,17 +44,6 @@ pytestmark = [  # PEFT's, with transformers 5.23 and with GPT-2's Conv1D
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),
     pytest.mark.filterwarnings("ignore:fan_in_fan_out:UserWarning"),
 ]
-
-
-def save_tiny(folder: Path, seed: int = 0) -> str:
-    """A GPT-2 of two layers in float64, which computes in float64 throughout."""
-    torch.manual_seed(seed)
-    off = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
-    size = {"vocab_size": 50, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
-    ids = {"bos_token_id": None, "eos_token_id": None}
-    config = GPT2Config(**size, **off, **ids, initializer_range=0.3)
-    GPT2LMHeadModel(config).double().save_pretrained(folder)
-    return str(folder)
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +63,7 @@ def made(kit: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> Simp
     ranked = random_examples(N, seed=5, kind="ranked")
     urls["ranked"] = str(folder / "ranked")
     kit.write(urls["ranked"], kit.packed(ranked, PACKS["mixed"], "concat"), kind="ranked")
-    model = save_tiny(folder / "model")
+    model = save_gpt2(folder / "model")
     return SimpleNamespace(
         folder=folder, model=model, examples=examples, sft=sft, urls=urls, write=kit.write
     )
@@ -93,14 +80,6 @@ def settings(made: SimpleNamespace, output: Path, **others: Any) -> dict[str, An
         "log_every": 1,
     }
     return {**base, **others}
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-def training(output: Path) -> list[dict[str, Any]]:
-    return [line for line in lines(output / "metrics.jsonl") if "loss" in line]
 
 
 def steps_of(run: dict[str, Any]) -> list[list[int]]:
@@ -170,8 +149,8 @@ def plain_reference(made: SimpleNamespace) -> dict[int, list[float]]:
     ("packs", "layout", "others"),
     [
         pytest.param("single", "concat", {"packs_per_batch": 3}, marks=pytest.mark.slow),
-        ("mixed", "shared_prefix", {"packs_per_batch": 2, "epochs": 2}),
-        ("large", "concat", {"schedule": "cosine", "warmup": 2}),
+        ("mixed", "shared_prefix", {"packs_per_batch": 2, "epochs": 2, "warmup": 3}),
+        ("large", "concat", {"schedule": "cosine", "warmup": 0.5}),  # of all steps
         pytest.param("mixed", "concat", {"gradient_checkpointing": True}, marks=pytest.mark.slow),
     ],
 )
@@ -182,8 +161,10 @@ def test_losses_are_those_of_a_plain_loop(
     run = settings(made, tmp_path, dataset=made.urls[packs, layout], **given)
     train(**run)
     steps = steps_of(run)
-    expected = list(plain_loop(made, steps, warmup=given["warmup"]))
-    found = [line["loss"] for line in training(tmp_path)]
+    warmup = given["warmup"]
+    whole = warmup if warmup >= 1 else int(warmup * len(steps))
+    expected = list(plain_loop(made, steps, warmup=whole))
+    found = losses(tmp_path)
     assert len(found) >= 4
     assert expected[0] == pytest.approx(math.log(2), abs=1e-12)
     assert np.abs(np.subtract(found, expected)).max() < 1e-9
@@ -197,7 +178,7 @@ def test_sft_of_a_step_is_a_mean_over_its_tokens(made: SimpleNamespace, tmp_path
     train(**run)
     model = AutoModelForCausalLM.from_pretrained(made.model, attn_implementation="eager").double()
     optimizer = torch.optim.AdamW(model.parameters(), RATE, (0.9, 0.95), weight_decay=0.0)
-    examples, found = made.sft, training(tmp_path)
+    examples, found = made.sft, records(tmp_path)
     for ids, record in zip(steps_of(run), found, strict=True):
         logps = torch.stack([sequence_logps(model, examples, i)[0] for i in ids])
         offsets = examples.sequence_offsets
@@ -225,8 +206,10 @@ def test_validation_is_of_every_pair_once(made: SimpleNamespace, tmp_path: Path)
     assert result.evaluation["eval/loss"] == pytest.approx(float(losses.mean()), abs=1e-10)
     share = sum(m > 0 for m in margins) / N
     assert result.evaluation["eval/rewards/accuracies"] == pytest.approx(share)
-    at = [line["step"] for line in lines(tmp_path / "metrics.jsonl") if "eval/loss" in line]
-    assert at == [*range(2, result.step, 2), result.step]
+    assert [record["step"] for record in records(tmp_path, "eval/loss")] == [
+        *range(2, result.step, 2),
+        result.step,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -254,11 +237,11 @@ def test_lora_starts_at_its_reference(made: SimpleNamespace, tmp_path: Path) -> 
     given = {"lora": {"rank": 4}, "learning_rate": 1e-2, "warmup": 0}
     given |= {"gradient_checkpointing": True}
     result = train(**settings(made, tmp_path, **given))
-    found = [line["loss"] for line in training(tmp_path)]
+    found = losses(tmp_path)
     assert found[0] == pytest.approx(math.log(2), abs=1e-12)
     assert min(found) < 0.69
     assert (result.model / "adapter_config.json").is_file()
-    adapted = load_model(result.model, dtype="float64")
+    adapted = AutoModelForCausalLM.from_pretrained(result.model, dtype=torch.float64)
     before = AutoModelForCausalLM.from_pretrained(made.model).double().eval()
     adapted.set_attn_implementation("eager")
     ids = torch.arange(12)[None]
@@ -273,25 +256,22 @@ def test_an_adapter_is_trained_further_against_itself(
     first = train(**settings(made, tmp_path / "sft", **given, learning_rate=1e-2, max_steps=3))
     dpo = settings(made, tmp_path / "dpo", model=str(first.model), learning_rate=1e-2, warmup=0)
     train(**dpo, save_every=2)
-    found = [line["loss"] for line in training(tmp_path / "dpo")]
+    found = losses(tmp_path / "dpo")
     assert found[0] == pytest.approx(math.log(2), abs=1e-12)
-    folder = tmp_path / "dpo" / "checkpoints"
-    again = train(**{**dpo, "output": str(tmp_path / "re")}, resume=str(checkpoints(folder)[0]))
-    begun = read_state(checkpoints(folder)[0]).step
-    assert [line["loss"] for line in training(tmp_path / "re")] == found[begun:]
+    begun = checkpoints(tmp_path / "dpo")[0]
+    again = train(**{**dpo, "output": str(tmp_path / "re")}, resume=str(begun))
+    assert losses(tmp_path / "re") == found[state_of(begun)["step"] :]
     assert again.step == len(found)
 
 
 def test_what_a_run_leaves(made: SimpleNamespace, tmp_path: Path) -> None:
     given = {"validation": made.urls["large", "concat"], "save_every": 1, "eval_every": 1}
     result = train(**settings(made, tmp_path, **given))
-    kept = checkpoints(tmp_path / "checkpoints")
-    evals = {
-        x["step"]: x["eval/loss"] for x in lines(tmp_path / "metrics.jsonl") if "eval/loss" in x
-    }
+    kept = checkpoints(tmp_path)
+    evals = {x["step"]: x["eval/loss"] for x in records(tmp_path, "eval/loss")}
     best = min(evals, key=lambda step: evals[step])
     expected = {best, result.step - 1, result.step}
-    assert {read_state(path).step for path in kept} == expected
+    assert {state_of(path)["step"] for path in kept} == expected
     card = (result.model / "README.md").read_text(encoding="utf-8")
     fingerprint = open_dataset(made.urls["mixed", "concat"]).manifest.fingerprint
     for said in (fingerprint, 'loss: "dpo"', "eval/rewards/accuracies", "learning_rate: 0.001"):
@@ -301,7 +281,7 @@ def test_what_a_run_leaves(made: SimpleNamespace, tmp_path: Path) -> None:
     config = json.loads((result.model / "config.json").read_text(encoding="utf-8"))
     assert "packstore" not in json.dumps(config)
     names = {"pairs_per_second", "tokens_per_second", "fill", "data_wait", "learning_rate"}
-    assert names <= set(training(tmp_path)[0])
+    assert names <= set(records(tmp_path)[0])
     assert not [p for p in tmp_path.rglob("*") if "partial" in p.name]
     assert train(**settings(made, tmp_path, **given)).step == result.step
     with pytest.raises(ConfigError, match=r"output .*: it must be new; found step-"):
@@ -340,19 +320,20 @@ def test_trackers_are_told_every_record(
     monkeypatch.setenv("WANDB_PROJECT", "some-project")
     monkeypatch.setattr(Accelerator, "end_training", lambda self: None)
     train(**settings(made, tmp_path, max_steps=2, trackers=["wandb"]))
-    assert said == ["some-project", "0.001", *lines(tmp_path / "metrics.jsonl")]
+    assert said == ["some-project", "0.001", *records(tmp_path, "step")]
 
 
-def test_an_end_before_the_planned_one(
-    made: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_end_before_the_planned_one(made: SimpleNamespace, tmp_path: Path) -> None:
     """Fewer steps than the schedule counts on, as other ranks may cut: it ends all the same."""
-    count = run_setup.count_steps
-    monkeypatch.setattr(run_setup, "count_steps", lambda *args: count(*args) + 9)
-    result = train(**settings(made, tmp_path, validation=made.urls["large", "concat"]))
-    last = read_state(checkpoints(tmp_path / "checkpoints")[-1])
-    assert last.step == result.step == len(training(tmp_path))
-    assert last.evaluation == result.evaluation
+    run = settings(made, tmp_path / "a", validation=made.urls["large", "concat"], save_every=2)
+    train(**run)
+    begun = checkpoints(tmp_path / "a")[0]
+    planned = state_of(begun)["total_steps"]
+    change_state(begun, total_steps=planned + 9)
+    result = train(**{**run, "output": str(tmp_path / "b")}, resume=str(begun))
+    last = state_of(checkpoints(tmp_path / "b")[-1])
+    assert last["step"] == result.step == planned
+    assert last["evaluation"] == result.evaluation
 
 
 @pytest.mark.parametrize(
@@ -393,9 +374,9 @@ def test_command_line(
     )
     assert main(["train", str(file), "--loss", "dpo", "--loss-parameter", "beta=0.3"]) == 0
     assert "rewards/accuracies" in capsys.readouterr().out
-    state = read_state(checkpoints(tmp_path / "run" / "checkpoints")[-1])
-    assert state.config["loss"] == "dpo"
-    assert state.config["loss_parameters"] == {"beta": 0.3}
-    assert state.config["learning_rate"] == 1e-4
+    config = state_of(checkpoints(tmp_path / "run")[-1])["config"]
+    assert config["loss"] == "dpo"
+    assert config["loss_parameters"] == {"beta": 0.3}
+    assert config["learning_rate"] == 1e-4
     assert main(["train", str(file), "--model", "./nowhere", "--output", str(tmp_path / "x")]) == 1
     assert "packstore: error: model ./nowhere: the folder must exist" in capsys.readouterr().err

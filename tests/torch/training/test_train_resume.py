@@ -2,35 +2,30 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import socket
-import subprocess
-import sys
 import time
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
+from ranks import launch
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 pytest.importorskip("accelerate", reason="training needs accelerate")
 pytest.importorskip("peft", reason="LoRA needs peft")
 
 from accelerate import PartialState
 from accelerate.utils import DistributedType
-from transformers import GPT2Config, GPT2LMHeadModel
+from train_runs import checkpoints, losses, records, save_gpt2, state_of
 
 from packstore.cli import main
 from packstore.testing import random_examples
-from packstore.torch import train
-from packstore.torch.training import checkpoint as checkpoint_module
-from packstore.torch.training import loop as loop_module
-from packstore.torch.training.checkpoint import checkpoints, read_state
-from packstore.torch.training.sinks import JsonLines
+from packstore.torch import PackedDataLoader, PackedDataset, train
 
 STEPS = 12
 CONFIGURED = {  # answers that `accelerate config` proposes for FSDP
@@ -51,16 +46,11 @@ pytestmark = [  # PEFT's, with transformers 5.23 and with GPT-2's Conv1D
 def base(kit: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Settings of a run of two epochs, whose steps hold odd numbers of packs."""
     folder = tmp_path_factory.mktemp("resume")
-    torch.manual_seed(0)
-    off = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
-    size = {"vocab_size": 50, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
-    config = GPT2Config(**size, **off, bos_token_id=None, eos_token_id=None, initializer_range=0.3)
-    GPT2LMHeadModel(config).double().save_pretrained(folder / "model")
     packs = kit.packed(random_examples(60, seed=3), [1, 4, 2, 3, 2] * 5, "shared_prefix")
     kit.write(str(folder / "data"), packs, layout="shared_prefix")
     kit.write(str(folder / "held"), kit.packed(random_examples(9, seed=4), [2, 3, 4], "concat"))
     return {
-        "model": str(folder / "model"),
+        "model": save_gpt2(folder / "model"),
         "dataset": str(folder / "data"),
         "validation": str(folder / "held"),
         "dtype": "float64",
@@ -75,181 +65,137 @@ def base(kit: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> dict
 
 
 @pytest.fixture(scope="module")
-def undisturbed(
-    base: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, dict[str, Any]]:
-    """The folder of a run on one rank, and what it recorded."""
+def undisturbed(base: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run on one rank."""
     output = tmp_path_factory.mktemp("undisturbed")
     train(**base, output=str(output))
-    return output, recorded(output)
+    return output
 
 
-def recorded(output: Path) -> dict[str, Any]:
-    """Values that are equal in every undisturbed run: losses, rates; not times."""
-    records = [
-        json.loads(x) for x in (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    ]
+def assert_same(found: Path, expected: Path) -> None:
+    """All that is equal in every undisturbed run: losses, rates; not times."""
     names = ("loss", "rewards/margins", "learning_rate", "grad_norm", "pairs")
-    trained = [r for r in records if "loss" in r]
-    return {
-        "steps": [r["step"] for r in trained],
-        "epochs": [r["epoch"] for r in trained],
-        "values": np.array([[r[n] for n in names] for r in trained]),
-        "validations": [r["step"] for r in records if "eval/loss" in r],
-        "eval": np.array([r["eval/loss"] for r in records if "eval/loss" in r]),
-    }
+    for metric, exact, close in (("loss", ("step", "epoch"), names), ("eval/loss", ("step",), ())):
+        here, there = records(found, metric), records(expected, metric)
+        for name in exact:
+            assert [r[name] for r in here] == [r[name] for r in there]
+        for name in (metric, *close):
+            gaps = np.subtract([r[name] for r in here], [r[name] for r in there])
+            assert np.abs(gaps).max() < 1e-9, name
+    kept = [{path.name: state_of(path) for path in checkpoints(run)} for run in (found, expected)]
+    assert kept[0].keys() == kept[1].keys()
 
 
-def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    for name in ("steps", "epochs", "validations"):
-        assert found[name] == expected[name]
-    assert np.abs(found["values"] - expected["values"]).max() < 1e-9
-    assert np.abs(found["eval"] - expected["eval"]).max() < 1e-9
+def on_rank(task: dict[str, Any]) -> int:
+    """Trains; ends this process after a step or inside a checkpoint; counts calls of `no_sync`."""
+    warnings.simplefilter("ignore")
+    where, place = task.get("kill", (None, 0))
+    seen, unsynchronised = [], []
+
+    def die() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+
+    def after_step(*_: Any) -> None:
+        seen.append(1)
+        if where == "step" and len(seen) == place:
+            die()
+
+    # A moment inside the writing of a checkpoint cannot be met from outside.
+    rename, no_sync = Path.rename, DistributedDataParallel.no_sync
+
+    def rename_or_die(self: Path, target: Path) -> Path:
+        if where == "checkpoint" and target.name == f"step-{place:08d}":
+            (self / "optimizer.safetensors").unlink()
+            die()
+        return rename(self, target)
+
+    def counted(self: DistributedDataParallel) -> Any:
+        unsynchronised.append(1)
+        return no_sync(self)
+
+    Path.rename, DistributedDataParallel.no_sync = rename_or_die, counted  # type: ignore[assignment, method-assign]
+    register_optimizer_step_post_hook(after_step)
+    if task.get("shard"):
+        os.environ |= CONFIGURED
+        # Accelerate shards on accelerators only; the kind of ranks is all that it asks for.
+        PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
+    train(**task["settings"])
+    return len(unsynchronised)
 
 
-def launch(
-    ranks: int, settings: dict[str, Any], kill: list[Any] | None = None, shard: bool = False
-) -> list[int]:
-    """Exit codes of the ranks of a run; all end when the first one is killed."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    task = json.dumps({"settings": settings, "kill": kill, "shard": shard})
-    running = []
-    for rank in range(ranks):
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        if ranks > 1:
-            env |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
-            env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            env |= {"LOCAL_WORLD_SIZE": str(ranks)}
-        command = [sys.executable, __file__, task]
-        running.append(subprocess.Popen(command, env=env, stderr=subprocess.PIPE, encoding="utf-8"))
-    first = running[0]
-    try:
-        said = first.communicate(timeout=300)[1]
-        for other in running[1:]:
-            if first.returncode < 0:
-                other.kill()
-            said += other.communicate(timeout=60)[1]
-    finally:
-        for process in running:
-            process.kill()
-    codes = [process.returncode for process in running]
-    assert kill or not any(codes), said
-    return codes
+def test_two_ranks_equal_one(base: dict[str, Any], undisturbed: Path, tmp_path: Path) -> None:
+    """And they exchange gradients once a step, after its last batch."""
+    counts = launch(__file__, {"settings": {**base, "output": str(tmp_path)}}, 2, tmp_path)
+    assert_same(tmp_path, undisturbed)
+    for rank, count in enumerate(counts):
+        data, batches = PackedDataset(base["dataset"], rank=rank, world_size=2), []
+        for epoch in range(base["epochs"]):
+            data.set_epoch(epoch)
+            batches += PackedDataLoader(data, examples_per_step=base["examples_per_step"])
+        last = [batch.step.last for batch in batches]
+        steps = np.cumsum(last) - last
+        assert count == sum(not end for end, step in zip(last, steps, strict=True) if step < STEPS)
+        assert count > 0
 
 
 @pytest.mark.slow
 def test_killed_between_and_inside_checkpoints_on_1_2_1_ranks(
-    base: dict[str, Any], undisturbed: tuple[Path, dict[str, Any]], tmp_path: Path
+    base: dict[str, Any], undisturbed: Path, tmp_path: Path
 ) -> None:
-    settings = {**base, "output": str(tmp_path)}
-    folder = tmp_path / "checkpoints"
-    assert launch(1, settings, ["step", 5]) == [-signal.SIGKILL]
-    assert [read_state(p).step for p in checkpoints(folder)] == [3]
-    assert launch(2, settings, ["checkpoint", 9])[0] == -signal.SIGKILL
-    assert [p.name for p in folder.glob(".*partial")] == [".step-00000009.partial"]
-    assert 9 not in [read_state(p).step for p in checkpoints(folder)]
-    result = train(**settings)
-    assert result.step == STEPS
-    assert_same(recorded(tmp_path), undisturbed[1])
-    whole = [(p.name, read_state(p).score) for p in checkpoints(folder)]
-    expected = [(p.name, read_state(p).score) for p in checkpoints(undisturbed[0] / "checkpoints")]
-    assert [name for name, _ in whole] == [name for name, _ in expected]
-    assert [s for _, s in whole] == pytest.approx([s for _, s in expected], abs=1e-9)
+    task = {"settings": {**base, "output": str(tmp_path)}}
+    assert launch(__file__, {**task, "kill": ("step", 5)}, 1, tmp_path) == []
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000003"]
+    assert launch(__file__, {**task, "kill": ("checkpoint", 9)}, 2, tmp_path) == []
+    assert [p.name for p in tmp_path.glob("checkpoints/.*partial")] == [".step-00000009.partial"]
+    assert "step-00000009" not in [path.name for path in checkpoints(tmp_path)]
+    assert train(**task["settings"]).step == STEPS
+    assert_same(tmp_path, undisturbed)
 
 
 @pytest.mark.slow
-def test_sharded_over_two_ranks(
-    base: dict[str, Any], undisturbed: tuple[Path, dict[str, Any]], tmp_path: Path
-) -> None:
+def test_sharded_over_two_ranks(base: dict[str, Any], undisturbed: Path, tmp_path: Path) -> None:
     """FSDP2 by Accelerate, and back: the tied weights are whole again in a checkpoint."""
-    settings = {**base, "output": str(tmp_path)}
-    launch(2, {**settings, "max_steps": STEPS}, ["checkpoint", 9], shard=True)
-    assert read_state(checkpoints(tmp_path / "checkpoints")[-1]).step == 6
-    train(**settings)
-    assert_same(recorded(tmp_path), undisturbed[1])
+    task = {"settings": {**base, "output": str(tmp_path)}, "shard": True}
+    assert launch(__file__, {**task, "kill": ("checkpoint", 9)}, 2, tmp_path) == []
+    assert checkpoints(tmp_path)[-1].name == "step-00000006"
+    train(**task["settings"])
+    assert_same(tmp_path, undisturbed)
 
 
-def test_random_draws_go_on(base: dict[str, Any], tmp_path: Path) -> None:
-    """Dropout of an adapter: on the same number of ranks, also its draws are as undisturbed."""
+def test_a_resumed_run_is_the_same_to_the_last_bit(base: dict[str, Any], tmp_path: Path) -> None:
+    """Also the draws of dropout of an adapter, on the same number of ranks."""
     settings = {**base, "validation": None, "eval_every": None}
     settings["lora"] = {"rank": 4, "dropout": 0.3, "targets": ["c_attn"]}
     settings |= {"learning_rate": 1e-2, "max_steps": 8}
     train(**settings, output=str(tmp_path / "a"))
-    before = checkpoints(tmp_path / "a" / "checkpoints")[0]
-    train(**settings, output=str(tmp_path / "b"), resume=str(before))
-    losses = {}
-    for name in "ab":
-        lines = (tmp_path / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        losses[name] = {r["step"]: r["loss"] for r in map(json.loads, lines)}
-    assert list(losses["b"]) == [7, 8]
-    assert losses["b"] == {step: losses["a"][step] for step in (7, 8)}
+    begun = checkpoints(tmp_path / "a")[0]
+    train(**settings, output=str(tmp_path / "b"), resume=str(begun))
+    assert [record["step"] for record in records(tmp_path / "b")] == [7, 8]
+    assert losses(tmp_path / "b") == losses(tmp_path / "a")[6:]
+    weights = [tmp_path / name / "model" / "adapter_model.safetensors" for name in "ab"]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
 def test_interrupted_inside_a_checkpoint(
-    base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    base: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Ctrl-C: exit code 130, one line, nothing half-written."""
-    whole = checkpoint_module.save_file
+    rename = Path.rename
 
-    def interrupted(*args: Any) -> None:
-        whole(*args)
-        if (tmp_path / "checkpoints" / "step-00000003").is_dir():
+    def interrupted(self: Path, target: Path) -> Path:
+        if target.name == "step-00000006":
             raise KeyboardInterrupt
+        return rename(self, target)
 
-    monkeypatch.setattr(checkpoint_module, "save_file", interrupted)
-    flags = [
-        flag
-        for name, value in {**base, "output": str(tmp_path)}.items()
-        for flag in (
-            [f"--{name.replace('_', '-')}"]
-            if value is True
-            else [f"--{name.replace('_', '-')}", str(value)]
-        )
-    ]
+    monkeypatch.setattr(Path, "rename", interrupted)
+    given = {**base, "output": tmp_path}
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
     assert main(["train", *flags]) == 130
     assert capsys.readouterr().err.splitlines()[-1] == "packstore: interrupted"
-    left = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
-    assert left == ["step-00000003"]
+    left = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert left == ["step-00000003", "step-00000005"]
     assert not (tmp_path / "model").exists()
-
-
-def on_rank(task: dict[str, Any]) -> None:
-    """Trains, and kills this process at a step before its checkpoint, or in its checkpoint."""
-    torch.set_num_threads(1)
-    where, at = task["kill"] or (None, 0)
-
-    def dies(*_: Any, **__: Any) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(60)
-
-    if where == "step":
-        write = JsonLines.write
-
-        def write_or_die(self: JsonLines, record: Any) -> None:
-            write(self, record)
-            if record.get("loss") and record["step"] == at:
-                dies()
-
-        JsonLines.write = write_or_die  # type: ignore[method-assign]
-    if where == "checkpoint":
-        commit = checkpoint_module.commit
-
-        def commit_or_die(partial: Path, final: Path) -> None:
-            if final.name == f"step-{at:08d}":
-                (partial / "optimizer.safetensors").unlink()
-                dies()
-            commit(partial, final)
-
-        checkpoint_module.commit = commit_or_die
-    if task["shard"]:
-        os.environ |= CONFIGURED
-        # Accelerate shards on accelerators only; the kind of ranks is all that it asks for.
-        PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
-    assert loop_module.save_checkpoint is checkpoint_module.save_checkpoint
-    train(**task["settings"])
-
-
-if __name__ == "__main__":
-    on_rank(json.loads(sys.argv[1]))
