@@ -37,7 +37,7 @@ from packstore.io.dataset.dataset import Dataset
 from packstore.io.dataset.pack_index import put_index
 from packstore.io.manifest.manifest import build_manifest
 from packstore.io.manifest.partition_notes import Finished, PartitionNotes
-from packstore.io.shards.shard import PackCounter, PackShape
+from packstore.io.shards.shard import PackShape
 from packstore.io.store.location import Location
 from packstore.io.write.write_job import WriteJob, writing
 from packstore.pack.algorithms import STRATEGIES
@@ -239,14 +239,10 @@ def _commit(
     about: tuple[Tally, Mapping[str, Any], Mapping[str, Any]],
 ) -> None:
     """Puts the pack index and commits the shards; `about` is tally, planning and provenance."""
-    counter = PackCounter()
-    for part in shards:
-        counter.merge(part.counter)
-    infos = [part.shard for part in shards]
-    manifest = build_manifest(shape, config, infos, counter, *about)
+    manifest = build_manifest(shape, config, shards, *about)
     sizes = itertools.chain(job.earlier(), (part.sizes for part in shards))
     index = put_index(job.location, sizes, job.version)
-    job.confirm(infos)
+    job.confirm(manifest.shards)
     job.commit(job.whole(replace(manifest, pack_index=index)))
 
 

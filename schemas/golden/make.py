@@ -189,9 +189,8 @@ def write(golden: Golden, folder: Path, packs: list[list[int]]) -> None:
         offsets = to_offsets(np.array([len(p) for p in packs]))
         writer.write(fill(examples(golden, numbers), offsets, golden.layout))
         finished = writer.finish()
-        shards = [part.shard for part in finished]
     tally = Tally(read=len(numbers))
-    manifest = build_manifest(shape, config, shards, writer.counter, tally, {}, provenance)
+    manifest = build_manifest(shape, config, finished, tally, {}, provenance)
     index = put_index(location, (part.sizes for part in finished), 1)
     commit(location, replace(manifest, pack_index=index).to_json(), 1)
 

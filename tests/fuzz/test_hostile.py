@@ -20,8 +20,8 @@ from packstore import Dataset
 from packstore import open as open_dataset
 from packstore.errors import IntegrityError
 from packstore.io.manifest.manifest import Manifest
-from packstore.io.shards.checksums import row_group_crc32
 from packstore.io.shards.shard import FileHashes
+from packstore.io.write.shard_writer import row_group_crc32
 
 GOLDEN = Path(__file__).parents[2] / "schemas" / "golden" / "v1"
 

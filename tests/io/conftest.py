@@ -140,14 +140,11 @@ class Written:
         return PackConfig.of(**{"row_group_tokens": 200, "shard_tokens": 250, **settings})
 
     def manifest(self, writer: ShardWriter, **settings: Any) -> Manifest:
-        tally = Tally(read=writer.counter.examples + 2)
-        tally.dropped.update({"overlong": 2})
         finished = writer.finish()
-        shards = [part.shard for part in finished]
+        tally = Tally(read=sum(part.shard.examples for part in finished) + 2)
+        tally.dropped.update({"overlong": 2})
         config = self.config(**settings)
-        manifest = build_manifest(
-            self.shape, config, shards, writer.counter, tally, {"bound": 1}, PROVENANCE
-        )
+        manifest = build_manifest(self.shape, config, finished, tally, {"bound": 1}, PROVENANCE)
         index = put_index(self.location, (part.sizes for part in finished), 1)
         return replace(manifest, pack_index=index)
 

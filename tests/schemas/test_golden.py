@@ -15,7 +15,7 @@ from packstore import Dataset
 from packstore import open as open_dataset
 from packstore.format import FEATURES, FORMAT_VERSION, KINDS, LAYOUTS
 from packstore.io.manifest.side_manifest import SIDE_TYPES, check_side
-from packstore.io.side.side_reader import SideTable
+from packstore.io.side.side import SideTable
 from packstore.torch import open_side
 
 GOLDEN = Path(__file__).parents[2] / "schemas" / "golden"

@@ -24,8 +24,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 import packstore
-from packstore.io.shards.checksums import row_group_crc32
 from packstore.io.side.side import SideWriter
+from packstore.io.write.shard_writer import row_group_crc32
 
 Files = dict[str, bytes]
 CARRY = ("source:string", "turns:int64", "weight:float64", "checked:bool")

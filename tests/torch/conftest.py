@@ -283,9 +283,8 @@ def write(url: str, packs: Packs, kind: str = "preference", layout: str = "conca
     with ShardWriter(location, shape, config, "0123456789ab") as writer:
         writer.write(packs)
         finished = writer.finish()
-        shards = [part.shard for part in finished]
-        tally = Tally(read=writer.counter.examples)
-        manifest = build_manifest(shape, config, shards, writer.counter, tally, {}, provenance)
+        tally = Tally(read=len(packs.example_ids))
+        manifest = build_manifest(shape, config, finished, tally, {}, provenance)
         index = put_index(location, (part.sizes for part in finished), 1)
         commit(location, replace(manifest, pack_index=index).to_json(), 1)
     return open(url)

@@ -199,7 +199,7 @@ class PackPartitions:
                 counting.wrote(len(packs), left if last else None)
             shards = writer.finish()
         # The plan counts padded lengths; only the writer counts the tokens.
-        planning = replace(packing, tokens=writer.counter.tokens).statistics()
+        planning = replace(packing, tokens=sum(part.shard.tokens for part in shards)).statistics()
         planning["seed"] = self._config.seed
         return Written(shards, planning)
 

@@ -32,10 +32,9 @@ from packstore.format.schema import from_arrow
 from packstore.io.dataset.cache import Cache
 from packstore.io.manifest.manifest import Manifest
 from packstore.io.manifest.stored_file import DECODER_ERRORS
-from packstore.io.shards.arrow_file import ArrowFile
-from packstore.io.shards.checksums import batch_crc32, crc32_of
+from packstore.io.shards.arrow_file import ArrowFile, batch_crc32
 from packstore.io.shards.parquet import ParquetShard
-from packstore.io.shards.shard import ShardInfo
+from packstore.io.shards.shard import ShardInfo, crc32_of
 from packstore.io.store import local
 from packstore.io.store.location import Location
 

@@ -24,11 +24,17 @@ from packstore.errors import (
     PackstoreError,
     sentence,
 )
-from packstore.io.manifest.commit import DATA, DATASET, FOLDER, manifest_path, versions
-from packstore.io.manifest.manifest import read_manifest
+from packstore.io.manifest.commit import (
+    DATA,
+    DATASET,
+    FOLDER,
+    manifest_path,
+    read_committed,
+    versions,
+)
+from packstore.io.manifest.manifest import Manifest
 from packstore.io.manifest.partition_notes import PARTITIONS
-from packstore.io.manifest.side_manifest import SIDE
-from packstore.io.side.side_reader import open_side
+from packstore.io.manifest.side_manifest import SIDE, SideManifest
 from packstore.io.store.location import Location
 from packstore.io.store.operations import (
     ListedFile,
@@ -134,24 +140,25 @@ def clean(
         raise ConfigError(f"keep_versions must be at least 1; found {keep_versions}.")
     if older_than < YOUNGEST_SECONDS and not no_writers:
         must = f"older_than must be at least {YOUNGEST_SECONDS:.0f} s, as a job may be at work"
-        do = "Where surely none is, anywhere, add no_writers=True (--no-writers)"
-        raise ConfigError(f"{must}; found {older_than:g} s. {do}.")
+        remedy = "Where surely none is, anywhere, add no_writers=True (--no-writers)"
+        raise ConfigError(f"{must}; found {older_than:g} s. {remedy}.")
     location = Location(url, storage_options or {})
+    where = location.display
     if not _is_ours(location):
         must = "must be a dataset, or the place of an unfinished one"
-        found = f"no {FOLDER} in it" if location.exists() else "no such folder"
-        raise DatasetNotFoundError(sentence(location.display, must, found, "Check the path"))
+        content = f"no {FOLDER} in it" if location.exists() else "no such folder"
+        raise DatasetNotFoundError(sentence(where, must, content, "Check the path"))
     jobs = writers(location)
     if delete and no_writers and (here := [job for job in jobs if job.lives]):
+        remedy = "Wait for it to end, or leave out no_writers (--no-writers)"
         must = "no job may write there (no_writers)"
-        do = "Wait for it to end, or leave out no_writers (--no-writers)"
-        raise DatasetBusyError(sentence(location.display, must, here[0].text, do))
+        raise DatasetBusyError(sentence(where, must, here[0].text, remedy))
     cleaner = _Cleaner(location, keep_versions, older_than)
     leftovers = cleaner.find()
     if delete:
         cleaner.remove([x for x in leftovers if not x.spared])
     writer = jobs[0].text if jobs else None
-    return CleanReport(location.display, leftovers, delete, writer, cleaner.uploads is not None)
+    return CleanReport(where, leftovers, delete, writer, cleaner.uploads is not None)
 
 
 def _is_ours(location: Location) -> bool:
@@ -198,7 +205,7 @@ class _Cleaner:
     def remove(self, leftovers: Sequence[Leftover]) -> None:
         """Removes leftovers that can still be removed; looks again before each batch."""
         for rank in range(3):
-            waiting = [item for item in leftovers if _rank(item) == rank]
+            waiting = [item for item in leftovers if _rank(item.path) == rank]
             while waiting:
                 batch, waiting = waiting[:BATCH], waiting[BATCH:]
                 going = {item.path for item in self.find() if not item.spared}
@@ -251,15 +258,11 @@ class _Cleaner:
 
     def _files(self, name: str, number: int) -> set[str]:
         """Returns the files of a version, which never change; empty if it was removed meanwhile."""
-        key = (name, number)
+        key, read = (name, number), SideManifest if name == SIDE else Manifest
         if key not in self._paths:
             try:
-                if name == SIDE:
-                    where = self._location
-                    side = open_side(where.url, where.storage_options, number)
-                    self._paths[key] = set(side.manifest.files)
-                else:
-                    self._paths[key] = set(read_manifest(self._location, number)[0].files)
+                text, where, _ = read_committed(self._location, number, name)
+                self._paths[key] = set(read.from_json(text, where).files)
             except PackstoreError:
                 if number in versions(self._location, name):
                     raise
@@ -305,8 +308,6 @@ def _why(path: str) -> str:
     return "no version names it"
 
 
-def _rank(item: Leftover) -> int:
+def _rank(path: str) -> int:
     """Returns the rank in the order of removal, in which the rest stays valid if killed."""
-    if _MANIFEST.fullmatch(item.path):
-        return 0
-    return 2 if item.path.startswith(f"{PARTITIONS}/") else 1
+    return 0 if _MANIFEST.fullmatch(path) else 1 + path.startswith(f"{PARTITIONS}/")

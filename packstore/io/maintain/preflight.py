@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from packstore.config import CHECK_RETRIES
 from packstore.errors import DatasetExistsError, IntegrityError, PackstoreError, sentence, told
 from packstore.io.dataset.dataset import Dataset, open
-from packstore.io.manifest.commit import not_exclusive, versions
+from packstore.io.manifest.commit import require_exclusive, versions
 from packstore.io.store.clients import PACKAGES
 from packstore.io.store.location import Location
 from packstore.io.store.operations import abort_upload, uploads
@@ -81,22 +81,22 @@ def _tried(what: str, try_it: Callable[[], str]) -> Trial:
 
 
 def _versions(location: Location) -> str:
-    found = [f"packstore {VERSION}", f"Python {platform.python_version()}"]
+    releases = [f"packstore {VERSION}", f"Python {platform.python_version()}"]
     scheme = location.url.partition("://")[0]
     client = "huggingface_hub" if scheme == "hf" else PACKAGES.get(EXTRAS.get(scheme, ""))
     for name in ("fsspec", "pyarrow", client):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found += [f"{name} {importlib.metadata.version(name)}"] if name else []
-    return ", ".join(found)
+            releases += [f"{name} {importlib.metadata.version(name)}"] if name else []
+    return ", ".join(releases)
 
 
 def _list(location: Location) -> str:
-    times, found = [], 0
+    times, files = [], 0
     for _ in range(5):
         began = time.perf_counter()
-        found = len(location.files())
+        files = len(location.files())
         times.append(time.perf_counter() - began)
-    return f"{found} files directly in it, {statistics.median(times) * 1000:.0f} ms a request"
+    return f"{files} files directly in it, {statistics.median(times) * 1000:.0f} ms a request"
 
 
 def _read(location: Location) -> Iterator[Trial]:
@@ -126,21 +126,26 @@ def _read_group(dataset: Dataset, group: int) -> str:
 def _trial(location: Location) -> Iterator[Trial]:
     """Tests permissions, conditional puts, speed, and removal, with two files."""
     small = f".packstore-check-{uuid.uuid4().hex}"
-    large, made = f"{small}-large", _missing_folders(location)
+    large, made = f"{small}-large", list[str]()
+    folder = location.local_path
+    while folder and not os.path.exists(folder):
+        made.append(folder)
+        folder = os.path.dirname(folder)
 
     def write() -> str:
         location.create_bytes(small, b"first")
         return "allowed"
 
     def write_again() -> str:
+        require_exclusive(location)
         try:
             location.create_bytes(small, b"second")
         except DatasetExistsError:
             return "only one of two writers can win"
         must = "must refuse to put a file over one that is there (If-None-Match: *)"
-        found = "that it replaced it, so two writers could both commit"
-        do = "Name another store, or a newer release of it"
-        raise IntegrityError(sentence(location.display, must, found, do))
+        replaced = "that it replaced it, so two writers could both commit"
+        remedy = "Name another store, or a newer release of it"
+        raise IntegrityError(sentence(location.display, must, replaced, remedy))
 
     def clean_up() -> str:
         location.remove(small)
@@ -154,10 +159,7 @@ def _trial(location: Location) -> Iterator[Trial]:
         written = _tried("write", write)
         yield written
         if written.ok:
-            if location.creates_exclusively:
-                yield _tried("commit", write_again)
-            else:
-                yield Trial("commit", False, told(not_exclusive(location)))
+            yield _tried("commit", write_again)
             yield _tried("speed", lambda: _measure(location, large))
     finally:
         removed = _tried("clean up", clean_up)
@@ -181,16 +183,7 @@ def _measure(location: Location, name: str) -> str:
     got = time.perf_counter() - began
     if back != data:
         must = f"must give back the {len(data)} bytes that were written"
-        do = "Do not use it: it damages what it stores"
-        raise IntegrityError(sentence(location.display, must, f"{len(back)} others", do))
+        remedy = "Do not use it: it damages what it stores"
+        raise IntegrityError(sentence(location.display, must, f"{len(back)} others", remedy))
     mb = len(data) / 1e6
     return f"writes {mb / put:.0f} MB/s, reads {mb / got:.0f} MB/s ({mb:.0f} MB in one stream)"
-
-
-def _missing_folders(location: Location) -> list[str]:
-    """Returns the missing folders of a local path, innermost first."""
-    folder, missing = location.local_path, []
-    while folder and not os.path.exists(folder):
-        missing.append(folder)
-        folder = os.path.dirname(folder)
-    return missing

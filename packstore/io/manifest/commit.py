@@ -13,8 +13,6 @@ import hashlib
 import re
 from collections.abc import Mapping
 
-import orjson
-
 from packstore.errors import (
     ConfigError,
     DatasetExistsError,
@@ -36,6 +34,7 @@ DATASET = "manifest"
 """Prefix of the names of a dataset's manifests."""
 
 _HASH, _END = "sha256", b"\n}\n"
+_LAST = re.compile(rb',\s*"([^"]*)"\s*:\s*("[^"]*"|[^"{}\[\]]*?)\s*}\s*')
 _DAMAGED = "Restore the file from a copy, or open another version"
 
 
@@ -69,24 +68,19 @@ def read_committed(
 def require_exclusive(location: Location) -> None:
     """Raises :class:`ConfigError` for a location where two writers could both commit."""
     if not location.creates_exclusively:
-        raise not_exclusive(location)
-
-
-def not_exclusive(location: Location) -> ConfigError:
-    """Returns the error for a filesystem that is not known to create files exclusively."""
-    must = "a dataset is written only where a file can be created only if it is absent"
-    found = "a filesystem that is not known to do so"
-    do = "Write to a local disk, and copy the folder data, then _packstore"
-    return ConfigError(sentence(location.display, must, found, do))
+        must = "a dataset is written only where a file can be created only if it is absent"
+        remedy = "Write to a local disk, and copy the folder data, then _packstore"
+        other = "a filesystem that is not known to do so"
+        raise ConfigError(sentence(location.display, must, other, remedy))
 
 
 def refuse_existing(location: Location, overwrite: bool, name: str = DATASET) -> int:
     """Returns the number of the next manifest."""
     current = max(versions(location, name), default=0)
     if current and not overwrite:
-        must, found = "must not hold a dataset yet", f"version {current} of one"
-        do = "Name another place, or overwrite it (overwrite=True, --overwrite)"
-        raise DatasetExistsError(sentence(location.display, must, found, do))
+        parts = "must not hold a dataset yet", f"version {current} of one"
+        remedy = "Name another place, or overwrite it (overwrite=True, --overwrite)"
+        raise DatasetExistsError(sentence(location.display, *parts, remedy))
     return current + 1
 
 
@@ -115,9 +109,9 @@ def require_files(location: Location, files: Mapping[str, int], must: str, do: s
     # A listing may be older than the file.
     lacking = [path for path in lacking if _size(location, path) != files[path]]
     if lacking:
-        found = f"{len(lacking)} of its {len(files)} files missing or of another size"
-        found += f" (first: {lacking[0]})"
-        raise MissingFilesError(sentence(location.display, must, found, do))
+        counts = f"{len(lacking)} of its {len(files)} files missing or of another size"
+        first = f"{counts} (first: {lacking[0]})"
+        raise MissingFilesError(sentence(location.display, must, first, do))
 
 
 def require_committed(location: Location, files: Mapping[str, int], version: int) -> None:
@@ -130,36 +124,31 @@ def require_committed(location: Location, files: Mapping[str, int], version: int
 def with_hash(text: bytes) -> bytes:
     """Appends its hash as the last field of canonical JSON, so that flipped bits are detected."""
     body = text.removesuffix(_END)
-    return body + b',\n "%s": "%s"%s' % (_HASH.encode(), _sha256(body), _END)
+    return body + b',\n "%s": %s%s' % (_HASH.encode(), _sha256(body), _END)
 
 
 def without_hash(data: bytes, where: str) -> bytes:
     """Verifies and removes the hash; returns the JSON object, or `data` if it has no hash."""
     comma = data.rfind(b",")
-    try:
-        last = orjson.loads(b"{" + data[comma + 1 :])
-    except orjson.JSONDecodeError:
-        last = None
-    if not isinstance(last, dict) or len(last) != 1 or comma < 0:
+    last = _LAST.fullmatch(data, comma) if comma >= 0 else None
+    if last is None:
         return data
-    [(name, value)] = last.items()
-    body = memoryview(data)[:comma]
-    matches = isinstance(value, str) and value.encode() == _sha256(body)
-    if name == _HASH and matches:
-        return bytes(body) + _END
-    if name == _HASH:
+    named, matches = last[1] == _HASH.encode(), last[2] == _sha256(memoryview(data)[:comma])
+    if named and matches:
+        return data[:comma] + _END
+    if named:
         must = f"the text before field {_HASH!r} must have the sha256 that it names"
         raise IntegrityError(sentence(where, must, "another: the file is damaged", _DAMAGED))
     if matches:
         # One flipped bit in its name would make the hash a field that readers ignore. A value that
         # matches shows that it is not the last field of another writer.
         must = f"the field with the hash of the manifest must be named {_HASH!r}"
-        raise IntegrityError(sentence(where, must, quote(name), _DAMAGED))
+        raise IntegrityError(sentence(where, must, quote(last[1]), _DAMAGED))
     return data
 
 
 def _sha256(text: bytes | memoryview) -> bytes:
-    return hashlib.sha256(text).hexdigest().encode()
+    return b'"%s"' % hashlib.sha256(text).hexdigest().encode()
 
 
 def _size(location: Location, path: str) -> int | None:
@@ -174,16 +163,17 @@ def _size(location: Location, path: str) -> int | None:
 def _not_found(
     location: Location, version: int | None, known: list[int], name: str
 ) -> DatasetNotFoundError:
+    where, what, command = location.display, "a dataset", "pack"
+    if name != DATASET:
+        what, command = f"a {name} dataset", "ref-logps"
     if known:
-        must, found = f"must have version {version}", f"{known[0]} to {known[-1]}"
-        return DatasetNotFoundError(sentence(location.display, must, found))
-    what = "a dataset" if name == DATASET else f"a {name} dataset"
-    if not location.exists():
-        found, do = "no such folder", "Check the path"
+        text = sentence(where, f"must have version {version}", f"{known[0]} to {known[-1]}")
+    elif not location.exists():
+        text = sentence(where, f"must be {what}", "no such folder", "Check the path")
     else:
-        found = f"no {FOLDER}/{name}-….json in it"
-        do = f"Name the folder that `packstore {'pack' if name == DATASET else 'ref-logps'}` wrote"
-    return DatasetNotFoundError(sentence(location.display, f"must be {what}", found, do))
+        remedy = f"Name the folder that `packstore {command}` wrote"
+        text = sentence(where, f"must be {what}", f"no {FOLDER}/{name}-….json in it", remedy)
+    return DatasetNotFoundError(text)
 
 
 def too_late(location: Location) -> DatasetExistsError:

@@ -22,8 +22,7 @@ MAX_SOURCES = 1 << (63 - SOURCE_SHIFT)
 """Maximum number of sources: ids have 63 bits, the lower ones number the records of a source."""
 
 _SHAPE = ("kind", "layout", "pack_size", "file_format", "features", "carry", "pad_to_multiple")
-_TOKENIZER: tuple[str, ...] = ("bos_id", "eos_id")
-_TOKENIZER += ("chat_template_sha256", "tool_use_template_sha256", "chat_template_date")
+_TEMPLATES = ("chat_template_sha256", "tool_use_template_sha256", "chat_template_date")
 
 
 class Member(NamedTuple):
@@ -45,8 +44,7 @@ def merge(members: Sequence[Member]) -> Manifest:
         base = len(sources) << SOURCE_SHIFT  # so that ids stay distinct
         shards += [replace(s, example_id_base=s.example_id_base + base) for s in m.shards]
         sources += m.provenance["sources"]
-    first = manifests[0]
-    came_from = [origin for member in members for origin in origins(member)]
+    first, came_from = manifests[0], [origin for m in members for origin in origins(m)]
     lineage = [[origin["lineage"], origin["sources"]] for origin in came_from]
     merged = replace(
         first,
@@ -92,7 +90,7 @@ def check_alike(first: Member, other: Member) -> None:
             names = ("sha256",)
         differences += [
             f"tokenizer {name} {quote(a.get(name), 20)} and {quote(b.get(name), 20)}"
-            for name in (*names, *_TOKENIZER)
+            for name in (*names, "bos_id", "eos_id", *_TEMPLATES)
             if a.get(name) != b.get(name)
         ]
     elif a or b:
@@ -100,8 +98,8 @@ def check_alike(first: Member, other: Member) -> None:
     if differences:
         where = f"{first.url} and {other.url}"
         must = "datasets that are combined must have been made alike"
-        do = "Pack one of them anew like the other"
-        raise CompatibilityError(sentence(where, must, "; ".join(differences), do))
+        remedy = "Pack one of them anew like the other"
+        raise CompatibilityError(sentence(where, must, "; ".join(differences), remedy))
 
 
 def _value(manifest: Manifest, name: str) -> Any:
@@ -113,30 +111,18 @@ def _value(manifest: Manifest, name: str) -> Any:
 
 def origins(member: Member) -> list[dict[str, Any]]:
     """Returns the datasets that `member` was combined from, or `member` itself."""
-    manifest = member.manifest
-    if "combined_from" in manifest.provenance:
-        return list(manifest.provenance["combined_from"])
-    return [
-        {
-            "path": member.url,
-            "fingerprint": manifest.fingerprint,
-            "lineage": manifest.lineage,
-            "sources": len(manifest.provenance["sources"]),
-            "shards": len(manifest.shards),
-        }
-    ]
+    about, m = member.manifest.provenance, member.manifest
+    if "combined_from" in about:
+        return list(about["combined_from"])
+    ids = {"path": member.url, "fingerprint": m.fingerprint, "lineage": m.lineage}
+    return [{**ids, "sources": len(about["sources"]), "shards": len(m.shards)}]
 
 
 def _records(parts: Sequence[Records]) -> Records:
-    """Adds counts, and mappings of counts by their keys."""
-    sums: dict[str, Any] = {}
-    for name in (field.name for field in fields(Records)):
-        values = [getattr(part, name) for part in parts]
-        if isinstance(values[0], int):
-            sums[name] = sum(values)
-        else:
-            total: Counter[str] = Counter()
-            for value in values:
-                total.update(value)
-            sums[name] = dict(sorted(total.items()))
+    sums: dict[str, Any] = {n: sum(getattr(p, n) for p in parts) for n in ("read", "packed")}
+    for name in (field.name for field in fields(Records) if field.name not in sums):
+        total: Counter[str] = Counter()
+        for part in parts:
+            total.update(getattr(part, name))
+        sums[name] = dict(sorted(total.items()))
     return Records(**sums)

@@ -40,6 +40,7 @@ from packstore.format.typed_json import (
     require_equal,
 )
 from packstore.io.manifest.commit import read_committed
+from packstore.io.manifest.partition_notes import Finished
 from packstore.io.manifest.stored_file import StoredFile
 from packstore.io.shards.shard import PackCounter, PackShape, ShardInfo, Statistics, Totals
 from packstore.io.store.location import Location, check_relative
@@ -48,7 +49,6 @@ MAX_FOOTER_BYTES, GROUP_FOOTER_BYTES = 1 << 24, 1 << 16
 """Maximum bytes of a footer: a constant part, and a part for each row group."""
 
 FILE_FORMATS = ("parquet", "arrow")
-_OPTIONAL = ("fields_used", "fields_not_used")
 _SUMS = ("examples", "sequences", "tokens", "supervised_tokens", "bytes")
 
 
@@ -69,16 +69,7 @@ class Records:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Manifest:
-    """Everything that a reader needs before it opens a shard.
-
-    Attributes:
-        features: required features; a reader must support all of them.
-        file_format: ``parquet`` or ``arrow``.
-        provenance: `sources` (path, bytes, sha256, records of each), `tokenizer`, `settings`,
-            `package_version`.
-        shards: in dataset order.
-        pack_index: the file with the sizes of every pack, if written; see :mod:`.pack_index`.
-    """
+    """Everything that a reader needs before it opens a shard."""
 
     kind: str
     layout: str
@@ -86,15 +77,15 @@ class Manifest:
     strategy: str
     seed: Whole
     pack_order: str
-    file_format: str
-    features: tuple[str, ...]
+    file_format: str  # `parquet` or `arrow`
+    features: tuple[str, ...]  # a reader must support all of them
     carry: Mapping[str, str]
     totals: Totals
     statistics: Statistics
     records: Records
-    provenance: Mapping[str, Any]
-    shards: tuple[ShardInfo, ...]
-    pack_index: StoredFile | None = None
+    provenance: Mapping[str, Any]  # `sources`, `tokenizer`, `settings`, `package_version`
+    shards: tuple[ShardInfo, ...]  # in dataset order
+    pack_index: StoredFile | None = None  # the file with the sizes of every pack, if written
 
     @property
     def num_responses(self) -> int | None:
@@ -162,13 +153,13 @@ class Manifest:
     def to_json(self) -> bytes:
         """Returns canonical JSON: fields as declared, a line for each field and shard."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        shards = [dump_json(_dump_shard(s)) for s in fields.pop("shards")]
+        shards = [_dump_shard(shard) for shard in fields.pop("shards")]
         head = {"format_version": FORMAT_VERSION, "features": fields.pop("features")}
         head |= {"kind": fields.pop("kind"), "num_responses": self.num_responses} | fields
         if self.pack_index is None:
             del head["pack_index"]
-        counts = dataclasses.asdict(self.records)
-        head["records"] = {n: v for n, v in counts.items() if v or n not in _OPTIONAL}
+        counts, optional = dataclasses.asdict(self.records), ("fields_used", "fields_not_used")
+        head["records"] = {n: v for n, v in counts.items() if v or n not in optional}
         lines = [b' "%s": %s' % (name.encode(), dump_json(value)) for name, value in head.items()]
         rows = b",\n".join(b"  " + shard for shard in shards)
         lines.append(b' "shards": [\n%s\n ]' % rows if shards else b' "shards": []')
@@ -179,8 +170,8 @@ class Manifest:
         """Parses the manifest in `data`; ignores unknown optional fields."""
         head = decode(data, _Head, where)
         check_features(head.format_version, head.features, where)
-        found = bytes(head.pack_index).decode()
-        require(found != "null", where, "pack_index must be a JSON object", {"pack_index": found})
+        index = bytes(head.pack_index).decode()
+        require(index != "null", where, "pack_index must be a JSON object", {"pack_index": index})
         manifest = decode(data, cls, where)
         check_manifest(manifest, where)
         return manifest
@@ -189,13 +180,18 @@ class Manifest:
 def build_manifest(
     shape: PackShape,
     config: PackConfig,
-    shards: Sequence[ShardInfo],
-    counter: PackCounter,
+    parts: Sequence[Finished],
     tally: Tally,
     planning: Mapping[str, Any],
     provenance: Mapping[str, Any],
 ) -> Manifest:
     """Builds the manifest of a dataset that was just written; see :class:`Manifest`."""
+    counter = PackCounter()
+    for part in parts:
+        counter.merge(part.counter)
+    events = {"dropped": tally.dropped, "noted": tally.events}
+    events |= {"fields_used": tally.used, "fields_not_used": tally.unused}
+    counts = {name: dict(sorted(counted.items())) for name, counted in events.items()}
     manifest = Manifest(
         kind=shape.kind,
         layout=shape.layout,
@@ -206,18 +202,11 @@ def build_manifest(
         file_format=config.format,
         features=("label_spans",) if config.labels == "spans" else (),
         carry=dict(shape.carry),
-        totals=counter.totals(sum(s.bytes for s in shards)),
+        totals=counter.totals(sum(part.shard.bytes for part in parts)),
         statistics=counter.statistics(shape.pack_size, planning),
-        records=Records(
-            read=tally.read,
-            packed=tally.kept,
-            dropped=dict(sorted(tally.dropped.items())),
-            noted=dict(sorted(tally.events.items())),
-            fields_used=dict(sorted(tally.used.items())),
-            fields_not_used=dict(sorted(tally.unused.items())),
-        ),
+        records=Records(read=tally.read, packed=tally.kept, **counts),
         provenance=provenance,
-        shards=tuple(shards),
+        shards=tuple(part.shard for part in parts),
     )
     check_manifest(manifest, "manifest")
     return manifest
@@ -225,7 +214,7 @@ def build_manifest(
 
 def manifest_bytes(shards: Sequence[ShardInfo]) -> int:
     """Returns the bytes that `shards` take in a manifest."""
-    return sum(len(dump_json(_dump_shard(shard))) for shard in shards)
+    return sum(len(_dump_shard(shard)) for shard in shards)
 
 
 def read_manifest(location: Location, version: int | None = None) -> tuple[Manifest, int]:
@@ -271,15 +260,11 @@ class _About(msgspec.Struct):
 def check_manifest(manifest: Manifest, where: str) -> None:
     """Raises :class:`FormatError` if the parts of a manifest contradict each other."""
     records, totals, shards = manifest.records, manifest.totals, manifest.shards
-    require_choice(where, "field kind", KINDS, kind=manifest.kind)
-    require_choice(where, "field layout", LAYOUTS, layout=manifest.layout)
-    require_choice(where, "field file_format", FILE_FORMATS, file_format=manifest.file_format)
-    require(
-        records.read == records.packed + sum(records.dropped.values()),
-        where,
-        "records read must be those packed and those dropped",
-        {"read": records.read, "packed": records.packed, "dropped": dict(records.dropped)},
-    )
+    for name, choices in {"kind": KINDS, "layout": LAYOUTS, "file_format": FILE_FORMATS}.items():
+        require_choice(where, f"field {name}", choices, **{name: getattr(manifest, name)})
+    counts = {"read": records.read, "packed": records.packed, "dropped": dict(records.dropped)}
+    whole = records.read == records.packed + sum(records.dropped.values())
+    require(whole, where, "records read must be those packed and those dropped", counts)
     must = "records packed must be the examples"
     require_equal(where, must, packed=records.packed, examples=totals.examples)
     for name, type_name in manifest.carry.items():
@@ -293,8 +278,8 @@ def check_manifest(manifest: Manifest, where: str) -> None:
         _check_shard(shard, manifest, f"{where}, shard {shard.path}")
     if (index := manifest.pack_index) is not None:
         place, limit = f"{where}, pack_index", 65536 + 4096 * len(shards) + 32 * totals.packs
-        must, figures = "its bytes must be few for its packs", {"bytes": index.bytes}
-        require(index.bytes <= limit, place, must, {**figures, "limit": limit})
+        figures = {"bytes": index.bytes, "limit": limit}
+        require(index.bytes <= limit, place, "its bytes must be few for its packs", figures)
         check_relative(index.path, place)
         alone = index.path not in {s.path for s in shards}
         require(alone, place, "it must not be a shard", {"path": index.path})
@@ -352,7 +337,6 @@ def dump_json(value: Any, where: str = "manifest", option: int = 0) -> bytes:
         raise FormatError(sentence(where, "its texts must be valid Unicode", str(error))) from error
 
 
-def _dump_shard(shard: ShardInfo) -> dict[str, Any]:
-    """Returns the fields of a shard as JSON values and arrays."""
+def _dump_shard(shard: ShardInfo) -> bytes:
     crc32 = shard.row_groups.crc32.astype(">u4").tobytes().hex()
-    return {**vars(shard), "row_groups": {**vars(shard.row_groups), "crc32": crc32}}
+    return dump_json({**vars(shard), "row_groups": {**vars(shard.row_groups), "crc32": crc32}})

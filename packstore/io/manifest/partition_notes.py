@@ -67,16 +67,25 @@ class PartitionNotes:
                 return None
             raise
         text = data.partition(b"\n")[2].removesuffix(b"\n")
-        if not data.startswith(_hash_of(text)):
-            return None
         with contextlib.suppress(msgspec.DecodeError):  # of another release
-            return msgspec.json.decode(text, type=kind, dec_hook=_typed)
+            if data.startswith(_hash_of(text)):
+                return msgspec.json.decode(text, type=kind, dec_hook=_typed)
         return None
 
     def are_whole(self, shards: Sequence[Finished]) -> bool:
         """Returns True if every stored shard has the recorded hash."""
+
+        def is_whole(shard: ShardInfo) -> bool:
+            try:
+                with self.location.open_read(shard.path) as file:
+                    return hashlib.file_digest(file, "sha256").hexdigest() == shard.sha256
+            except StorageError as error:
+                if error.is_missing:
+                    return False
+                raise
+
         with ThreadPoolExecutor(_CHECKS) as pool:
-            return all(pool.map(self._is_whole, (s.shard for s in shards)))
+            return all(pool.map(is_whole, (s.shard for s in shards)))
 
     def of_others(self) -> int:
         """Counts the notes of other runs."""
@@ -89,27 +98,14 @@ class PartitionNotes:
         remove_empty(self.location, PARTITIONS)
 
     def _listed(self) -> list[tuple[str, str]]:
-        """Returns run and path of each note."""
         names = (entry.name for entry in self.location.files(PARTITIONS))
         return [(m[1], f"{PARTITIONS}/{m[0]}") for n in names if (m := _NAME.fullmatch(n))]
 
     def _path(self, number: int) -> str:
         return f"{PARTITIONS}/{self.run}-{number:05d}.json"
 
-    def _is_whole(self, shard: ShardInfo) -> bool:
-        try:
-            if self.location.size(shard.path) != shard.bytes:
-                return False
-            with self.location.open_read(shard.path) as file:
-                return hashlib.file_digest(file, "sha256").hexdigest() == shard.sha256
-        except StorageError as error:
-            if error.is_missing:
-                return False
-            raise
-
 
 def _hash_of(text: bytes) -> bytes:
-    """Returns the first line of a note."""
     return b'{"sha256":"%s"}\n' % hashlib.sha256(text).hexdigest().encode()
 
 

@@ -31,11 +31,7 @@ SIDE = "side"
 REF_LOGPS = "ref_logps"
 """The column with a value for each sequence: its log-prob under a reference model."""
 
-SIDE_TYPES: dict[str, pa.DataType] = {
-    **CARRY_TYPES,
-    "float32": pa.float32(),
-    "list<float32>": list_of(pa.float32()),
-}
+SIDE_TYPES = {**CARRY_TYPES, "float32": pa.float32(), "list<float32>": list_of(pa.float32())}
 """Types of columns, with one value for each example; the list, only for `REF_LOGPS`, has one for
 each sequence."""
 
@@ -84,11 +80,9 @@ class SideManifest:
 
     def to_json(self) -> bytes:
         """Returns canonical JSON: equal manifests give equal bytes."""
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        fields["shards"] = [dataclasses.asdict(s) for s in self.shards]
-        head = {"side_version": SIDE_VERSION, "features": []}
+        head = {"side_version": SIDE_VERSION, "features": [], **dataclasses.asdict(self)}
         lines = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
-        return dump_json({**head, **fields}, "side manifest", lines)
+        return dump_json(head, "side manifest", lines)
 
     @classmethod
     def from_json(cls, data: bytes, where: str = "side manifest") -> Self:
@@ -96,9 +90,9 @@ class SideManifest:
         head = decode(data, _Head, where)
         if head.side_version != SIDE_VERSION or head.features:
             must = f"its version must be {SIDE_VERSION}, and it must need no features"
-            found = f"version {head.side_version}, features {quote(head.features)}"
-            do = "Upgrade packstore to read this side dataset"
-            raise UnsupportedFormatError(sentence(where, must, found, do))
+            other = f"version {head.side_version}, features {quote(head.features)}"
+            remedy = "Upgrade packstore to read this side dataset"
+            raise UnsupportedFormatError(sentence(where, must, other, remedy))
         manifest = decode(data, cls, where)
         manifest.check(where)
         return manifest

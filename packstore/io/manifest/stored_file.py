@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, Self
 
 import pyarrow as pa
 
@@ -25,11 +26,11 @@ class StoredFile:
     sha256: Sha256
 
     @classmethod
-    def of(cls, path: str, local_path: str) -> StoredFile:
+    def of(cls, path: str, local_path: str, **more: Any) -> Self:
         """Hashes the finished local file at `local_path`, to be stored at `path`."""
         with open(local_path, "rb") as file:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-            return cls(path=path, bytes=file.tell(), sha256=sha256)
+            return cls(path=path, bytes=file.tell(), sha256=sha256, **more)
 
 
 def read_stored(location: Location, file: StoredFile) -> bytes:
@@ -46,9 +47,8 @@ def read_stored(location: Location, file: StoredFile) -> bytes:
     return data
 
 
-DECODER_ERRORS: tuple[type[Exception], ...]
-DECODER_ERRORS = (pa.ArrowException, OSError, ValueError, ArithmeticError, LookupError)
-DECODER_ERRORS += (SystemError, MemoryError, EOFError)
+_COMMON = (OSError, ValueError, ArithmeticError, LookupError, SystemError, MemoryError, EOFError)
+DECODER_ERRORS: tuple[type[Exception], ...] = (pa.ArrowException, *_COMMON)
 """Exceptions that decoders raise for damaged bytes."""
 
 

@@ -10,12 +10,13 @@ and ``Message.fbs``.
 
 from __future__ import annotations
 
+import contextlib
 import struct
 
 import pyarrow as pa
 
 from packstore.errors import IntegrityError
-from packstore.io.shards.shard import ShardInfo
+from packstore.io.shards.shard import ShardInfo, crc32_of
 
 _MAGIC = b"ARROW1"
 _TAIL = 4 + len(_MAGIC)  # after the table: its length, and the magic word
@@ -49,6 +50,18 @@ class ArrowFile:
         return pa.ipc.read_record_batch(message, self.schema)
 
 
+def batch_crc32(batch: pa.RecordBatch) -> int:
+    """Returns the crc32 of a batch: its counts of rows and nulls, and its buffers."""
+    crc = 0
+    for column in batch.columns:
+        shape = (len(column), column.null_count, len(column.values), column.values.null_count)
+        crc = crc32_of(repr(shape).encode(), crc)
+        for buffer in column.buffers():
+            if buffer is not None:
+                crc = crc32_of(buffer, crc)
+    return crc
+
+
 def _blocks(table: bytes) -> list[tuple[int, int, int]]:
     """Returns offset, metadata bytes and body bytes of each record batch."""
     try:
@@ -56,28 +69,23 @@ def _blocks(table: bytes) -> list[tuple[int, int, int]]:
         if place is None:
             return []
         start = place + _u32(table, place)
-        return [
-            _BLOCK.unpack_from(table, start + 4 + i * _BLOCK.size)
-            for i in range(_u32(table, start))
-        ]
+        places = range(start + 4, start + 4 + _u32(table, start) * _BLOCK.size, _BLOCK.size)
+        return [_BLOCK.unpack_from(table, place) for place in places]
     except struct.error as error:
         raise IntegrityError("its footer must list the record batches") from error
 
 
 def _is_compressed(message: bytes) -> bool:
     """Returns True for a compressed record batch, which could decompress to any size."""
-    try:
+    with contextlib.suppress(struct.error):
         header = _field(message, _u32(message, 0), _HEADER)
-        if header is None:
-            raise IntegrityError("its record batches must have a header")
-        return _field(message, header + _u32(message, header), _COMPRESSION) is not None
-    except struct.error as error:
-        raise IntegrityError("its record batches must have a header") from error
+        if header is not None:
+            return _field(message, header + _u32(message, header), _COMPRESSION) is not None
+    raise IntegrityError("its record batches must have a header")
 
 
 def _u32(table: bytes, place: int) -> int:
-    (value,) = struct.unpack_from("<I", table, place)
-    return int(value)
+    return int(struct.unpack_from("<I", table, place)[0])
 
 
 def _field(table: bytes, root: int, number: int) -> int | None:

@@ -62,10 +62,10 @@ class ParquetShard:
         # Most values: two per token (spans), or one more than tokens in each pack (boundaries).
         check_group(metadata, rows, rows + 2 * tokens)
         places = [self.schema.names.index(name) for name in columns or ()]
-        found = byte_range(metadata, self._shard.bytes, places)
+        part = byte_range(metadata, self._shard.bytes, places)
         if columns is None:
-            self._ranges[group] = found
-        return found
+            self._ranges[group] = part
+        return part
 
     def batch(self, group: int, data: bytes) -> pa.RecordBatch:
         """Decodes a row group from its bytes `data`, whose crc32 is already verified."""
@@ -92,17 +92,15 @@ def check_group(group: pq.RowGroupMetaData, rows: int, values: int = MAX_VALUES)
     columns = [group.column(i) for i in range(group.num_columns)]
     size = sum(column.total_uncompressed_size for column in columns)
     most, limit = max(column.num_values for column in columns), min(values, MAX_VALUES)
-    decompressed = f"at most {MAX_GROUP_BYTES} bytes when decompressed"
-    figures = [
+    top = MAX_GROUP_BYTES
+    encodings = {name for column in columns for name in column.encodings}
+    plain = encodings <= _ENCODINGS and not any(column.has_dictionary_page for column in columns)
+    for ok, must, declared in (
         (group.num_rows == rows, f"{rows} rows", group.num_rows),
-        (0 <= size <= MAX_GROUP_BYTES, decompressed, size),
+        (0 <= size <= top, f"at most {top} bytes when decompressed", size),
         (most <= limit, f"at most {limit} values a column", most),
-    ]
-    for column in columns:
-        plain = not column.has_dictionary_page and _ENCODINGS.issuperset(column.encodings)
-        must = f"no dictionary, and encodings among {sorted(_ENCODINGS)}"
-        figures.append((plain, must, column.encodings))
-    for ok, must, declared in figures:
+        (plain, f"no dictionary, and encodings among {sorted(_ENCODINGS)}", sorted(encodings)),
+    ):
         if not ok:
             raise IntegrityError(f"must have {must}; its footer declares {declared}")
 
@@ -133,8 +131,7 @@ def read_group(
     file: pq.ParquetFile, number: int, columns: Sequence[str] | None = None
 ) -> pa.RecordBatch:
     """Decodes a row group, or columns of these names, in this thread; raises Arrow's errors."""
-    names = None if columns is None else list(columns)
-    table = file.read_row_group(number, columns=names, use_threads=False)
+    table = file.read_row_group(number, columns=columns and list(columns), use_threads=False)
     batches: list[pa.RecordBatch] = table.combine_chunks().to_batches()
     if len(batches) != 1:
         raise IntegrityError("must have rows; found none")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import os
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -15,6 +17,19 @@ import numpy.typing as npt
 from packstore.errors import IntegrityError
 from packstore.format.arrays import Int64, Packs, PackSizes, count_packs
 from packstore.format.typed_json import Checksums, Count, Positive, Real, Sha256
+
+_crc32 = zlib.crc32
+with contextlib.suppress(ImportError):
+    from isal.isal_zlib import crc32 as _faster
+
+    # Every read depends on it, so a native crc32 is used only if it passes the standard test.
+    if _faster(b"56789", _faster(b"1234")) == _faster(b"123456789") == 0xCBF43926:
+        _crc32 = _faster
+
+
+def crc32_of(data: Any, before: int = 0) -> int:
+    """Returns the crc32 of a buffer, continued from the crc32 `before` of earlier bytes."""
+    return int(_crc32(data, before))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +75,7 @@ class ShardInfo:
     row_groups: RowGroups
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class FileHashes:
     """Hashes of a shard file and its footer; see :class:`ShardInfo`."""
 
@@ -82,8 +97,7 @@ class FileHashes:
         if not magic or footer > size:
             raise IntegrityError("a shard must end with the footer of a Parquet or Arrow file.")
         file.seek(size - footer)
-        sha256 = hashlib.sha256(file.read()).hexdigest()
-        return cls(bytes=size, sha256=digest, footer_bytes=footer, footer_sha256=sha256)
+        return cls(size, digest, footer, hashlib.sha256(file.read()).hexdigest())
 
 
 def describe_shard(
@@ -92,27 +106,15 @@ def describe_shard(
     """Builds the manifest's entry of a shard from `pack_figures` and crc32 of each row group."""
     groups = [[len(f), *f[:, :4].sum(axis=0), f[:, 4].max()] for f in figures]
     table = np.ascontiguousarray(np.array(groups, np.int64).reshape(-1, 6).T)
-    rows, examples, sequences, tokens, supervised, longest = table
-    return ShardInfo(
-        path=path,
-        rows=int(rows.sum()),
-        examples=int(examples.sum()),
-        sequences=int(sequences.sum()),
-        tokens=int(tokens.sum()),
-        supervised_tokens=int(supervised.sum()),
-        **asdict(hashes),
-        example_id_base=0,
-        row_groups=RowGroups(
-            rows=rows,
-            examples=examples,
-            tokens=tokens,
-            longest=longest,
-            crc32=crc32.astype(np.uint32),
-        ),
-    )
+    columns = dict(zip((*_GROUP_SUMS, "longest"), table, strict=True))
+    sums: dict[str, Any] = {name: int(columns[name].sum()) for name in _GROUP_SUMS}
+    stored = {name: columns[name] for name in ("rows", "examples", "tokens", "longest")}
+    row_groups = RowGroups(**stored, crc32=crc32.astype(np.uint32))
+    return ShardInfo(path=path, **sums, **asdict(hashes), example_id_base=0, row_groups=row_groups)
 
 
-_SUMS = ("packs", "examples", "sequences", "tokens", "supervised_tokens", "logical_tokens")
+_GROUP_SUMS = ("rows", "examples", "sequences", "tokens", "supervised_tokens")
+_SUMS = ("packs", *_GROUP_SUMS[1:], "logical_tokens")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,11 +155,9 @@ class Statistics:
 
 def pack_figures(packs: Packs, kind: str) -> Int64:
     """Returns int64 `[P, 10]`: examples, sequences, tokens, supervised tokens, longest segment and
-    sum of squared segment lengths of each pack, and the four of
-    :data:`packstore.format.arrays.COUNTS`.
+    sum of squared segment lengths of each pack, and the :data:`packstore.format.arrays.COUNTS`.
     """
-    segments = packs.segment_lengths.astype(np.int64)
-    firsts = packs.sequence_offsets[:-1]
+    segments, firsts = packs.segment_lengths.astype(np.int64), packs.sequence_offsets[:-1]
     columns = [
         np.diff(packs.example_offsets),
         np.diff(packs.sequence_offsets),
@@ -171,16 +171,14 @@ def pack_figures(packs: Packs, kind: str) -> Int64:
 
 def pack_sizes(figures: Int64) -> PackSizes:
     """Returns the sizes that loaders plan with, from :func:`pack_figures`."""
-    return PackSizes(
-        tokens=figures[:, 2], examples=figures[:, 0], squares=figures[:, 5], counts=figures[:, 6:]
-    )
+    return PackSizes(figures[:, 2], figures[:, 0], figures[:, 5], counts=figures[:, 6:])
 
 
 @dataclass(eq=False)
 class PackCounter:
     """Accumulates totals of valid packs; the result does not depend on how they are batched."""
 
-    # int64 `[6]`: packs, examples, sequences, tokens, supervised and logical tokens
+    # int64 `[6]`, as in `_SUMS`
     sums: Int64 = field(default_factory=lambda: np.zeros(len(_SUMS), np.int64))
     # int64 `[32]`, sequences by the bits of their length
     histogram: Int64 = field(default_factory=lambda: np.zeros(32, np.int64))
@@ -188,11 +186,6 @@ class PackCounter:
     most: Int64 = field(default_factory=lambda: np.zeros(3, np.int64))
     # int64 `[2]`: examples and tokens of a pack
     least: Int64 = field(default_factory=lambda: np.full(2, 2**63 - 1))
-
-    @property
-    def examples(self) -> int:
-        """Number of examples."""
-        return int(self.sums[1])
 
     @property
     def tokens(self) -> int:
@@ -203,16 +196,12 @@ class PackCounter:
         """Adds packs: their :func:`pack_figures`, and logical lengths `[S]` of their sequences."""
         if not len(figures):
             return
-        examples, segments, tokens, supervised = figures[:, :4].T
-        logical = lengths.sum(dtype=np.int64)
-        sums = len(figures), examples.sum(), len(lengths), tokens.sum(), supervised.sum(), logical
-        added = PackCounter(
-            sums=np.array(sums, np.int64),
-            histogram=np.bincount(np.frexp(lengths)[1] - 1, minlength=32),
-            most=np.array([examples.max(), segments.max(), lengths.max()]),
-            least=np.array([examples.min(), tokens.min()]),
-        )
-        self.merge(added)
+        examples, segments, tokens, _ = figures[:, :4].T
+        sums = len(figures), *figures[:, :4].sum(axis=0), lengths.sum(dtype=np.int64)
+        histogram = np.bincount(np.frexp(lengths)[1] - 1, minlength=32)
+        most = np.array([examples.max(), segments.max(), lengths.max()])
+        least = np.array([examples.min(), tokens.min()])
+        self.merge(PackCounter(np.array(sums, np.int64), histogram, most, least))
 
     def merge(self, other: PackCounter) -> None:
         """Adds the totals of `other`."""
@@ -229,14 +218,10 @@ class PackCounter:
         histogram = np.zeros(32, np.int64)
         for bound, count in statistics.length_histogram.items():
             histogram[min(int(bound).bit_length(), 32) - 1] = count
-        examples = statistics.examples_per_pack
+        sums, examples = [getattr(totals, name) for name in _SUMS], statistics.examples_per_pack
         most = examples.max, statistics.most_segments, statistics.longest_sequence
-        return cls(
-            sums=np.array([getattr(totals, name) for name in _SUMS]),
-            histogram=histogram,
-            most=np.array(most),
-            least=np.array([examples.min, statistics.shortest_pack]),
-        )
+        least = examples.min, statistics.shortest_pack
+        return cls(np.array(sums), histogram, np.array(most), np.array(least))
 
     def totals(self, stored_bytes: int) -> Totals:
         """Returns the sums, with the bytes of the shards."""
@@ -244,12 +229,12 @@ class PackCounter:
 
     def statistics(self, pack_size: int, planning: Mapping[str, Any]) -> Statistics:
         """Returns the statistics; all zero if there are no packs."""
-        packs = int(self.sums[0])
+        packs, examples, _, tokens = self.sums[:4].tolist()
         most_examples, most_segments, longest = self.most.tolist()
         fewest, shortest = self.least.tolist() if packs else (0, 0)
-        mean = self.examples / max(packs, 1)
+        mean = examples / max(packs, 1)
         return Statistics(
-            fill_rate=self.tokens / (max(packs, 1) * pack_size),
+            fill_rate=tokens / (max(packs, 1) * pack_size),
             examples_per_pack=Spread(min=fewest, mean=mean, max=most_examples),
             longest_sequence=longest,
             most_segments=most_segments,

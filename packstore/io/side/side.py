@@ -7,8 +7,9 @@ manifest ``_packstore/side-000001.json``, which is the commit, as for a dataset.
 from __future__ import annotations
 
 import contextlib
+import tempfile
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Self
 
@@ -18,22 +19,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from packstore.config import fingerprint
-from packstore.errors import ConfigError, FormatError, sentence
-from packstore.format.arrays import Int64, to_offsets
-from packstore.format.schema import KINDS
+from packstore.errors import CompatibilityError, ConfigError, FormatError, IntegrityError, sentence
+from packstore.format.arrays import Column, Float32, Int64, ragged_indices, to_offsets
+from packstore.format.schema import KINDS, as_numpy
 from packstore.io.dataset.dataset import Dataset
-from packstore.io.manifest.commit import DATA, FOLDER, commit, require_committed
+from packstore.io.manifest.commit import DATA, FOLDER, commit, read_committed, require_committed
 from packstore.io.manifest.manifest import Manifest
 from packstore.io.manifest.side_manifest import REF_LOGPS, SIDE, SideManifest, SideShard
-from packstore.io.manifest.stored_file import StoredFile
-from packstore.io.shards.parquet import OPTIONS
-from packstore.io.side.side_reader import Side, open_side
+from packstore.io.manifest.stored_file import decoding, read_stored
+from packstore.io.shards.parquet import OPTIONS, check_group
 from packstore.io.store.location import Location
 from packstore.io.store.staging import Staging
 from packstore.io.write.write_job import writing
 from packstore.version import VERSION
-
-__all__ = ["SHARD_ROWS", "Side", "SideWriter", "open_side"]
 
 SHARD_ROWS = 1 << 20
 """Examples of a shard: what a writer holds, and what a reader decodes at once."""
@@ -102,10 +100,7 @@ class SideWriter:
         try:
             if error is None:
                 self.commit()
-        except BaseException:
-            self.abort()
-            raise
-        if error is not None:
+        finally:
             self.abort()
 
     def write(self, example_ids: Int64, values: Values, num_responses: Any = None) -> None:
@@ -142,40 +137,35 @@ class SideWriter:
             raise ConfigError(f"{must}; got {self.examples}.")
         if self._pending_rows:
             self._flush(self._pending_rows)
-        self._staging.remove()
         manifest = replace(self._manifest, shards=tuple(self._shards))
         commit(self._location, manifest.to_json(), self._version, SIDE)
-        self._release()
+        self.abort()
         require_committed(self._location, manifest.files, self._version)
         return self._version
 
     def abort(self) -> None:
-        """Aborts and removes unfinished files; stored shards stay for `clean`."""
+        """Removes unfinished files; stored shards stay for `clean`."""
         self._staging.remove()
         self._release()
 
     def _flush(self, rows: int) -> None:
-        """Writes the first pending rows as a shard, sorted by id."""
         table = pa.Table.from_batches(self._pending)
         self._pending = table.slice(rows).to_batches()
         self._pending_rows -= rows
         table = table.slice(0, rows).sort_by("example_ids").combine_chunks()
         with self._staging.file() as file:
             pq.write_table(table, file, store_schema=True, **OPTIONS)
-        found = StoredFile.of("", file.name)
-        path = f"{DATA}/{self._run}-{len(self._shards):05d}-{found.sha256[:16]}.parquet"
-        shard = SideShard(path=path, bytes=found.bytes, sha256=found.sha256, rows=rows)
+        shard = SideShard.of("", file.name, rows=rows)
+        path = f"{DATA}/{self._run}-{len(self._shards):05d}-{shard.sha256[:16]}.parquet"
         self._staging.store(file.name, path)
-        self._shards.append(shard)
+        self._shards.append(replace(shard, path=path))
 
 
 def _column(name: str, values: npt.NDArray[Any], counts: Any, type_: pa.DataType) -> pa.Array:
-    """Converts a column to Arrow."""
-    per_sequence = name == REF_LOGPS
-    expected = int(np.sum(counts)) if per_sequence else len(counts)
+    expected = int(np.sum(counts)) if name == REF_LOGPS else len(counts)
     if values.shape != (expected,):
         raise ConfigError(f"{name} must have shape ({expected},); found {values.shape}.")
-    if not per_sequence:
+    if name != REF_LOGPS:
         try:
             column = pa.array(values, type_, from_pandas=False)
         except (pa.ArrowException, TypeError, ValueError) as error:
@@ -188,3 +178,141 @@ def _column(name: str, values: npt.NDArray[Any], counts: Any, type_: pa.DataType
     offsets = pa.array(to_offsets(np.asarray(counts, np.int64)).astype(np.int32))
     flat = pa.array(values.astype(np.float32))
     return pa.ListArray.from_arrays(offsets, flat, type=type_)
+
+
+class Side:
+    """A committed version of a side dataset. Picklable; reads lazily."""
+
+    def __init__(self, location: Location, manifest: SideManifest, version: int) -> None:
+        self.location, self.manifest, self.version = location, manifest, version
+
+    def __len__(self) -> int:
+        return self.manifest.examples
+
+    def __repr__(self) -> str:
+        columns = ", ".join(self.manifest.columns)
+        return f"Side({self.url!r}, version={self.version}, examples={len(self)}, {columns})"
+
+    @property
+    def url(self) -> str:
+        """URL of the side dataset, without secrets."""
+        return self.location.display
+
+    def iter_batches(self) -> Iterator[pa.RecordBatch]:
+        """Yields all rows by shard, sorted by id in each; verifies hashes."""
+        for shard in self.manifest.shards:
+            where = self.location.join(shard.path).display
+            data = read_stored(self.location, shard)
+            with decoding(where):
+                source = pa.BufferReader(data)
+                file = pq.ParquetFile(source, page_checksum_verification=True, pre_buffer=False)
+                rows, schema = file.metadata.num_rows, file.schema_arrow
+                fits = schema.equals(self.manifest.schema, check_metadata=True)
+                if not fits or rows != shard.rows:
+                    must = f"it must have {shard.rows} rows of the columns that the manifest tells"
+                    raise IntegrityError(sentence(where, must, str((rows, schema.names))))
+                for group in map(file.metadata.row_group, range(file.num_row_groups)):
+                    check_group(group, group.num_rows)
+                (batch,) = file.read(use_threads=False).combine_chunks().to_batches()
+                batch.validate(full=True)
+            yield batch
+
+
+def open_side(
+    url: str, storage_options: Mapping[str, Any] | None = None, version: int | None = None
+) -> Side:
+    """Opens the side dataset at `url`, by default its current version.
+
+    Raises:
+        DatasetNotFoundError: no side dataset, or no such version, was committed there.
+        FormatError: its manifest is not valid.
+        StorageError: the store refuses.
+    """
+    location = Location(url, storage_options or {})
+    data, where, number = read_committed(location, version, SIDE)
+    return Side(location, SideManifest.from_json(data, where), number)
+
+
+MAPPED_BYTES = 64 << 20
+"""Bytes above which an array is kept in a mapped temporary file, which can be paged out."""
+
+
+class SideTable:
+    """The values of a side dataset by example id, 8 bytes for each besides; read at once."""
+
+    def __init__(self, side: Side) -> None:
+        self.url = side.url
+        batches = list(side.iter_batches())
+        with decoding(self.url):
+            ids = np.concatenate([as_numpy(b.column("example_ids")) for b in batches] or [_NO_IDS])
+            order = np.argsort(ids, kind="stable")
+            self._ids = _settled(ids[order])
+            repeated = self._ids[1:][self._ids[1:] == self._ids[:-1]]
+            if len(repeated):
+                first = f"{len(repeated)} that repeat, the first of them {repeated[0]}"
+                raise IntegrityError(sentence(self.url, "example ids must be distinct", first))
+            self._columns: dict[str, Any] = {}
+            self._offsets = _NO_IDS
+            for name, type_name in side.manifest.columns.items():
+                arrays = [b.column(name) for b in batches]
+                if name == REF_LOGPS:
+                    self._load_lists(arrays, order)
+                elif type_name == "string":
+                    whole = pa.concat_arrays([a.cast(pa.large_string()) for a in arrays] or [_NONE])
+                    self._columns[name] = whole.take(pa.array(order))
+                else:
+                    values = np.concatenate([as_numpy(a) for a in arrays] or [_NO_IDS])
+                    self._columns[name] = _settled(values[order])
+
+    def find(self, example_ids: Int64) -> Int64:
+        """Returns the rows of these examples, int64 `[E]`; CompatibilityError if one has none."""
+        rows = np.searchsorted(self._ids, example_ids)
+        rows[rows == len(self._ids)] = 0
+        missing = example_ids[self._ids[rows] != example_ids] if len(self._ids) else example_ids
+        if len(missing):
+            lack = f"none for {len(missing)} of {len(example_ids)}, the first of them {missing[0]}"
+            must = "every example must have its values"
+            raise CompatibilityError(sentence(self.url, must, lack, _REMEDY))
+        return rows
+
+    def column(self, name: str, rows: Int64) -> Column:
+        """Returns the value of each of these examples, `[E]`; strings as objects."""
+        values = self._columns[name]
+        if isinstance(values, pa.Array):
+            return np.array(values.take(pa.array(rows)).to_pylist(), np.object_)
+        return np.asarray(values[rows])
+
+    def ref_logps(self, rows: Int64, num_responses: npt.NDArray[np.integer]) -> Float32:
+        """Returns the value of each sequence of these examples, float32 `[S]`."""
+        values, offsets = self._columns[REF_LOGPS], self._offsets
+        counts = offsets[rows + 1] - offsets[rows]
+        wrong = np.flatnonzero(counts != num_responses)
+        for i in wrong[:1]:
+            where = f"{self.url}, example {self._ids[rows[i]]}"
+            must = f"it must have {REF_LOGPS} of {num_responses[i]} sequences"
+            raise CompatibilityError(sentence(where, must, str(counts[i]), _REMEDY))
+        return np.asarray(values[ragged_indices(offsets, rows)])
+
+    def _load_lists(self, arrays: list[Any], order: Int64) -> None:
+        flat = [as_numpy(a.flatten()) for a in arrays]
+        lengths = [np.diff(as_numpy(a.offsets).astype(np.int64)) for a in arrays]
+        values, counts = (np.concatenate(x or [_NO_IDS]) for x in (flat, lengths))
+        if not np.isfinite(values).all():
+            raise IntegrityError(sentence(self.url, "ref_logps must be finite", "NaN or infinity"))
+        self._columns[REF_LOGPS] = _settled(values[ragged_indices(to_offsets(counts), order)])
+        self._offsets = _settled(to_offsets(counts[order]))
+
+
+def _settled(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Returns `values`, moved to a mapped temporary file if they are large."""
+    if values.nbytes <= MAPPED_BYTES:
+        return values
+    with tempfile.TemporaryFile(prefix="packstore-side-") as file:
+        values.tofile(file)
+        file.flush()
+        return np.memmap(file, values.dtype, "r", shape=values.shape)
+
+
+_NO_IDS = np.empty(0, np.int64)
+_NONE = pa.nulls(0, pa.large_string())  # pa.array would import pandas
+_REMEDY = "Make the side dataset anew from this dataset"

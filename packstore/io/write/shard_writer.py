@@ -10,6 +10,7 @@ Shards become part of a dataset when a manifest names them (:mod:`packstore.io.m
 from __future__ import annotations
 
 import contextlib
+import os
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,16 +26,9 @@ from packstore.format.rules import check_packs
 from packstore.format.schema import pack_schema, to_arrow
 from packstore.io.manifest.commit import DATA, FOLDER
 from packstore.io.manifest.partition_notes import Finished
-from packstore.io.shards.checksums import row_group_crc32
-from packstore.io.shards.parquet import OPTIONS
-from packstore.io.shards.shard import (
-    FileHashes,
-    PackCounter,
-    PackShape,
-    describe_shard,
-    pack_figures,
-    pack_sizes,
-)
+from packstore.io.shards import shard as facts
+from packstore.io.shards.arrow_file import batch_crc32
+from packstore.io.shards.parquet import OPTIONS, byte_range
 from packstore.io.store import local
 from packstore.io.store.location import Location
 from packstore.io.store.staging import Staging
@@ -45,7 +39,7 @@ class ShardFile:
     """A new Parquet or Arrow file at a local path, `figures` of its packs, and their totals."""
 
     def __init__(self, path: str, schema: pa.Schema, config: WriteConfig) -> None:
-        self.path, self.counter = path, PackCounter()
+        self.path, self.counter = path, facts.PackCounter()
         self.figures: list[Int64] = []
         with as_storage_errors("write", path, {}):
             self._file = open(path, "xb")  # noqa: SIM115
@@ -62,13 +56,13 @@ class ShardFile:
         with as_storage_errors("write", self.path, {}):
             self._writer.write_table(table, max(table.num_rows, 1))
 
-    def finish(self, durable: bool) -> tuple[FileHashes, Int64]:
+    def finish(self, durable: bool) -> tuple[facts.FileHashes, Int64]:
         """Closes the file, if `durable` synced; returns its hashes and row groups' crc32, `[G]`."""
         with as_storage_errors("write", self.path, {}):
             self._writer.close()
             local.finish_file(self._file, durable)
             with open(self.path, "rb") as file:
-                return FileHashes.of(file), row_group_crc32(self.path)
+                return facts.FileHashes.of(file), row_group_crc32(self.path)
 
     def discard(self) -> None:
         """Closes the file and ignores errors: it is going to be removed."""
@@ -77,24 +71,38 @@ class ShardFile:
                 handle.close()
 
 
+def row_group_crc32(path: str) -> Int64:
+    """Returns int64 `[G]`, the crc32 of each row group or batch of a finished local file."""
+    with pa.memory_map(os.fsencode(path)) as source:  # Arrow takes texts for UTF-8
+        if source.read(4) == b"PAR1":
+            metadata = pq.read_metadata(source)
+            groups = map(metadata.row_group, range(metadata.num_row_groups))
+            ranges = [byte_range(group, source.size()) for group in groups]
+            crcs = [facts.crc32_of(source.read_at(end - start, start)) for start, end in ranges]
+        else:
+            file = pa.ipc.open_file(source)
+            crcs = [batch_crc32(file.get_batch(i)) for i in range(file.num_record_batches)]
+    return np.array(crcs, np.int64)
+
+
 AHEAD = 4
 """Maximum row groups queued for encoding."""
 
 
 class ShardWriter:
-    """Writes packs as the shards of a dataset; a context manager that aborts on an error.
+    """Writes packs as the shards of a dataset; a context manager, at whose end nothing unfinished
+    is left. Stored shards stay for `clean`: another run of the same job may be committing them.
 
     The bytes depend only on packs, settings and pyarrow's release; `run` is the prefix of all
     names. Memory: a few row groups.
     """
 
-    def __init__(self, location: Location, shape: PackShape, config: WriteConfig, run: str) -> None:
-        self.counter = PackCounter()
+    def __init__(self, location: Location, shape: facts.PackShape, config: WriteConfig, run: str):
         self._location, self._shape, self._config, self._run = location, shape, config, run
         spans, carry = config.labels == "spans", dict(shape.carry)
         self._schema = pack_schema(shape.kind, shape.layout, label_spans=spans, carry=carry)
         self._staging = Staging(location, (FOLDER, DATA))
-        self._encoder: ThreadPoolExecutor | None = None
+        self._encoder = ThreadPoolExecutor(1, "packstore-write")
         self._encoding: deque[Future[None]] = deque()
         self._shard: ShardFile | None = None
         self._pending: list[tuple[pa.RecordBatch, Int64, Int32]] = []
@@ -104,48 +112,37 @@ class ShardWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        try:
-            if error is None:
-                self.finish()
-        except BaseException:
-            self.abort()
-            raise
-        if error is not None:
-            self.abort()
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self._encoder.shutdown(cancel_futures=True)
+        if self._shard is not None:
+            self._shard.discard()
+        self._staging.remove()
 
     def write(self, packs: Packs) -> None:
         """Adds packs, in dataset order; raises FormatError if one violates an invariant."""
         if not len(packs):
             return
-        check_packs(
-            packs,
-            layout=self._shape.layout,
-            pack_size=self._shape.pack_size,
-            vocab_size=self._shape.vocab_size,
-            where=f"packs for {self._location.display}",
-            first_row=self._rows,
-        )
+        shape, where = self._shape, f"packs for {self._location.display}"
+        limits = {"pack_size": shape.pack_size, "vocab_size": shape.vocab_size}
+        check_packs(packs, layout=shape.layout, where=where, first_row=self._rows, **limits)
         self._rows += len(packs)
-        batch, figures = to_arrow(packs, self._schema), pack_figures(packs, self._shape.kind)
-        self.counter.add(figures, packs.lengths)
+        batch, figures = to_arrow(packs, self._schema), facts.pack_figures(packs, shape.kind)
+
+        def hold(start: int, stop: int) -> None:
+            first, last = packs.sequence_offsets[[start, stop]]
+            rows = batch.slice(start, stop - start)
+            self._pending.append((rows, figures[start:stop], packs.lengths[first:last]))
+
         start = 0
         for row, tokens in enumerate(np.diff(packs.token_offsets).tolist()):
             full = self._pending_tokens + tokens > self._config.row_group_tokens
             if self._pending_tokens and full:
-                self._hold(batch, figures, packs, start, row)
+                if row > start:
+                    hold(start, row)
                 self._flush()
                 start = row
             self._pending_tokens += tokens
-        self._hold(batch, figures, packs, start, len(packs))
-
-    def _hold(
-        self, batch: pa.RecordBatch, figures: Int64, packs: Packs, start: int, stop: int
-    ) -> None:
-        if stop > start:
-            first, last = packs.sequence_offsets[[start, stop]]
-            rows = batch.slice(start, stop - start)
-            self._pending.append((rows, figures[start:stop], packs.lengths[first:last]))
+        hold(start, len(packs))
 
     def finish(self) -> list[Finished]:
         """Finishes the last shard; returns all shards in order."""
@@ -153,42 +150,21 @@ class ShardWriter:
             self._flush()
         if self._shard is not None:
             self._close_shard(self._shard)
-        if self._encoder is not None:
-            self._encoder.shutdown()
-            self._encoder = None
-        self._staging.remove()
         return self._finished
-
-    def abort(self) -> None:
-        """Aborts, and removes unfinished files.
-
-        Stored shards stay for `clean`: another run of the same job, whose shards have the same
-        names, may be about to commit them.
-        """
-        if self._encoder is not None:
-            self._encoder.shutdown(cancel_futures=True)
-            self._encoder = None
-        self._encoding.clear()
-        if self._shard is not None:
-            self._shard.discard()
-            self._shard = None
-        self._staging.remove()
 
     def _flush(self) -> None:
         """Queues the pending rows as one row group; closes the shard if it is full."""
         batches, some_figures, some_lengths = zip(*self._pending, strict=True)
-        if self._shard is None:
-            self._shard = ShardFile(self._staging.path(), self._schema, self._config)
-        if self._encoder is None:
-            self._encoder = ThreadPoolExecutor(1, "packstore-write")
+        shard = self._shard or ShardFile(self._staging.path(), self._schema, self._config)
+        self._shard = shard
         figures = np.concatenate(some_figures)
-        self._shard.figures.append(figures)
-        self._shard.counter.add(figures, np.concatenate(some_lengths))
+        shard.figures.append(figures)
+        shard.counter.add(figures, np.concatenate(some_lengths))
         self._pending, self._pending_tokens = [], 0
-        self._encoding.append(self._encoder.submit(self._shard.append, batches))
+        self._encoding.append(self._encoder.submit(shard.append, batches))
         self._wait(AHEAD)
-        if self._shard.counter.tokens >= self._config.shard_tokens:
-            self._close_shard(self._shard)
+        if shard.counter.tokens >= self._config.shard_tokens:
+            self._close_shard(shard)
 
     def _wait(self, ahead: int) -> None:
         """Waits until at most `ahead` row groups are unwritten; raises errors of writing."""
@@ -198,11 +174,11 @@ class ShardWriter:
     def _close_shard(self, shard: ShardFile) -> None:
         """Stores a finished shard: moves or uploads it into the dataset."""
         self._wait(0)
-        hashes, checksums = shard.finish(durable=self._staging.durable)
+        hashes, crc32 = shard.finish(durable=self._staging.durable)
         number = len(self._finished)
         name = f"{self._run}-{number:05d}-{hashes.sha256[:16]}.{self._config.format}"
-        info = describe_shard(f"{DATA}/{name}", shard.figures, hashes, checksums)
+        info = facts.describe_shard(f"{DATA}/{name}", shard.figures, hashes, crc32)
         self._staging.store(shard.path, info.path)
         self._shard = None
-        sizes = pack_sizes(np.concatenate(shard.figures))
+        sizes = facts.pack_sizes(np.concatenate(shard.figures))
         self._finished.append(Finished(info, shard.counter, sizes))

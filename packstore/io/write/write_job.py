@@ -24,15 +24,8 @@ import msgspec
 from packstore.errors import DatasetExistsError, PackstoreError, quote, sentence
 from packstore.format.arrays import PackSizes
 from packstore.io.dataset.dataset import Dataset
-from packstore.io.manifest.commit import (
-    DATASET,
-    FOLDER,
-    commit,
-    refuse_existing,
-    require_committed,
-    require_exclusive,
-    require_files,
-)
+from packstore.io.manifest import commit as versions
+from packstore.io.manifest.commit import DATASET, FOLDER, require_files
 from packstore.io.manifest.concat import Member, check_alike, merge
 from packstore.io.manifest.manifest import Manifest
 from packstore.io.shards.shard import ShardInfo
@@ -52,25 +45,24 @@ class Writer(msgspec.Struct):
     """A job that is, or may be, writing to a location."""
 
     call: str  # kind of the job
-    # hash of the boot and the process namespace; empty if unknown (without `/proc`)
-    machine: str = ""
+    machine: str = ""  # hash of boot and process namespace; empty if unknown (without `/proc`)
     pid: int = 0  # of its process
     started: str = ""  # ticks from the boot to the start of the process, as a pid may be reused
 
     @property
-    def is_of_this_machine(self) -> bool:
+    def is_here(self) -> bool:
         """True for a process of this machine since its last boot."""
         return bool(self.machine) and self.machine == _machine()
 
     @property
     def lives(self) -> bool:
         """True if it still runs; False for a process of another machine, which is unknown."""
-        return self.is_of_this_machine and self.started == _started(self.pid) != ""
+        return self.is_here and self.started == _started(self.pid) != ""
 
     @property
     def text(self) -> str:
         """Returns a description for messages."""
-        where = "this machine" if self.is_of_this_machine else "another machine"
+        where = "this machine" if self.is_here else "another machine"
         return f"{quote(self.call, 16)}, process {self.pid} of {where}"
 
 
@@ -99,7 +91,7 @@ def writer_marker(location: Location, call: str) -> Iterator[None]:
 
 def writers(location: Location, besides: str = "") -> list[Writer]:
     """Lists the jobs that run or have a young marker there, but not the one at `besides`."""
-    found = []
+    jobs = []
     with contextlib.suppress(PackstoreError):
         for file in list_folder(location, WRITERS):
             if file.path == besides or not file.path.endswith(".json"):
@@ -111,9 +103,9 @@ def writers(location: Location, besides: str = "") -> list[Writer]:
             except PackstoreError:
                 continue  # its job has just ended
             young = file.age is not None and file.age < YOUNG_SECONDS
-            if writer.lives or (young and not writer.is_of_this_machine):
-                found.append(writer)
-    return found
+            if writer.lives or (young and not writer.is_here):
+                jobs.append(writer)
+    return jobs
 
 
 def _machine() -> str:
@@ -174,8 +166,7 @@ class WriteJob:
         """Returns the manifest to commit: the extended dataset, then this job's shards."""
         if self.extends is None:
             return manifest
-        url = self.extends.url
-        merged = merge([Member(url, self.extends.manifest), Member(url, manifest)])
+        merged = merge([Member(self.extends.url, m) for m in (self.extends.manifest, manifest)])
         return replace(merged, pack_index=manifest.pack_index)
 
     def refuse_again(self, about: Mapping[str, Any]) -> None:
@@ -193,9 +184,9 @@ class WriteJob:
         if last and last[-1].get("lineage") == about.get("lineage"):
             raise AppendedBefore(self.location.display)
         must = "records that are appended must not be in it yet"
-        do = "To have them twice, pack them elsewhere and use concat"
-        found = "these very ones, by the hash of the input"
-        raise DatasetExistsError(sentence(self.location.display, must, found, do))
+        same = "these very ones, by the hash of the input"
+        remedy = "To have them twice, pack them elsewhere and use concat"
+        raise DatasetExistsError(sentence(self.location.display, must, same, remedy))
 
     def confirm(self, shards: Iterable[ShardInfo]) -> None:
         """Raises MissingFilesError unless all shards still exist, right before the commit."""
@@ -205,8 +196,8 @@ class WriteJob:
 
     def commit(self, manifest: Manifest) -> None:
         """Writes the manifest under the number of this job, then checks that its files exist."""
-        commit(self.location, manifest.to_json(), self.version)
-        require_committed(self.location, manifest.files, self.version)
+        versions.commit(self.location, manifest.to_json(), self.version)
+        versions.require_committed(self.location, manifest.files, self.version)
         # Read back like a reader does. By now the newest version may be another job's.
         as_stored = Manifest.from_json(manifest.to_json(), self.location.display)
         self.committed = Dataset(self.location, as_stored, self.version)
@@ -217,7 +208,7 @@ def writing(
     location: Location, overwrite: bool, call: str = "pack", name: str = DATASET
 ) -> Iterator[WriteJob]:
     """Opens a job that writes to `location`; `call` names it in messages, `name` its manifests."""
-    require_exclusive(location)
-    version = refuse_existing(location, overwrite, name)
+    versions.require_exclusive(location)
+    version = versions.refuse_existing(location, overwrite, name)
     with removing_empty_folders(location), writer_marker(location, call):
         yield WriteJob(location, version)

@@ -21,8 +21,7 @@ from packstore.io.dataset.dataset import Dataset
 from packstore.io.dataset.order import LANES, PackOrder
 from packstore.io.dataset.read_ahead import ReadAhead
 from packstore.io.manifest.side_manifest import REF_LOGPS, check_side
-from packstore.io.side.side import Side, open_side
-from packstore.io.side.side_reader import SideTable
+from packstore.io.side.side import Side, SideTable, open_side
 
 Identity = dict[str, int | str | bool]
 Shuffle = bool | Literal["stratified"]

@@ -30,9 +30,7 @@ from packstore.errors import (
 )
 from packstore.io.manifest.side_manifest import SIDE_TYPES, check_side
 from packstore.io.side import side as module
-from packstore.io.side import side_reader
-from packstore.io.side.side import SideWriter
-from packstore.io.side.side_reader import SideTable
+from packstore.io.side.side import SideTable, SideWriter
 from packstore.testing import random_examples
 from packstore.torch import open_side
 
@@ -98,7 +96,7 @@ def test_there_and_back(kit, tmp_path_factory, kind, n, seed, shard_rows, mapped
     ds = kit.Written(str(folder / "ds"), kind).dataset([kit.some_packs(n, kind, seed)])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "SHARD_ROWS", shard_rows)
-        patch.setattr(side_reader, "MAPPED_BYTES", 0 if mapped else 1 << 20)
+        patch.setattr(module, "MAPPED_BYTES", 0 if mapped else 1 << 20)
         url = derived(str(folder / "side"), ds)
         side = open_side(url)
         table = SideTable(pickle.loads(pickle.dumps(side)))

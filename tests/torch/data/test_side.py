@@ -16,7 +16,7 @@ import torch
 import packstore
 from packstore.errors import CompatibilityError, ConfigError
 from packstore.io.dataset.dataset import Dataset
-from packstore.io.side import side_reader
+from packstore.io.side import side as side_module
 from packstore.io.side.side import SideWriter
 from packstore.torch import PackedDataLoader, PackedDataset
 
@@ -84,7 +84,7 @@ def assert_joined(batch: Any) -> None:
 def test_joined_by_id_also_after_repacking(
     packed: SimpleNamespace, which: str, mapped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(side_reader, "MAPPED_BYTES", 0 if mapped else 1 << 20)
+    monkeypatch.setattr(side_module, "MAPPED_BYTES", 0 if mapped else 1 << 20)
     ds = getattr(packed, which)
     stream = PackedDataset(ds, lanes=4, side=[packed.side])
     assert (len(stream), stream.kind) == (len(ds), "preference")
