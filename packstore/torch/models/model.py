@@ -194,21 +194,19 @@ def _register(backend: str) -> str:
         if mask is None:
             _refuse_mask(attention_mask)
         _refuse_extras(module, others)
-        q, k, v = _autocast(query_1NTH, key_1KTH, value_1KTH)
-        output = attend(
-            q[0].transpose(0, 1),
-            k[0].transpose(0, 1),
-            v[0].transpose(0, 1),
-            layout,
-            Settings(
-                scale=q.shape[-1] ** -0.5 if scaling is None else scaling,
-                window=window_of(mask, sliding_window),
-                softcap=softcap,
-                chunk=None if mask is None else mask.chunk,
-                sinks=s_aux,
-            ),
+        q, k, v = (x[0].transpose(0, 1) for x in (query_1NTH, key_1KTH, value_1KTH))
+        kind = q.device.type
+        if torch.is_autocast_enabled(kind):  # as torch's own attention does
+            lower = torch.get_autocast_dtype(kind)
+            q, k, v = (x if x.dtype == torch.float64 else x.to(lower) for x in (q, k, v))
+        settings = Settings(
+            scale=q.shape[-1] ** -0.5 if scaling is None else scaling,
+            window=window_of(mask, sliding_window),
+            softcap=softcap,
+            chunk=None if mask is None else mask.chunk,
+            sinks=s_aux,
         )
-        return output.unsqueeze(0), None
+        return attend(q, k, v, layout, settings).unsqueeze(0), None
 
     # Not the backend's own name: transformers treats names with "flash", "flex", "sdpa" specially.
     number = ATTENTION.names().index(backend) if backend in ATTENTION else "auto"
@@ -217,15 +215,6 @@ def _register(backend: str) -> str:
     AttentionMaskInterface.register(name, _requested_mask)
     skip_row_search()
     return name
-
-
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Casts to the dtype of active autocast, as torch's own attention does."""
-    kind = tensors[0].device.type
-    if not torch.is_autocast_enabled(kind):
-        return tensors
-    lower = torch.get_autocast_dtype(kind)
-    return tuple(x if x.dtype == torch.float64 else x.to(lower) for x in tensors)
 
 
 def _requested_mask(

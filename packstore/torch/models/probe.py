@@ -37,8 +37,8 @@ LONG, FURTHER = 2, 16
 """Index of the long sequence, and its tokens beyond the largest length of the config."""
 
 ROUNDING = {False: 1e-4, True: 1e-1}
-"""Tolerance between two ways to compute the same logits, relative to the largest: in float32, and
-in half precision."""
+"""Tolerance between two ways to compute the same logits, relative to the largest, by whether
+products have about 16 bits: by weight dtype, autocast or TF32."""
 
 WORK = {"cpu": 3e12}
 """Floating-point operations allowed for the forward passes, by device; 1e15 on others."""
@@ -118,13 +118,16 @@ def _compare(model: nn.Module, inner: Any, vocab_size: int | None) -> float:
     for i, n in enumerate(LEFT_OUT):
         if n:  # of one prompt, whose last token both have
             ids[i][: n + 1] = ids[i - 1][: n + 1]
-    device = next(model.parameters()).device
+    weight = next(model.parameters())
+    device = weight.device
     rows = [torch.from_numpy(x.astype(np.int64)).to(device) for x in ids]
     changed = rows[1].clone()
     changed[::2] = (changed[::2] + 1) % vocab_size
     (*own, moved), attention = _own_logits(model, inner, config, [*rows, changed])
-    # transformers computes its softmax and its routers in float32 even with wider weights.
-    rounding = ROUNDING[_is_half(model)] * max(float(x.abs().max()) for x in own)
+    # Also float64 weights have the tolerance of float32, as transformers' softmax and routers do.
+    tf32 = device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
+    half = weight.dtype.itemsize == 2 or torch.is_autocast_enabled(device.type) or tf32
+    rounding = ROUNDING[half] * max(float(x.abs().max()) for x in own)
     effect = float((moved - own[1])[1::2].abs().amax(1).median())
     worst, experts = 0.0, any(getattr(config, name, None) for name in EXPERTS)
     for layout, left_out in (("concat", (0,) * len(sizes)), ("shared_prefix", LEFT_OUT)):
@@ -140,7 +143,7 @@ def _compare(model: nn.Module, inner: Any, vocab_size: int | None) -> float:
         for i, logits in enumerate(packed.split([len(x) for x in kept])):
             by_token = (logits - kept[i]).abs().amax(1)
             size = float(by_token.max())
-            if experts and (i == LONG or _is_half(model)):
+            if experts and (i == LONG or half):
                 parts = [part for part in by_token.tensor_split(marks) if len(part)]
                 size = max(float(part.median()) for part in parts)
             limit = rounding if i == LONG else min(rounding, effect / 4)
@@ -197,7 +200,8 @@ def _longest(model: nn.Module, config: Any, vocab_size: int, marks: list[int]) -
     work = WORK.get(next(model.parameters()).device.type, 1e15)
     limit = min(int(work / (6 * weights)), LOGITS // vocab_size, 2**15)
     if _capped(config):
-        limit = min(limit, int((CAPPED_SCORES / _heads(config)) ** 0.5))
+        heads = getattr(config, "num_attention_heads", None) or 1
+        limit = min(limit, int((CAPPED_SCORES / heads) ** 0.5))
     longest = getattr(config, "max_position_embeddings", None)
     if isinstance(longest, int) and not any(map(by_length, rope_kinds(config))):
         limit = min(limit, longest)
@@ -213,7 +217,8 @@ def _own_logits(
     model: nn.Module, inner: Any, config: Any, rows: list[Tensor]
 ) -> tuple[list[Tensor], str]:
     """Logits `[length, V]` of each sequence by a call of its own; and the attention's name."""
-    plain = _capped(config) or _heads(config) * max(map(len, rows)) ** 2 <= SCORES
+    heads = getattr(config, "num_attention_heads", None) or 1
+    plain = _capped(config) or heads * max(map(len, rows)) ** 2 <= SCORES
     before, name = inner.config._attn_implementation, "eager" if plain else "sdpa"
     try:
         try:
@@ -231,18 +236,6 @@ def _capped(config: Any) -> bool:
     """Returns True if the model softcaps attention scores, which only eager attention supports."""
     values = config.to_dict().items()
     return any(x and "softcap" in name and "final" not in name for name, x in values)
-
-
-def _heads(config: Any) -> int:
-    return int(getattr(config, "num_attention_heads", None) or 1)
-
-
-def _is_half(model: nn.Module) -> bool:
-    """Returns True if products have about 16 bits: by weight dtype, autocast or TF32."""
-    weight = next(model.parameters())
-    kind = weight.device.type
-    fast = kind == "cuda" and torch.get_float32_matmul_precision() != "highest"
-    return weight.dtype.itemsize == 2 or torch.is_autocast_enabled(kind) or fast
 
 
 @contextmanager

@@ -84,10 +84,8 @@ def router_settings(model: Any) -> RouterSettings | None:
         )
     if not coefficient or not any(p.requires_grad for p in model.parameters()):
         return None
-    sizes: Any = [
-        getattr(model, size, getattr(text, size, None))
-        for size in ("num_experts", "num_experts_per_tok")
-    ]
+    names = ("num_experts", "num_experts_per_tok")
+    sizes: Any = [getattr(model, size, getattr(text, size, None)) for size in names]
     settings = RouterSettings(name, float(coefficient), *sizes)
     if model not in _PROVED:
         _prove(model, settings)
@@ -117,23 +115,39 @@ def _prove(model: Any, settings: RouterSettings) -> None:
             "Set router_aux_loss_coef to 0 in the model's config: transformers, too, trains it "
             "without that loss",
         )
-    logits = _checked(batch, outputs.router_logits, settings)
-    # Rounded as transformers does it: a tie in 16 bits may select another expert.
-    sums = _sums_over_layers([each.softmax(-1) for each in logits], settings.top_k)
-    tokens = batch.num_tokens * len(logits)
-    ours = float(_balance(*(x.sum(0, keepdim=True) / tokens for x in sums))[0])
+    ours = float(router_losses(batch, outputs.router_logits, settings, rounded=True).values[0])
     if not abs(ours - float(expected)) <= 1e-2 * abs(ours):
-        must = f"its load-balancing loss must be that of Switch Transformers, {ours:.4g}"
-        raise _unfit(settings.model, must, f"{float(expected):.4g}")
+        rule = f"its load-balancing loss must be that of Switch Transformers, {ours:.4g}"
+        raise _unfit(settings.model, rule, f"{float(expected):.4g}")
 
 
 def router_losses(
-    batch: PackedBatch, logits: Sequence[Tensor] | None, settings: RouterSettings
+    batch: PackedBatch,
+    logits: Sequence[Tensor] | None,
+    settings: RouterSettings,
+    *,
+    rounded: bool = False,
 ) -> RouterLosses:
-    """Computes the loss of each sequence from the logits `[T, E]` of each layer with experts."""
-    logits = _checked(batch, logits, settings)
+    """Computes the loss of each sequence from the logits `[T, E]` of each layer with experts.
+
+    With `rounded`, probabilities have the dtype of the logits, as in transformers: a tie in 16 bits
+    may select another expert.
+    """
+    shape = (batch.num_tokens, settings.experts)
+    if not logits or settings.top_k is None or any(each.shape != shape for each in logits):
+        raise _unfit(
+            settings.model,
+            f"the base model must return router_logits of shape {shape} for each layer",
+            f"shape {tuple(logits[0].shape)}" if logits else "none",
+        )
     dtype = torch.promote_types(logits[0].dtype, torch.float32)
-    sums = _sums_over_layers([x.to(dtype).softmax(-1) for x in logits], settings.top_k)
+    chances_TE, choices_TE = logits[0].new_zeros((2, *shape), dtype=dtype)
+    for each in logits:
+        each = each.to(chances_TE.device)
+        chance = (each if rounded else each.to(dtype)).softmax(-1)
+        chosen = chance.detach().topk(settings.top_k).indices
+        choices_TE.scatter_add_(1, chosen, torch.ones_like(chosen, dtype=dtype))
+        chances_TE = chances_TE + chance.to(dtype)
     keys = batch.cu_seqlens_k.long()
     size = batch.num_tokens if batch.kv_index is None else len(batch.kv_index)
     sequences = torch.arange(batch.num_segments, device=keys.device)
@@ -148,7 +162,8 @@ def router_losses(
         zeros = rows.new_zeros(batch.num_segments + 1, rows.shape[1])
         return zeros.index_add(0, sequence, rows)[:-1] / tokens_S1
 
-    return RouterLosses(_balance(*map(mean, sums)), settings.coefficient, [])
+    losses_S = settings.experts * (mean(choices_TE) * mean(chances_TE)).sum(-1)
+    return RouterLosses(losses_S, settings.coefficient, [])
 
 
 def check_gradient(backbone: Any, hidden: Tensor, losses: RouterLosses, model: str) -> None:
@@ -156,39 +171,8 @@ def check_gradient(backbone: Any, hidden: Tensor, losses: RouterLosses, model: s
     if losses.values.requires_grad or not hidden.requires_grad:
         return
     if any(getattr(module, "gradient_checkpointing", False) for module in backbone.modules()):
-        must = "gradient checkpointing must keep the gradient of router_logits"
-        raise _unfit(model, must, "none", 'Enable it with {"use_reentrant": False}')
-
-
-def _checked(
-    batch: PackedBatch, logits: Sequence[Tensor] | None, settings: RouterSettings
-) -> Sequence[Tensor]:
-    """Returns the logits, of the right shape and on one device."""
-    shape = (batch.num_tokens, settings.experts)
-    if not logits or settings.top_k is None or any(each.shape != shape for each in logits):
-        raise _unfit(
-            settings.model,
-            f"the base model must return router_logits of shape {shape} for each layer",
-            f"shape {tuple(logits[0].shape)}" if logits else "none",
-        )
-    return [each.to(logits[0].device) for each in logits]
-
-
-def _sums_over_layers(chances: Sequence[Tensor], top_k: int) -> tuple[Tensor, Tensor]:
-    """Probabilities and selections of each token, summed over the layers: `[T, E]` each."""
-    dtype = torch.promote_types(chances[0].dtype, torch.float32)
-    total = torch.zeros_like(chances[0], dtype=dtype)
-    choices = torch.zeros_like(total)
-    for each in chances:
-        chosen = each.detach().topk(top_k).indices
-        choices.scatter_add_(1, chosen, torch.ones_like(chosen, dtype=dtype))
-        total = total + each.to(dtype)
-    return total, choices
-
-
-def _balance(chance_SE: Tensor, frequency_SE: Tensor) -> Tensor:
-    """The loss, `[S]`, of mean probabilities and selection frequencies."""
-    return chance_SE.shape[1] * (frequency_SE * chance_SE).sum(-1)
+        rule = "gradient checkpointing must keep the gradient of router_logits"
+        raise _unfit(model, rule, "none", 'Enable it with {"use_reentrant": False}')
 
 
 class _Carry(torch.autograd.Function):
@@ -245,5 +229,5 @@ def _warn_unused(uses: list[bool], model: str) -> None:
         )
 
 
-def _unfit(model: str, must: str, found: str, do: str = WITHOUT) -> CompatibilityError:
-    return CompatibilityError(sentence(f"experts of {model}", must, found, do))
+def _unfit(model: str, rule: str, value: str, remedy: str = WITHOUT) -> CompatibilityError:
+    return CompatibilityError(sentence(f"experts of {model}", rule, value, remedy))

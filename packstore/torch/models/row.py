@@ -107,9 +107,8 @@ def run_each(
 def _cut(value: Any, layout: AttentionLayout) -> list[Any]:
     """The value for each sequence: the rows of a tensor by token, anything else whole."""
     tokens, runs = layout.num_queries, layout.sizes[1]
-    if not isinstance(value, Tensor) or (
-        value.shape[:2] != (1, tokens) and value.shape != (tokens,)
-    ):
+    shapes = (value.shape, value.shape[:2]) if isinstance(value, Tensor) else ()
+    if (tokens,) not in shapes and (1, tokens) not in shapes:
         return [value] * len(runs)
     by_run = torch.split(layout.keys(value.reshape(tokens, 1, -1)), runs)
     shape = value.shape[1 + (value.ndim > 1) :]
@@ -137,30 +136,24 @@ def _kept(rows: Tensor, queries: int, keys: int, real: int) -> Tensor:
     return mine if keys == real else torch.cat([mine, mine.new_zeros(keys - real, *mine.shape[1:])])
 
 
-def _mixers(model: nn.Module) -> list[nn.Module]:
-    """The innermost modules that take a cache, state or mask but do not attend."""
+def run_mixers_per_sequence(model: nn.Module, config: Any) -> None:
+    """Makes mixers run once per sequence while the attention of the text config is ours.
+
+    They are the innermost modules that take a cache, state or mask but do not attend.
+    """
 
     def takes(module: nn.Module) -> bool:
         if isinstance(module, nn.Embedding) or hasattr(type(module), "gradient_checkpointing"):
             return False  # positions from a mask; and whole layers
         return not STATES.isdisjoint(inspect.signature(type(module).forward).parameters)
 
-    def attends(module: nn.Module) -> bool:  # as transformers' registry says
-        code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-        return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
-
     takers = {path: module for path, module in model.named_modules() if path and takes(module)}
-    return [
-        module
-        for path, module in takers.items()
-        if not any(other.startswith(f"{path}.") for other in takers) and not attends(module)
-    ]
-
-
-def run_mixers_per_sequence(model: nn.Module, config: Any) -> None:
-    """Makes the mixers run once per sequence while the attention of the text config is ours."""
-    for module in _mixers(model):
-        if not isinstance(vars(module).get("forward"), _Mixer):
+    for path, module in takers.items():
+        code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+        attends = code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names  # by the registry
+        innermost = not any(other.startswith(f"{path}.") for other in takers)
+        replaced = isinstance(vars(module).get("forward"), _Mixer)
+        if innermost and not attends and not replaced:
             module.forward = _Mixer(module, config)
 
 
