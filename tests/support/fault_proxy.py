@@ -68,6 +68,8 @@ class Faults:
         seed: of the fates.
         kinds: which of `FATES` and `RARE`; all of `FATES` if empty.
         after: requests that pass before the first fault.
+        path: only requests whose path has it count, and fail.
+        unconditional: a put that must replace nothing, and is refused, looks done.
         most: number of faults, at most.
         counts: how often each was drawn, and the number of requests.
     """
@@ -76,14 +78,18 @@ class Faults:
     seed: int = 0
     kinds: Sequence[str] = ()
     after: int = 0
+    path: str = ""
+    unconditional: bool = False
     most: int = 1 << 30
     counts: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self._rng, self._lock = random.Random(self.seed), threading.Lock()
 
-    def draw(self, method: str) -> tuple[str, random.Random]:
+    def draw(self, method: str, path: str) -> tuple[str, random.Random]:
         """The fate of the next request, empty if it passes, and a generator for its details."""
+        if self.path not in path:
+            return "", self._rng
         with self._lock:
             self.counts["requests"] += 1
             details = random.Random(self._rng.random())
@@ -102,7 +108,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: _Server
 
     def handle_any(self) -> None:
-        kind, rng = self.server.faults.draw(self.command)
+        kind, rng = self.server.faults.draw(self.command, self.path)
         body = self._body()
         if kind == "refuse":
             self._hang_up()
@@ -125,6 +131,8 @@ class _Handler(BaseHTTPRequestHandler):
                 return
             if self.command == "GET" and answer.status == 200 and LISTING.search(self.path):
                 self.server.lists[self.path] = (time.monotonic(), answer)
+            if self.server.faults.unconditional and answer.status == 412:
+                answer = Answer(200, [], b"")
             self._give(kind, answer, rng)
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = handle_any

@@ -28,8 +28,8 @@ from packstore.io.store.storage_errors import EXTRAS, as_storage_errors
 from packstore.version import VERSION
 
 READ_ONLY = ("http", "https")
-TRIAL_BYTES = 12 << 20
-"""Bytes written and read to measure speed: enough for a multipart upload."""
+TRIAL_BYTES = 16 << 20
+"""Bytes written and read to measure speed: two parts of an upload, as one is put at once."""
 
 
 class Trial(NamedTuple):
