@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from places import Files
 from stores import Store
 from tokenizers import Tokenizer
 
 import packstore
-from packstore.io.store.location import Location
 from packstore.torch import PackedDataLoader, PackedDataset, PreferenceLoss, segment_logps
 
-Result = tuple[dict[str, str], list[float]]
+Result = tuple[dict[str, bytes], list[float]]
 
 
 def whole_path(url: str, options: dict[str, Any], pairs: Path, tokenizer: Tokenizer) -> Result:
-    """Hashes of all files of the dataset, and the loss of every step of an epoch."""
+    """All files of the dataset, and the loss of every step of an epoch."""
     small = {"pack_size": 256, "row_group_tokens": 1000, "shard_tokens": 2000}
     packstore.pack(str(pairs), url, tokenizer, storage_options=options, **small)
     data = packstore.open(url, storage_options=options)
@@ -39,13 +38,7 @@ def whole_path(url: str, options: dict[str, Any], pairs: Path, tokenizer: Tokeni
         out.loss.backward()
         optimizer.step()
         losses.append(float(out.loss.detach()))
-    place = Location(url, options)
-    files = {
-        f"{folder}/{entry.name}": hashlib.sha256(place.read_bytes(f"{folder}/{entry.name}"))
-        for folder in ("_packstore", "data")
-        for entry in place.files(folder)
-    }
-    return {name: digest.hexdigest() for name, digest in files.items()}, losses
+    return Files(url, **options).all(), losses
 
 
 @pytest.fixture(scope="session")
@@ -60,6 +53,6 @@ def test_every_store_gives_what_the_disk_gives(
     files, losses = whole_path(store.url, store.options, pairs, tokenizer)
     assert files == local[0]
     assert losses == local[1]
-    text = Location(store.url, store.options).read_bytes("_packstore/manifest-000001.json")
+    text = files["_packstore/manifest-000001.json"]
     for secret in (v for v in store.options.values() if len(v) > 8):
         assert secret.encode() not in text

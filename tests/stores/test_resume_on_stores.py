@@ -10,62 +10,53 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from places import Files, at_each
 from small_jobs import SETTINGS, pairs, write_jsonl
 from stores import Store
 
 import packstore
 from packstore import clean
 from packstore.errors import DatasetExistsError, DatasetNotFoundError
-from packstore.io.store.location import Location
-from packstore.io.write.write_job import writing
 
 RECORDS = pairs(120)
 CUT: dict[str, Any] = {"pack_size": 64, "partitions": 3, "shard_tokens": 2000}
 
 
-def files(place: Location) -> dict[str, int]:
-    fs, root = place.filesystem()
-    fs.invalidate_cache()
-    return {p[len(root) + 1 :]: i["size"] for p, i in fs.find(root, detail=True).items()}
-
-
 def test_a_rerun_goes_on_and_nothing_is_left(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     source = write_jsonl(tmp_path / "pairs.jsonl", RECORDS * 6)
     whole = packstore.pack(source, str(tmp_path / "ds"), **CUT)
-    place = Location(store.url, store.options)
+    files, datasets = Files(store.url, **store.options), list[packstore.Dataset]()
+    to_store: dict[str, Any] = {"storage_options": store.options}
 
-    def pack() -> Any:
-        return packstore.pack(str(source), store.url, storage_options=store.options, **CUT)
-
-    real, puts = Location.put_file, []
-
-    def put(self: Location, local_path: str, path: str) -> None:
-        puts.append(path)
-        if "-p00002-" in path and not stopped:
-            stopped.append(path)
+    def stop(path: str) -> None:
+        if "-p00002-" in path:
             raise KeyboardInterrupt
-        real(self, local_path, path)
 
-    stopped: list[str] = []
-    monkeypatch.setattr(Location, "put_file", put)
-    with pytest.raises(KeyboardInterrupt):
-        pack()
-    report = clean(store.url, storage_options=store.options)
-    assert {x.path for x in report.leftovers} == files(place).keys()
+    with at_each("put_file", stop), pytest.raises(KeyboardInterrupt):
+        packstore.pack(source, store.url, **to_store, **CUT)
+    report = clean(store.url, **to_store)
+    assert {x.path for x in report.leftovers} == files.names()
     assert report.removable == []
-    puts.clear()
-    with writing(place, overwrite=False), caplog.at_level(logging.WARNING, "packstore"):
-        dataset = pack()
+
+    def records() -> Any:
+        """The input of another job, while which the first one is run again."""
+        datasets.append(packstore.pack(source, store.url, **to_store, **CUT))
+        raise KeyboardInterrupt
+        yield
+
+    caplog.set_level(logging.WARNING, "packstore")
+    with at_each("put_file") as puts, pytest.raises(KeyboardInterrupt):
+        packstore.pack(records(), store.url, **to_store, **SETTINGS)
+    (dataset,) = datasets
     assert "another job may be writing here ('pack', process" in caplog.text
     own = [s.path for s in whole.manifest.shards if "-p00002-" in s.path]
     assert [path for path in puts if path.startswith("data/")] == own
     assert dataset.manifest.to_json() == whole.manifest.to_json()
     assert dataset.verify().ok
-    local = Location(str(tmp_path / "ds"))
-    assert files(place) == files(local)
-    assert clean(store.url, storage_options=store.options).leftovers == []
+    assert files.sizes() == Files(whole.url).sizes()
+    assert clean(store.url, **to_store).leftovers == []
 
 
 def test_unfinished_uploads_are_ended(s3: Store) -> None:
@@ -90,9 +81,9 @@ def test_unfinished_uploads_are_ended(s3: Store) -> None:
 
 
 @pytest.mark.parametrize("writers", [3, pytest.param(8, marks=pytest.mark.slow)])
-def test_writers_at_once_have_one_winner(s3: Store, writers: int) -> None:
+def test_writers_at_once_have_one_winner(store: Store, writers: int) -> None:
     """Into an empty place, then all replacing, while a reader looks all the time."""
-    url, options = s3.url, s3.options
+    url, options = store.url, store.options
     settings = {**SETTINGS, "shard_tokens": 400, "storage_options": options}
 
     def job(number: int, overwrite: bool, start: threading.Barrier) -> str:

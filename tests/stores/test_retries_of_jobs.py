@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import yaml
+from places import Files
 from small_jobs import write_jsonl, write_tokenizer
 from stores import Store
 
 import packstore
-from packstore.io.store.location import Location
 
 RECORDS = [
     {"prompt": f"Question {i}? ", "chosen": f"Answer {i}.", "rejected": "No."}
@@ -48,9 +48,7 @@ def step(folder: Path, store: Store) -> subprocess.Popen[str]:
 
 def finished(store: Store) -> int:
     """Finished partitions of which the store has a note."""
-    fs, root = Location(store.url, store.options).filesystem()
-    fs.invalidate_cache()
-    return sum("/partitions/" in path for path in fs.find(root))
+    return sum("/partitions/" in path for path in Files(store.url, **store.options).names())
 
 
 @pytest.mark.slow

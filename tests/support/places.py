@@ -24,7 +24,8 @@ class Files:
         self._fs.invalidate_cache()
         with contextlib.suppress(FileNotFoundError):
             found = self._fs.find(self._root, detail=True).items()
-            return {path[len(self._root) :].lstrip("/"): info["size"] for path, info in found}
+            sizes = {path[len(self._root) :].lstrip("/"): info["size"] for path, info in found}
+            return {name: size for name, size in sizes.items() if name}
         return {}
 
     def all(self) -> dict[str, bytes]:

@@ -1,187 +1,142 @@
+"""What a dataset asks of a store, and the sentences where it is refused."""
+
 from __future__ import annotations
 
-import contextlib
 import errno
+import json
 import os
-import pickle
 import threading
 from pathlib import Path
+from typing import Any
 
+import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+from places import Files
 from rights import closed
+from small_jobs import SETTINGS, pairs
 
-from packstore.errors import DatasetExistsError, FormatError, MissingExtraError, StorageError
-from packstore.io.store.location import Entry, Location, check_relative
-from packstore.io.store.storage_errors import means_exists
+import packstore
+from packstore.errors import (
+    ConfigError,
+    DatasetExistsError,
+    FormatError,
+    MissingExtraError,
+    StorageError,
+    told,
+)
 
-
-def test_files_come_and_go(place, tmp_path):
-    location = Location(place)
-    assert not location.exists()
-    assert location.files() == []
-    location.create_bytes("a/one.json", b"0123456789")
-    staged = tmp_path / "staged"
-    staged.write_bytes(b"two")
-    location.put_file(str(staged), "a/two.bin")
-    assert location.files("a") == [Entry("one.json", 10), Entry("two.bin", 3)]
-    assert location.files() == []  # folders are not files
-    assert location.is_dir("a")
-    assert not location.is_dir("a/one.json")
-    assert location.size("a/one.json") == 10
-    assert location.read_bytes("a/one.json") == b"0123456789"
-    assert location.read_bytes("a/one.json", 2, 5) == b"234"
-    assert location.read_bytes("a/one.json", 8, 20) == b"89"
-    with location.open_read("a/one.json") as file:
-        file.seek(-3, os.SEEK_END)
-        assert file.read() == b"789"
-    assert [p.read_bytes() for p in location.join("*/*.bin").glob()] == [b"two"]
-    location.remove("a/two.bin")
-    location.remove("a/two.bin")
-    assert not location.exists("a/two.bin")
+pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 
 
-def test_create_never_replaces(place):
-    location = Location(place)
-    location.create_bytes("x.json", b"first")
-    with pytest.raises(DatasetExistsError, match=r"x\.json: must not exist yet"):
-        location.create_bytes("x.json", b"second")
-    assert location.read_bytes("x.json") == b"first"
-    assert [e.name for e in location.files()] == ["x.json"]
+def no_links(*_: object) -> None:
+    raise OSError(errno.EPERM, "no hard links here")
 
 
-@pytest.mark.parametrize("renames", [True, False])
-def test_a_full_disk_without_hard_links_leaves_no_half_file(tmp_path, monkeypatch, renames):
-    def refused(*_: object) -> None:
-        raise OSError(errno.EPERM, "no hard links here")
+@pytest.mark.parametrize("how", ["links", "renames", "neither"])
+def test_a_disk_that_is_full_at_the_commit_holds_no_half_manifest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """On filesystems with hard links or not, and with a rename that never replaces or not."""
+    place, commits = tmp_path / "ds", list[str]()
+    if how != "links":
+        monkeypatch.setattr(os, "link", no_links)
+    if how == "neither":  # such a system cannot be had here
+        monkeypatch.setattr("packstore.io.store.local._rename_new", lambda *_: False)
 
     def full(handle: int) -> None:
-        os.ftruncate(handle, 3)
-        if os.path.exists(tmp_path / "x.json") or renames:
-            raise OSError(errno.ENOSPC, "No space left on device")
+        if "manifest-" in (path := os.readlink(f"/proc/self/fd/{handle}")):
+            commits.append(path)
+            if how != "neither" or len(commits) == 2:
+                os.ftruncate(handle, 3)
+                raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(os, "link", refused)
-    if not renames:
-        monkeypatch.setattr("packstore.io.store.local._rename_new", lambda *_: False, raising=False)
-    place = Location(str(tmp_path))
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
-        with pytest.raises(StorageError, match="space"):
-            place.create_bytes("x.json", b"0123456789")
-    assert os.listdir(tmp_path) == []
-    place.create_bytes("x.json", b"0123456789")
-    assert place.read_bytes("x.json") == b"0123456789"
-    with pytest.raises(DatasetExistsError):
-        place.create_bytes("x.json", b"others")
-    assert os.listdir(tmp_path) == ["x.json"]
+        with pytest.raises(StorageError, match=r"write; found no space left .* Free some space"):
+            packstore.pack(pairs(20), place, **SETTINGS)
+    assert not list(place.rglob("*manifest*"))
+    assert packstore.pack(pairs(20), place, **SETTINGS).verify().ok
+    assert [p.name for p in place.rglob("*manifest*")] == ["manifest-000001.json"]
 
 
 @pytest.mark.parametrize("links", [True, False])
-def test_of_many_creators_exactly_one_wins(tmp_path, monkeypatch, links):
-    def no_links(source: str, target: str) -> None:
-        raise OSError(errno.EPERM, "no hard links here")
-
+def test_of_many_writers_exactly_one_commits(
+    place: str, monkeypatch: pytest.MonkeyPatch, links: bool
+) -> None:
     if not links:
         monkeypatch.setattr(os, "link", no_links)
-    for attempt in range(20):
-        path = f"{attempt}.json"
-        winners = race(Location(str(tmp_path)), path, 4)
-        assert len(winners) == 1
-        assert (tmp_path / path).read_bytes() == b"%d" % winners[0] * 1000
+    for attempt in range(5):
+        start, won, lost = threading.Barrier(4), list[str](), list[str]()
+
+        def write(number: int) -> None:
+            records = pairs(5 + number)
+            start.wait()  # noqa: B023
+            try:
+                made = packstore.pack(records, f"{place}{attempt}", **SETTINGS)  # noqa: B023
+                won.append(made.manifest.fingerprint)  # noqa: B023
+            except DatasetExistsError as error:
+                lost.append(str(error))  # noqa: B023
+
+        threads = [threading.Thread(target=write, args=(i,)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert (len(won), len(lost)) == (1, 3)
+        dataset = packstore.open(f"{place}{attempt}")
+        assert (dataset.version, dataset.manifest.fingerprint) == (1, won[0])
+        assert dataset.verify().ok
 
 
-def race(place: Location, path: str, writers: int) -> list[int]:
-    start, winners = threading.Barrier(writers), []
-
-    def create(number: int) -> None:
-        start.wait()
-        with contextlib.suppress(DatasetExistsError):
-            place.create_bytes(path, b"%d" % number * 1000)
-            winners.append(number)
-
-    threads = [threading.Thread(target=create, args=(i,)) for i in range(writers)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return winners
-
-
-def test_no_space_leaves_nothing(tmp_path, monkeypatch):
-    def full(handle: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(StorageError, match=r"cannot write; found no space left .* Free some space"):
-        Location(str(tmp_path)).create_bytes("a/x.json", b"data")
-    assert list((tmp_path / "a").iterdir()) == []
-
-
-def test_refusals_are_sentences(place, tmp_path):
-    location = Location(place)
-    for action in (location.read_bytes, location.size, location.open_read):
-        with pytest.raises(StorageError, match=r"/nope: cannot read; found no such file or folder"):
-            action("nope")
-    (tmp_path / "file").write_bytes(b"")
-    beside = Location(str(tmp_path / "file"))
-    assert beside.files("x") == []
-    assert not beside.exists("x")
+def test_what_is_missing_or_in_the_way(place: str, tmp_path: Path) -> None:
+    made = packstore.pack(pairs(20), place, **SETTINGS)
+    Files(place).remove(made.manifest.shards[0].path)
+    with pytest.raises(StorageError, match=r"data/.*: cannot read; found no such file or folder"):
+        list(made.iter_packs())
+    (tmp_path / "file").touch()
     with pytest.raises(StorageError, match="found a file where a folder must be"):
-        beside.create_bytes("x/y.json", b"")
-    with pytest.raises(StorageError, match="found a folder where a file must be"):
-        Location(str(tmp_path)).open_read()
+        packstore.pack(pairs(20), tmp_path / "file" / "x", **SETTINGS)
 
 
-def test_missing_rights(tmp_path):
-    folder = tmp_path / "closed"
-    folder.mkdir()
-    (folder / "secret").write_bytes(b"x")
-    place = Location(str(folder))
-    assert (place.read_bytes("secret"), len(place.files())) == (b"x", 1)
-    with closed(0o000, folder):
-        for action in (
-            lambda: place.read_bytes("secret"),
-            lambda: place.exists("secret"),
-            lambda: place.files(),
-            lambda: place.create_bytes("new.json", b""),
-        ):
+def test_missing_rights(tmp_path: Path) -> None:
+    made = packstore.pack(pairs(20), tmp_path / "ds", **SETTINGS)
+    list(made.iter_packs())
+    with closed(0o000, tmp_path / "ds"):
+        for act in (lambda: packstore.open(made.url), lambda: list(made.iter_packs())):
             with pytest.raises(StorageError, match=r"permission denied\. Check the rights"):
-                action()
+                act()
 
 
-def test_pickles_as_url_and_options(tmp_path):
-    place = Location(Path(tmp_path), {"auto_mkdir": True})
-    place.exists()
-    assert place.__getstate__() == {"url": str(tmp_path), "storage_options": {"auto_mkdir": True}}
-    assert pickle.loads(pickle.dumps(place)) == place
+class Telling(MemoryFileSystem):
+    """A client whose errors tell all that it knows."""
+
+    protocol = "telling"
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.said = f"denied for {options} in eu at telling://user:hunter2@host/x?sig=abcdef"
+
+    def info(self, path: str, **_: Any) -> Any:
+        raise ValueError(self.said)
+
+    ls = find = open = cat_file = info
 
 
-def test_secrets_stay_secret():
-    url = "memory://user:hunter2@host/x?signature=abcdef"
+def test_errors_tell_no_secret() -> None:
+    fsspec.register_implementation("telling", Telling, clobber=True)
     options = {"secret": "s3cr3t", "client_kwargs": {"aws_session_token": "t0ken", "region": "eu"}}
-    place = Location(url, options)
-    for text in (repr(place), place.display, str(place)):
-        assert not any(s in text for s in ("hunter2", "abcdef", "s3cr3t", "t0ken"))
-    with (
-        pytest.raises(StorageError, match="cannot read") as caught,
-        place.guard("read"),
-    ):
-        raise ValueError(f"denied for s3cr3t and t0ken in eu at {url}")
-    text = str(caught.value)
-    assert not any(s in text for s in ("hunter2", "abcdef", "s3cr3t", "t0ken"))
-    assert "in eu at" in text
+    with pytest.raises(StorageError, match=r"cannot (read|list)") as caught:
+        packstore.open("telling://user:hunter2@host/x?sig=abcdef", options)
+    assert "in eu at" in str(caught.value)
+    for secret in ("hunter2", "abcdef", "s3cr3t", "t0ken"):
+        assert secret not in told(caught.value) + repr(caught.value.__cause__)
 
 
-def test_join_keeps_the_query():
-    assert Location("http://host/a?sig=1").join("b.json").url == "http://host/a/b.json?sig=1"
-    assert Location("/odd?name").join("b").url == "/odd?name/b"
-
-
-def test_unknown_protocol():
+def test_a_filesystem_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(StorageError, match=r"nowhere://x: cannot open; .*Protocol not known"):
-        Location("nowhere://x").exists()
+        packstore.open("nowhere://x")
 
-
-def test_missing_package_names_the_extra(monkeypatch):
     def absent(url: str, **options: object) -> None:
         raise ImportError("Install s3fs to access S3") from ModuleNotFoundError(
             "No module named 's3fs'", name="s3fs"
@@ -189,44 +144,122 @@ def test_missing_package_names_the_extra(monkeypatch):
 
     monkeypatch.setattr("fsspec.core.url_to_fs", absent)
     with pytest.raises(MissingExtraError, match=r"'s3fs'.*pip install 'packstore\[s3\]'"):
-        Location("s3://bucket/x").exists()
+        packstore.open("s3://bucket/x")
     with pytest.raises(MissingExtraError, match="Install s3fs"):
-        Location("odd://x").exists()
+        packstore.open("odd://x")
 
 
-def test_a_refused_conditional_put_means_exists():
-    class ClientError(Exception):
-        response = {"Error": {"Code": "PreconditionFailed"}}  # noqa: RUF012
-
-    refused = OSError(errno.EINVAL, "bad request")
-    refused.__cause__ = ClientError()
-    assert means_exists(refused)
-    assert not means_exists(OSError(errno.EINVAL, "bad request"))
+OUTSIDE = ("/etc/passwd", "../x", "data/../../x", "s3://b/x", "data//x", "", ".", "data/.hidden")
+OUTSIDE += ("data\\x", "data/x\0y", "data/x\n", "~/x", "C:/x", "data/")
 
 
-OUTSIDE = (
-    "/etc/passwd",
-    "../x",
-    "data/../../x",
-    "s3://b/x",
-    "data//x",
-    "",
-    ".",
-    "data/.hidden",
-    "data\\x",
-    "data/x\0y",
-    "data/x\n",
-    "~/x",
-    "C:/x",
-    "data/",
-)
+def test_paths_of_a_manifest_stay_inside_the_dataset(tmp_path: Path) -> None:
+    packstore.pack(pairs(20), tmp_path, **SETTINGS)
+    file = tmp_path / "_packstore" / "manifest-000001.json"
+    manifest = json.loads(file.read_text(encoding="utf-8"))
+    del manifest["sha256"]
+    for path in OUTSIDE:
+        for entry in (manifest["shards"][0], manifest["pack_index"]):
+            good, entry["path"] = entry["path"], path
+            file.write_text(json.dumps(manifest))
+            with pytest.raises(FormatError, match="stay inside the dataset"):
+                packstore.open(tmp_path)
+            entry["path"] = good
+    file.write_text(json.dumps(manifest))
+    assert packstore.open(tmp_path).verify().ok
 
 
-@pytest.mark.parametrize("path", OUTSIDE)
-def test_paths_stay_inside(path):
-    with pytest.raises(FormatError, match="stay inside the dataset"):
-        check_relative(path, "manifest")
+class Flaky(MemoryFileSystem):
+    """The files in memory, behind a client whose next requests fail."""
+
+    protocol = "flaky"
+    errors: list[Exception] = []  # noqa: RUF012
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return super()._strip_protocol(path.replace("flaky://", "memory://"))
+
+    def _fail(self) -> None:
+        if self.errors:
+            raise self.errors.pop(0)
+
+    def ls(self, path: str, **how: Any) -> Any:
+        self._fail()
+        return super().ls(path, **how)
+
+    def cat_file(self, path: str, *how: Any, **more: Any) -> Any:
+        self._fail()
+        return super().cat_file(path, *how, **more)
 
 
-def test_good_paths():
-    assert check_relative("data/0123-00000-abc.parquet", "m") == "data/0123-00000-abc.parquet"
+class Answer(Exception):
+    """An error in the form of botocore's ClientError."""
+
+    def __init__(self, code: str, status: int) -> None:
+        super().__init__(f"An error occurred ({code})")
+        self.response = {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}
+
+
+def payload_error() -> Exception:
+    import aiohttp
+
+    return aiohttp.ClientPayloadError("Response payload is not completed")
+
+
+PASSING = [
+    *(Answer(str(status), status) for status in (408, 429, 500, 502, 503, 504)),
+    *(Answer("SlowDown", 503), Answer("RequestTimeout", 400), payload_error()),
+    *(ConnectionResetError(), ConnectionRefusedError(), TimeoutError()),
+]
+LASTING = [
+    (Answer("AccessDenied", 403), r"permission denied \(AccessDenied\)"),
+    (Answer("NoSuchBucket", 404), r"no such bucket \(NoSuchBucket\)"),
+    (Answer("ExpiredToken", 400), r"have expired .* Log in again"),
+    (Answer("RequestTimeTooSkewed", 403), r"clock is wrong .* Set the clock"),
+    (Answer("PermanentRedirect", 301), r"in another region .* Set AWS_DEFAULT_REGION"),
+    (Answer("QuotaExceeded", 403), r"no space left in the store"),
+    (ValueError("Bucket is requester pays. Set `requester_pays=True`"), "requester_pays=true"),
+    (PermissionError(13, "no"), "permission denied"),
+    (KeyError("odd"), "KeyError: 'odd'"),
+]
+
+
+@pytest.fixture
+def flaky() -> Any:
+    """Opens a dataset while the store fails with these errors."""
+    fsspec.register_implementation("flaky", Flaky, clobber=True)
+    packstore.pack(pairs(5), "memory://flaky/ds", overwrite=True, **SETTINGS)
+
+    def run(*errors: Exception, **options: Any) -> packstore.Dataset:
+        Flaky.errors[:] = errors
+        return packstore.open("flaky://flaky/ds", {"retry_backoff": 0.001, **options})
+
+    yield run
+    Flaky.errors.clear()
+
+
+def test_what_passes_is_asked_again(flaky: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "packstore")
+    for error in PASSING:
+        caplog.clear()
+        assert flaky(error, error).verify().ok
+        assert caplog.text.count("Retrying in") == 2, error
+        with pytest.raises(StorageError, match=r"Tried 4 times\.$") as caught:
+            flaky(*[error] * 9, retry_attempts="4")  # text, as from the command line
+        assert len(Flaky.errors) == 5, caught.value
+
+
+@pytest.mark.parametrize(("error", "text"), LASTING, ids=lambda x: str(x)[:40])
+def test_what_lasts_is_not(flaky: Any, error: Exception, text: str) -> None:
+    with pytest.raises(StorageError, match=text) as caught:
+        flaky(error, error)
+    assert "Tried" not in told(caught.value)
+    assert len(Flaky.errors) == 1
+
+
+def test_settings_of_retries_are_checked(flaky: Any) -> None:
+    with pytest.raises(StorageError, match=r"Tried \d+ times"):
+        flaky(*[TimeoutError()] * 10_000, retry_seconds=0.1)
+    assert 2 < len(Flaky.errors) < 9_997
+    with pytest.raises(ConfigError, match="retry_attempts must be a number; found 'often'"):
+        flaky(retry_attempts="often")
