@@ -8,25 +8,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from places import Files
 from server_kinds import KINDS, READER_KEY, READER_SECRET, free_ports
+from small_jobs import SETTINGS
+from small_jobs import pairs as some_pairs
 from stores import Store
 from tokenizers import Tokenizer
 
 import packstore
 from packstore.config import ReadConfig
 from packstore.errors import StorageError
-from packstore.io.inputs.files import InputReader
-from packstore.io.store.location import Location
 from packstore.torch import PackedDataLoader, PackedDataset
 
 
-def refused(place: Location) -> list[str]:
-    """Returns the errors of a listing, a read and a put, which tell no wrong key."""
+def refused(url: str, options: dict[str, Any]) -> list[str]:
+    """Returns the errors of reading and writing a dataset, which tell no wrong key."""
     said = []
     for action in (
-        lambda: place.files(),
-        lambda: place.read_bytes("x", 0, 4),
-        lambda: place.create_bytes("new", b"data"),
+        lambda: packstore.open(url, options),
+        lambda: packstore.open(url, options, version=1),
+        lambda: packstore.pack(f"{url}/x.jsonl", "never", storage_options=options),
+        lambda: packstore.pack(some_pairs(5), url, storage_options=options, **SETTINGS),
     ):
         with pytest.raises(StorageError) as caught:
             action()
@@ -47,9 +49,9 @@ KEYS: list[tuple[dict[str, Any], list[str]]] = [
 
 
 def test_wrong_keys_and_none(s3: Store) -> None:
-    Location(s3.url, s3.options).create_bytes("x", b"data")
+    Files(s3.url, **s3.options).write("x.jsonl", b"data")
     for keys, texts in KEYS:
-        for told in refused(Location(s3.url, {**s3.options, **keys})):
+        for told in refused(s3.url, {**s3.options, **keys}):
             assert all(text in told for text in texts), told
             assert "Tried" not in told
 
@@ -68,29 +70,24 @@ def test_a_key_that_may_only_read(s3: Store, pairs: Path, tokenizer: Tokenizer) 
 
 @pytest.mark.slow
 def test_wrong_key_of_azure(azure: Store) -> None:
-    Location(azure.url, azure.options).create_bytes("x", b"data")
+    Files(azure.url, **azure.options).write("x.jsonl", b"data")
     text = azure.options["connection_string"]
     options = {**azure.options, "connection_string": text.replace("Key=", "Key=AAAAwrong")}
-    for said in refused(Location(azure.url, options)):
+    for said in refused(azure.url, options):
         assert "permission denied (AuthorizationFailure)" in said
 
 
 def test_no_such_bucket(store: Store, tmp_path: Path) -> None:
-    place = Location(KINDS[store.kind].url("never-made") + "/ds", store.options)
-    file = tmp_path / "file"
-    file.write_bytes(b"data")
+    url, options = KINDS[store.kind].url("never-made") + "/ds", store.options
     for action in (
-        lambda: place.files(),
-        lambda: place.create_bytes("new", b"data"),
-        lambda: place.put_file(str(file), "new"),
+        lambda: packstore.open(url, options),
+        lambda: packstore.pack(some_pairs(5), url, storage_options=options, **SETTINGS),
     ):
         with pytest.raises(StorageError, match=r"never-made/ds.*found no such bucket.* Check its"):
             action()
-    with pytest.raises(StorageError, match="found no such bucket"):
-        packstore.open(place.url, storage_options=store.options)
-    for source in (place.join("a.jsonl").url, place.join("*.jsonl").url):
+    for source in (f"{url}/a.jsonl", f"{url}/*.jsonl"):
         with pytest.raises(StorageError, match="cannot list; found no such bucket"):
-            InputReader(source, store.options)
+            packstore.pack(source, tmp_path / "ds", storage_options=options)
 
 
 def test_a_bucket_removed_while_it_is_read(s3: Store, pairs: Path, tokenizer: Tokenizer) -> None:
@@ -118,4 +115,4 @@ def test_a_refused_connection_is_bounded(s3: Store) -> None:
     nobody = s3.through(f"http://127.0.0.1:{port}")
     options = {**nobody.options, "retry_attempts": 3, "retry_backoff": 0}
     with pytest.raises(StorageError, match=r"(?s)found no connection\. Check .*Tried 3 times\."):
-        Location(s3.url, options).files()
+        packstore.open(s3.url, options)
