@@ -11,7 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from packstore.io.side.side import open_side
-from packstore.torch.batch.collate import PackedBatch, collate
+from packstore.torch.batch.batch import PackedBatch, collate
 from packstore.torch.batch.inputs import packed_seq_params
 from packstore.torch.data.dataset import PackedDataset
 from packstore.torch.data.in_memory import pack_in_memory

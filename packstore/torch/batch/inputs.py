@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from packstore.errors import BackendError
 from packstore.torch.batch.batch import PackedBatch
@@ -13,14 +12,20 @@ from packstore.torch.batch.batch import PackedBatch
 
 def hf(batch: PackedBatch) -> dict[str, Any]:
     """Inputs for a model prepared by :func:`~packstore.torch.use_packed_attention`."""
-    return {**_row(batch), "use_cache": False, "packed_layout": batch.layout}
+    return {
+        "input_ids": batch.input_ids[None],
+        "position_ids": batch.position_ids[None],
+        "use_cache": False,
+        "packed_layout": batch.layout,
+    }
 
 
 def flash(batch: PackedBatch) -> dict[str, Any]:
     """Inputs for an unchanged Hugging Face model with a flash-attention implementation."""
     _refuse_shared(batch, "model_inputs(style='flash')")
     return {
-        **_row(batch),
+        "input_ids": batch.input_ids[None],
+        "position_ids": batch.position_ids[None],
         **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), batch.cu_seqlens),
         **dict.fromkeys(("max_length_q", "max_length_k"), batch.max_seqlen),
         "use_cache": False,
@@ -84,10 +89,6 @@ def padded(batch: PackedBatch) -> dict[str, Any]:
     input_ids[taken] = ids
     mask = position < batch.lengths[:, None]
     return {"input_ids": input_ids, "attention_mask": mask.long(), "use_cache": False}
-
-
-def _row(batch: PackedBatch) -> dict[str, Tensor]:
-    return {"input_ids": batch.input_ids[None], "position_ids": batch.position_ids[None]}
 
 
 def _refuse_shared(batch: PackedBatch, where: str) -> None:

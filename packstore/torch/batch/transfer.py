@@ -6,6 +6,7 @@ The host starts a batch, and only then reads the result of the one before, while
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import chain, pairwise
 from typing import TypeVar
 
 import torch
@@ -14,10 +15,6 @@ from torch import Tensor
 from packstore.torch.batch.batch import PackedBatch
 
 T = TypeVar("T")
-
-INFERENCE_PACKS = 4
-"""Packs of a default batch on a CUDA device: one pack of a small model is launched more slowly than
-it is computed."""
 
 
 def to_device(batch: PackedBatch, device: torch.device) -> PackedBatch:
@@ -53,19 +50,18 @@ class Fetched:
 
 def one_late(started: Iterable[T]) -> Iterator[T]:
     """Yields each item after the next one was taken from `started`."""
-    waiting: list[T] = []
-    for item in started:
-        waiting.append(item)
-        if len(waiting) > 1:
-            yield waiting.pop(0)
-    yield from waiting
+    return (item for item, _ in pairwise(chain(started, [None])) if item is not None)
 
 
 def inference_batching(
     batching: dict[str, int | None], device: torch.device, pack_size: int
 ) -> dict[str, int | None]:
-    """Returns `packs_per_batch` or `tokens_per_batch` for inference, by default for `device`."""
+    """Returns `packs_per_batch` or `tokens_per_batch` for inference, by default for `device`.
+
+    On a CUDA device the tokens of 4 packs: one pack of a small model is launched more slowly than
+    it is computed.
+    """
     given = any(batching.get(name) is not None for name in ("packs_per_batch", "tokens_per_batch"))
     if given or device.type != "cuda":
         return batching
-    return {"tokens_per_batch": INFERENCE_PACKS * pack_size}
+    return {"tokens_per_batch": 4 * pack_size}

@@ -21,11 +21,9 @@ from packstore.io.dataset.order import LANES
 from packstore.io.side.side import Side
 from packstore.torch.data.mix import MixedPacks
 from packstore.torch.data.position import Position, SharedStart, Unseen, stale
-from packstore.torch.data.ranks import settled
-from packstore.torch.data.steps import StepPlan, plan_steps
+from packstore.torch.data.steps import StepPlan, plan_steps, settled
 from packstore.torch.data.stream import Identity, PackStream, Shuffle, SideColumns, StoredPacks
 
-STATE_VERSION = 1
 _TOGETHER = 8
 """Packs looked up at once."""
 
@@ -85,7 +83,7 @@ class PackedDataset(IterableDataset[Packs]):
         self.rank, self.world_size = placement(rank, world_size)
         self.epoch = 0
         self.position = Position()
-        self._start = SharedStart()
+        self.start = SharedStart()
 
     @classmethod
     def mix(
@@ -141,19 +139,9 @@ class PackedDataset(IterableDataset[Packs]):
         stored = [stream for stream in streams if isinstance(stream, StoredPacks)]
         return [s.dataset.group_name(group) for s in stored for group in sorted(s.quarantined)]
 
-    @property
-    def start(self) -> Position:
-        """Position where the next iteration begins: the epoch's start or a loaded state's."""
-        return self._start.peek()
-
-    @property
-    def moves(self) -> int:
-        """Number of times that an epoch or a position was set."""
-        return self._start.times_set
-
     def __len__(self) -> int:
         """Packs that the next iteration yields on this rank, over all its workers."""
-        left = len(Unseen(self.num_packs, settled(self.stream, self.start)))
+        left = len(Unseen(self.num_packs, settled(self.stream, self.start.peek())))
         return len(range(self.rank, left, self.world_size))
 
     def __iter__(self) -> Iterator[Packs]:
@@ -170,11 +158,11 @@ class PackedDataset(IterableDataset[Packs]):
 
     def begin(self) -> Position:
         """Begins an iteration: returns its position, and rewinds the next one."""
-        epoch = self._start.new_epoch()
+        epoch = self.start.new_epoch()
         if epoch is not None and epoch != self.epoch:
             self.epoch = epoch
             self.stream.set_epoch(epoch)
-        self.position = self._start.take()
+        self.position = self.start.take()
         return self.position
 
     def plan(self, *, world_size: int | None = None, epochs: int = 1, **batching: Any) -> StepPlan:
@@ -230,7 +218,7 @@ class PackedDataset(IterableDataset[Packs]):
     def _move(self, epoch: int, position: Position) -> None:
         self.epoch, self.position = epoch, position
         self.stream.set_epoch(epoch)
-        self._start.set(epoch, position)
+        self.start.set(epoch, position)
 
     def _packs(self, number: int, workers: int) -> Iterator[Packs]:
         """The share of worker `number`, from :attr:`position` on."""
@@ -249,7 +237,7 @@ class PackedDataset(IterableDataset[Packs]):
         self.position = unseen.after(len(unseen), turn)
 
     def _identity(self) -> Identity:
-        return {"version": STATE_VERSION, **self.stream.identity}
+        return {"version": 1, **self.stream.identity}
 
 
 def placement(rank: int | None, world_size: int | None) -> tuple[int, int]:

@@ -16,14 +16,11 @@ from packstore.config import PackConfig
 from packstore.config.fields import ID_SPELLINGS
 from packstore.errors import ConfigError, RecordError, TokenizerError, sentence
 from packstore.format.arrays import COUNTS, Examples, Float32, Packs, Rows, count_packs
-from packstore.torch.batch.batch import StepInfo
-from packstore.torch.batch.collate import PackedBatch, collate
+from packstore.torch.batch.batch import PackedBatch, StepInfo, collate
 from packstore.torch.data.dataset import placement
 
 REF_LOGPS = ("ref_chosen_logps", "ref_rejected_logps")
 """Fields of a pair that hold log-probs of a reference model, under TRL's names."""
-
-_ANY_SIZE = 1 << 24
 
 
 def pack_in_memory(
@@ -124,7 +121,7 @@ def _examples(
         config,
         fields={**names, **config.fields},
         carry=typed_carry(config, values),
-        pack_size=_ANY_SIZE,
+        pack_size=1 << 24,
         max_length=None,
         # Rollouts may be equal. What is dropped is refused below, with its place.
         on={

@@ -18,19 +18,22 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from packstore.config import BatchConfig
 from packstore.errors import ConfigError, PackstoreError, WorkerError, sentence
 from packstore.format.arrays import Int64
-from packstore.torch.batch.batch import PackedBatch
-from packstore.torch.batch.collate import collate
+from packstore.torch.batch.batch import PackedBatch, collate
 from packstore.torch.data.dataset import PackedDataset
 from packstore.torch.data.position import Position, Unseen, shared_integers
-from packstore.torch.data.ranks import assign_ranks, cut_of, settled
-from packstore.torch.data.steps import WINDOW, Step, StepCutter, StepPlan, check_fits
+from packstore.torch.data.steps import (
+    WINDOW,
+    Step,
+    StepCutter,
+    StepPlan,
+    assign_ranks,
+    check_fits,
+    settled,
+)
 from packstore.torch.data.stream import PackStream, StoredPacks
 
 _CHUNK = 32
 """Batches whose packs are looked up at once."""
-
-_INSIDE = "in DataLoader worker process"
-"""Part of torch's message for an error inside a worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +107,6 @@ class PackedDataLoader:
         self.data, self.config = data, BatchConfig.of(**batching)
         self._options: dict[str, Any] = {
             "batch_size": None,
-            "collate_fn": _unchanged,
             "num_workers": num_workers,
             "pin_memory": pin_memory,
             "prefetch_factor": prefetch,
@@ -114,7 +116,8 @@ class PackedDataLoader:
         self._batches = _Batches(data, self.config)
         self._loader: DataLoader[Any] | None = None
         self._length: tuple[object, int] = (None, 0)
-        _check_budget(data.stream, self.config.tokens_per_batch)
+        if self.config.tokens_per_batch is not None:
+            _check_budget(data.stream, self.config.tokens_per_batch)
 
     def __len__(self) -> int:
         """Exact number of batches that the next iteration yields on this rank.
@@ -122,7 +125,7 @@ class PackedDataLoader:
         With `tokens_per_batch` or `examples_per_step` it looks up the sizes of all packs, once per
         epoch and position.
         """
-        start = self.data.start
+        start = self.data.start.peek()
         key = (self.data.epoch, start)
         if self._length[0] != key:
             self._length = key, self._batches.count(start)
@@ -133,11 +136,11 @@ class PackedDataLoader:
 
         :meth:`set_epoch` or :meth:`load_state_dict` still takes effect until the first batch.
         """
-        return self._give(self.data.begin(), self.data.moves)
+        return self._give(self.data.begin(), self.data.start.times_set)
 
     def _give(self, start: Position, moves: int) -> Iterator[PackedBatch]:
         data, cut = self.data, self._batches.cut
-        if data.moves != moves:  # frameworks may load a state after making the iterator
+        if data.start.times_set != moves:  # frameworks may load a state after making the iterator
             start = data.begin()
         start = self._batches.begin(start)
         unseen, steps = Unseen(data.num_packs, start), start.step
@@ -193,7 +196,7 @@ class _Batches(IterableDataset[tuple[PackedBatch, _Mark]]):
 
     def __init__(self, data: PackedDataset, config: BatchConfig) -> None:
         self.data, self.config = data, config
-        self.cut = cut_of(config, data.world_size)
+        self.cut = {"world_size": data.world_size, **config.changed()}
         self._start = Position()
         # Epoch, next, step and batches, in memory shared with persistent workers.
         self._cells = shared_integers(4)
@@ -287,8 +290,8 @@ def _watched(loader: DataLoader[Any]) -> Iterator[Any]:
         yield from running
     except (RuntimeError, OSError, EOFError) as error:
         text = str(error) or repr(error)
-        if isinstance(error, PackstoreError) or _INSIDE in text:
-            raise
+        if isinstance(error, PackstoreError) or "in DataLoader worker process" in text:
+            raise  # the error of a worker that lives
         if "(pid" not in text:  # the pipe or shared memory broke before torch noticed
             text += _dead(getattr(running, "_workers", ()))
         if "(pid" not in text:
@@ -311,15 +314,9 @@ def _dead(workers: Sequence[BaseProcess]) -> str:
     return names
 
 
-def _unchanged(item: Any) -> Any:
-    return item
-
-
-def _check_budget(stream: PackStream, budget: int | None) -> None:
+def _check_budget(stream: PackStream, budget: int) -> None:
     """Refuses a budget that a single pack exceeds; reads sizes only if one might."""
-    if budget is None or (
-        isinstance(stream, StoredPacks) and stream.dataset.manifest.pack_size <= budget
-    ):
+    if isinstance(stream, StoredPacks) and stream.dataset.manifest.pack_size <= budget:
         return
     for start in range(0, len(stream), WINDOW):
         places = np.arange(start, min(start + WINDOW, len(stream)))

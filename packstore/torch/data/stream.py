@@ -97,16 +97,13 @@ class SideColumns:
             rows = table.find(ids)
             for name in side.manifest.columns:
                 if name == REF_LOGPS:
-                    pairs = zip(
-                        packs, np.split(table.ref_logps(rows, counts), sequences), strict=True
-                    )
-                    packs = [replace(p, ref_logps=part) for p, part in pairs]
+                    values = np.split(table.ref_logps(rows, counts), sequences)
+                    pairs = zip(packs, values, strict=True)
+                    packs = [replace(p, ref_logps=x) for p, x in pairs]
                 else:
                     values = np.split(table.column(name, rows), examples)
-                    packs = [
-                        replace(p, columns={**p.columns, name: part})
-                        for p, part in zip(packs, values, strict=True)
-                    ]
+                    pairs = zip(packs, values, strict=True)
+                    packs = [replace(p, columns={**p.columns, name: x}) for p, x in pairs]
         return packs
 
 

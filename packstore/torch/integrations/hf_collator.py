@@ -22,7 +22,7 @@ from packstore.config import PackConfig
 from packstore.errors import ConfigError, sentence
 from packstore.format.arrays import Packs
 from packstore.format.schema import require_kind
-from packstore.torch.batch.collate import PackedBatch, collate
+from packstore.torch.batch.batch import PackedBatch, collate
 from packstore.torch.batch.layout import Targets
 from packstore.torch.data.in_memory import in_one_pack
 from packstore.torch.logprobs.logprobs import segment_logps

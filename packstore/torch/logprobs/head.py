@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from packstore.errors import CompatibilityError, sentence
-from packstore.torch.batch.collate import PackedBatch
+from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.batch.layout import AttentionLayout
 from packstore.torch.logprobs.logprobs import segment_logps
 from packstore.torch.logprobs.tiles import HEAD_BACKENDS

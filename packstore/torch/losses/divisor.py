@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from packstore.errors import ConfigError, sentence
-from packstore.torch.batch.collate import PackedBatch
+from packstore.torch.batch.batch import PackedBatch
 
 
 @dataclass(frozen=True)

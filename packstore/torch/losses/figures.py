@@ -18,7 +18,7 @@ from torch import Tensor
 from packstore.errors import ConfigError, quote
 from packstore.format.arrays import SOURCE_SHIFT
 from packstore.io.dataset.dataset import Dataset
-from packstore.torch.batch.collate import PackedBatch
+from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.batch.transfer import Fetched, sent
 from packstore.torch.losses.divisor import UNDIVIDED
 from packstore.torch.losses.loss import PreferenceLoss

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from packstore.errors import sentence
-from packstore.torch.batch.collate import PackedBatch
+from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.losses.divisor import UNDIVIDED
 from packstore.torch.losses.loss import PreferenceLoss
 

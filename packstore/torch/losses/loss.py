@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from packstore.errors import CompatibilityError, ConfigError, quote, sentence
-from packstore.torch.batch.collate import PackedBatch
+from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.logprobs.logprobs import segment_token_counts
 from packstore.torch.losses.divisor import StepDivisor, check_accumulation
 from packstore.torch.losses.formulas import Names, is_number, make_terms, sft

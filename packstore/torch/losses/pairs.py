@@ -11,7 +11,7 @@ from torch import Tensor
 
 from packstore.errors import ConfigError, sentence
 from packstore.format.arrays import Int64, range_indices, to_offsets
-from packstore.torch.batch.collate import PackedBatch
+from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.batch.transfer import sent
 from packstore.torch.logprobs.logprobs import segment_token_counts
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from packstore.errors import BackendError, CompatibilityError
 from packstore.format.arrays import Packs, to_offsets
 from packstore.format.seeds import keys
-from packstore.torch.batch.collate import PackedBatch, collate
+from packstore.torch.batch.batch import PackedBatch, collate
 from packstore.torch.models.mask import PREFIX
 from packstore.torch.models.model import use_packed_attention
 from packstore.torch.models.unwrap import by_length, evaluating, rope_kinds, rope_parts, unwrapped

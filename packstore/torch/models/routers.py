@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from packstore.errors import CompatibilityError, sentence
-from packstore.torch.batch.collate import PackedBatch
+from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.models.probe import batch_of
 from packstore.torch.models.unwrap import evaluating, text_config, unwrapped
 

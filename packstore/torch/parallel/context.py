@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from packstore.errors import ConfigError, quote
-from packstore.torch.batch.collate import PackedBatch
+from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.batch.layout import AttentionLayout, Targets
 from packstore.torch.parallel.padding import offsets, owners
 

@@ -23,7 +23,7 @@ from packstore.errors import ConfigError
 from packstore.format.arrays import IGNORE_INDEX, Column
 from packstore.format.schema import KINDS
 from packstore.io.manifest.manifest import Manifest
-from packstore.torch.batch.collate import PackedBatch
+from packstore.torch.batch.batch import PackedBatch
 
 Size = TypeVar("Size", int, Tensor)
 

@@ -41,7 +41,7 @@ from packstore.io.side.side import Side, SideWriter, open_side
 from packstore.io.store.location import Location
 from packstore.io.store.operations import remove_all, remove_empty
 from packstore.progress import Progress
-from packstore.torch.batch.collate import PackedBatch, collate
+from packstore.torch.batch.batch import PackedBatch, collate
 from packstore.torch.batch.transfer import Fetched, inference_batching, one_late, to_device
 from packstore.torch.data.position import Position, Unseen
 from packstore.torch.data.steps import StepCutter

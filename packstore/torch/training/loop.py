@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from packstore.errors import DivergedError, sentence
-from packstore.torch.batch.collate import PackedBatch
+from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.data.loader import PackedDataLoader
 from packstore.torch.losses.figures import GroupedMetrics
 from packstore.torch.losses.first_step_check import FirstStepCheck

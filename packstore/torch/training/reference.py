@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from packstore.config.training import TrainConfig
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.side.side import open_side
-from packstore.torch.batch.collate import PackedBatch
+from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.models.load import is_adapter, load_model
 from packstore.torch.models.unwrap import evaluating
 from packstore.torch.reference.reference import run_on_rank_zero

@@ -19,8 +19,7 @@ from packstore.format.arrays import PackSizes
 from packstore.testing import random_examples
 from packstore.torch import PackedDataLoader, PackedDataset
 from packstore.torch.data.position import Position, Unseen
-from packstore.torch.data.ranks import assign_ranks
-from packstore.torch.data.steps import StepCutter
+from packstore.torch.data.steps import StepCutter, assign_ranks
 
 N = 41
 LONGEST = 200
