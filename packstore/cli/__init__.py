@@ -31,20 +31,24 @@ class Command:
     run: Callable[[argparse.Namespace], int]
 
 
-_GROUPS = {
-    "grow": "append concat",
-    "show": "show view",
-    "keep": "clean verify check",
-    "evaluate": "evaluate ref-logps",
+FILES = {
+    "append": "grow",
+    "concat": "grow",
+    "view": "show",
+    "ref-logps": "evaluate",
+    "doctor": "estimate",
+    "clean": "keep",
+    "verify": "keep",
+    "check": "keep",
+    "inspect": "stats",
 }
-FILES = {name: file for file, names in _GROUPS.items() for name in names.split()}
 """Command -> its file here, if that has another name."""
 
 COMMANDS: Registry[Command] = Registry(
     "command",
     {
-        name: f"packstore.cli.{FILES.get(name, word)}:{word.upper()}"
-        for name, word in ((name, name.replace("-", "_")) for name in SUMMARIES)
+        name: f"packstore.cli.{FILES.get(name, name)}:{name.replace('-', '_').upper()}"
+        for name in SUMMARIES
     },
 )
 
@@ -71,19 +75,13 @@ def _terminate(number: int, frame: object) -> None:
     sys.exit(128 + number)
 
 
-def _take_any_text() -> None:
-    """Makes stdout and stderr accept every character in any locale: as UTF-8, or escaped."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            encoding = codecs.lookup(stream.encoding).name
-            stream.reconfigure(
-                encoding="utf-8" if encoding == "ascii" else encoding, errors="backslashreplace"
-            )
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code. Errors become one line on stderr."""
-    _take_any_text()
+    for stream in (sys.stdout, sys.stderr):  # every character in any locale: UTF-8, or escaped
+        if isinstance(stream, io.TextIOWrapper):
+            ascii_only = codecs.lookup(stream.encoding).name == "ascii"
+            encoding = "utf-8" if ascii_only else stream.encoding
+            stream.reconfigure(encoding=encoding, errors="backslashreplace")
     given = list(sys.argv[1:] if argv is None else argv)
     if given[:1] == ["help"]:
         given = [*given[1:], "--help"]
@@ -115,9 +113,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             fail(args, f"error: {told(error)}")
             return 1
         text = quote(f"{type(error).__name__}: {error}", 300)
-        fail(
-            args,
-            f"internal error: {text}. This is a defect of packstore: please report it, with the "
-            "traceback that --debug shows.",
-        )
+        remedy = "This is a defect of packstore: please report it, with the traceback of --debug"
+        fail(args, f"internal error: {text}. {remedy}.")
         return 1

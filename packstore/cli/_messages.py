@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 from packstore.errors import visible
 from packstore.progress import Progress
@@ -65,15 +65,9 @@ def _object(level: str, message: str) -> str:
 @contextmanager
 def progress_of(command: str, args: argparse.Namespace) -> Iterator[Progress]:
     """Yields a function that shows progress: bars on a terminal, elsewhere log lines."""
-    if sys.stderr.isatty() and args.log_format == "text" and not args.quiet:
-        with _bars() as report:
-            yield report
-    else:
+    if not sys.stderr.isatty() or args.log_format == "json" or args.quiet:
         yield _lines(command)
-
-
-@contextmanager
-def _bars() -> Iterator[Progress]:
+        return
     from rich import progress
     from rich.console import Console
 
@@ -111,14 +105,7 @@ def _lines(command: str) -> Progress:
             rate = (done - before) / (now - start)
             text += f", {rate:,.0f}/s"
             if total and total > done:
-                text += f", {_clock((total - done) / rate)} left"
+                text += f", {timedelta(seconds=round((total - done) / rate))} left"
         log.info("%s", text)
 
     return report
-
-
-def _clock(seconds: float) -> str:
-    """Returns a duration as hours, minutes and seconds: 1:02:03 or 2:03."""
-    hours, rest = divmod(round(seconds), 3600)
-    minutes = f"{rest // 60:02}:{rest % 60:02}"
-    return f"{hours}:{minutes}" if hours else minutes.removeprefix("0")

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
+from packstore.cli.common import add_settings
+from packstore.config.training import TrainModelConfig
 from packstore.errors import ConfigError, quote, sentence
 from packstore.registry import missing_extra
 
@@ -22,12 +24,9 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         "--model", required=True, metavar="PATH", help="folder or hub name, or a LoRA adapter"
     )
     group.add_argument("--adapter", metavar="PATH", help="LoRA adapter over the model")
-    precisions = ("auto", "none", "bf16")
-    choices = {"--dtype": ("float32", "bfloat16", "float64"), "--mixed-precision": precisions}
-    for flag, names in choices.items():
-        text = f"as in packstore train (default: {names[0]})"
-        group.add_argument(flag, choices=names, default=names[0], help=text)
-    group.add_argument("--attention", default="auto", metavar="NAME", help="backend (auto)")
+    names = ("dtype", "mixed_precision", "attention")
+    add_settings(parser, "precision", TrainModelConfig, names)
+    parser.set_defaults(**{name: getattr(TrainModelConfig, name) for name in names})
     group.add_argument(
         "--probe",
         action=argparse.BooleanOptionalAction,
@@ -50,7 +49,7 @@ def loaded(args: argparse.Namespace, path: str, adapter: str | None, device: tor
     model = load_model(path, dtype=args.dtype, attention=args.attention)
     if adapter is not None:
         if not is_adapter(adapter):
-            rule = "the folder must hold an adapter_config.json"
+            rule = "it must hold an adapter_config.json"
             raise ConfigError(sentence(f"adapter {adapter}", rule, "none"))
         model = add_adapter(model, adapter, False)
     model = model.to(device)

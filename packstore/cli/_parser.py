@@ -101,10 +101,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_command(
-    commands: argparse._SubParsersAction[Any],
-    name: str,
-    summary: str,
-    examples: str,
+    commands: argparse._SubParsersAction[Any], name: str, summary: str, examples: str
 ) -> argparse.ArgumentParser:
     """Adds a command, whose help begins with the summary and ends with the examples."""
     parser: argparse.ArgumentParser = commands.add_parser(

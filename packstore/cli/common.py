@@ -11,7 +11,7 @@ import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from rich.console import Console, ConsoleOptions, RenderableType
+from rich.console import Console
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
@@ -21,19 +21,16 @@ from packstore.errors import spelled, visible
 
 if TYPE_CHECKING:
     from packstore.io.dataset.dataset import Dataset
+    from packstore.io.manifest.manifest import Records
 
 UNFOLDED = 1 << 20
 """Width of output that is no terminal: cells are never folded, so that it can be searched."""
 
 
 class _Screen(Console):
-    """A console for untrusted text: reads no markup, and prints no control characters."""
-
-    def render(
-        self, renderable: RenderableType, options: ConsoleOptions | None = None
-    ) -> Iterator[Segment]:
-        """Yields the segments of `renderable`, with control characters made visible."""
-        for segment in super().render(renderable, options):
+    def render(self, *what: Any, **options: Any) -> Iterator[Segment]:
+        """Yields the segments of what is printed, with control characters made visible."""
+        for segment in super().render(*what, **options):
             yield segment if segment.control else segment._replace(text=visible(segment.text))
 
 
@@ -75,28 +72,23 @@ def source_of(paths: list[str]) -> str | list[str]:
 
 def add_storage_options(parser: argparse.ArgumentParser, source: bool = False) -> None:
     """Adds ``--storage-option KEY=VALUE``; with `source` also ``--source-storage-option``."""
-    flag: dict[str, Any] = {"action": KeyValue, "read": _option, "metavar": "KEY=VALUE"}
-    parser.add_argument(
-        "--storage-option", default={}, help="for fsspec, e.g. endpoint_url=… (repeatable)", **flag
-    )
+
+    def read(text: str) -> Any:  # secrets that are digits stay text
+        return json.loads(text) if text in ("true", "false", "null") or text[:1] in "{[" else text
+
+    flag: dict[str, Any] = {"action": KeyValue, "read": read, "metavar": "KEY=VALUE"}
+    text = "for fsspec, e.g. endpoint_url=… (repeatable)"
+    parser.add_argument("--storage-option", default={}, help=text, **flag)
     if source:
-        parser.add_argument(
-            "--source-storage-option", help="of SOURCE, if it lies elsewhere", **flag
-        )
-
-
-def _option(text: str) -> Any:
-    """Parses true, false, null, {…} and […] as JSON; secrets that are digits stay text."""
-    return json.loads(text) if text in ("true", "false", "null") or text[:1] in "{[" else text
+        text = "of SOURCE, if it lies elsewhere"
+        parser.add_argument("--source-storage-option", help=text, **flag)
 
 
 def add_dataset(parser: argparse.ArgumentParser, versions: bool = False) -> None:
     """Adds the positional DATASET and its storage options; with `versions` also ``--version``."""
     parser.add_argument("dataset", metavar="DATASET", help="folder or URL of a packed dataset")
     if versions:
-        parser.add_argument(
-            "--version", type=int, metavar="N", help="an older version (default: the newest)"
-        )
+        add_flags(parser, {"--version N": "an older version (default: the newest)"})
     add_storage_options(parser)
 
 
@@ -169,6 +161,13 @@ def print_table(
         print_result(result)
     else:
         stdout_console().print(two_columns(title, rows))
+
+
+def counts_of(records: Records) -> dict[str, int]:
+    """Returns the records that a job has read, packed, dropped and noted, by name."""
+    counts = {"records read": records.read, "records packed": records.packed}
+    counts |= {f"dropped: {reason}": count for reason, count in records.dropped.items()}
+    return counts | {f"noted: {event}": count for event, count in records.noted.items()}
 
 
 def facts_of(dataset: Dataset) -> dict[str, Any]:

@@ -1,12 +1,15 @@
-"""``packstore estimate``: estimates the result of packing from a sample of the records."""
+"""``packstore doctor`` and ``estimate``: lint records, and foretell their packs, from a sample."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
-from rich.table import Table
+from rich.table import Column, Table
+from rich.text import Text
 
 from packstore.cli import Command, common
 from packstore.cli._messages import progress_of
@@ -14,6 +17,7 @@ from packstore.config import PackConfig, TokenizeConfig, WorkConfig
 from packstore.pages import charts, frame
 
 if TYPE_CHECKING:
+    from packstore.etl.doctor import Diagnosis
     from packstore.etl.estimate import Choice, Estimate
 
 NOTE = (
@@ -31,8 +35,63 @@ NUMBERS = {
 """Argument of :func:`packstore.estimate` -> help of its flag."""
 
 
-def _names(text: str) -> list[str]:
-    return text.split(",")
+def _configure_doctor(parser: argparse.ArgumentParser) -> None:
+    common.add_source(parser)
+    parser.add_argument("--tokenizer", metavar="PATH", required=True, help="as for packstore pack")
+    flags = {
+        "--sample N": "most records to look at, from all over (all)",
+        "--strict": "remarks count as problems",
+    }
+    common.add_flags(parser, flags)
+    common.add_json(parser)
+    common.add_storage_options(parser)
+    common.add_settings(parser, "tokenization", TokenizeConfig)
+    common.add_settings(parser, "running", WorkConfig)
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from packstore.etl.doctor import doctor
+
+    with progress_of("doctor", args) as progress:
+        diagnosis = doctor(
+            common.source_of(args.source),
+            args.tokenizer,
+            sample=args.sample,
+            storage_options=args.storage_option,
+            progress=progress,
+            **common.read_settings(args, PackConfig),
+        )
+    if args.json:
+        common.print_result({"ok": diagnosis.ok, **dataclasses.asdict(diagnosis)})
+    else:
+        print_diagnosis(diagnosis)
+    return 0 if diagnosis.ok and not (args.strict and diagnosis.findings) else 1
+
+
+def print_diagnosis(diagnosis: Diagnosis) -> None:
+    """Prints the findings as a table."""
+    from packstore.etl.doctor import meaning
+
+    console = common.stdout_console()
+    console.print(f"{diagnosis.records:,} records of kind {diagnosis.kind}")
+    table = Table(
+        Column("check", no_wrap=True),
+        Column("records", justify="right"),
+        Column("share", justify="right"),
+        Column("for example", overflow="fold"),
+    )
+    for finding in diagnosis.findings:
+        style = "red" if finding.level == "problem" else "yellow"
+        table.add_row(
+            Text(f"{finding.level}: {finding.check}", style),
+            common.number(finding.records),
+            f"{finding.records / max(diagnosis.records, 1):.1%}",
+            "\n".join(filter(None, (meaning(finding.check), *finding.examples))),
+        )
+    if diagnosis.findings:
+        console.print(table)
+    else:
+        console.print("nothing to remark", style="green")
 
 
 def _sizes(text: str) -> list[int]:
@@ -42,15 +101,17 @@ def _sizes(text: str) -> list[int]:
         raise argparse.ArgumentTypeError("must be whole numbers, comma-separated") from None
 
 
-def _configure(parser: argparse.ArgumentParser) -> None:
+def _configure_estimate(parser: argparse.ArgumentParser) -> None:
     common.add_source(parser)
     parser.add_argument("--tokenizer", metavar="PATH", help="as for packstore pack")
     tried = parser.add_argument_group("what is tried", argument_default=argparse.SUPPRESS)
-    for one, many, read, text in (
-        ("--pack-size", "--pack-sizes", _sizes, "comma-separated (2048 to 32768)"),
-        ("--layout", "--layouts", _names, "comma-separated (concat,shared_prefix)"),
-        ("--strategy", "--strategies", _names, "comma-separated (pool)"),
+    for one, many, usual in (
+        ("--pack-size", "--pack-sizes", "2048 to 32768"),
+        ("--layout", "--layouts", "concat,shared_prefix"),
+        ("--strategy", "--strategies", "pool"),
     ):
+        read = _sizes if one == "--pack-size" else partial(str.split, sep=",")
+        text = f"comma-separated ({usual})"
         tried.add_argument(many, one, type=read, metavar="LIST", help=text)
     tried.add_argument("--seed", type=int, metavar="N", help="of the sample and the plans (0)")
     for name, text in NUMBERS.items():
@@ -62,7 +123,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     common.add_settings(parser, "running", WorkConfig)
 
 
-def _run(args: argparse.Namespace) -> int:
+def _estimate(args: argparse.Namespace) -> int:
     from packstore.etl.estimate import estimate
 
     if args.html:
@@ -92,9 +153,8 @@ def print_estimate(result: Estimate) -> None:
     """Prints the choices as a table, with a recommendation if there are several."""
     console = common.stdout_console()
     console.print(_summary(result))
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for column in _cells(result.choices[0]):
-        table.add_column(column, justify="right", no_wrap=True)
+    columns = [Column(c, justify="right", no_wrap=True) for c in _cells(result.choices[0])]
+    table = Table(*columns, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for choice in result.choices:
         style = "bold green" if choice is result.recommended else None
         table.add_row(*_cells(choice).values(), style=style)
@@ -137,24 +197,20 @@ def _summary(result: Estimate) -> str:
 def _advice(result: Estimate) -> str:
     from packstore.etl.estimate import ENOUGH_FILL
 
-    best = result.recommended
-    if best is None:
-        fullest = max(result.choices, key=lambda choice: choice.fill_rate)
+    best = result.recommended or max(result.choices, key=lambda choice: choice.fill_rate)
+    choice = f"pack size {best.pack_size}, layout {best.layout}, strategy {best.strategy}"
+    if result.recommended is None:
         return (
             "no pack size that was tried fills to 99 % and keeps 99.9 % of the records that can be "
-            f"kept; the fullest is {_settings(fullest)}: {fullest.fill_rate:.2%}. Try larger ones."
+            f"kept; the fullest is {choice}: {best.fill_rate:.2%}. Try larger ones."
         )
     fills = "fills to 99 %"
     if best.fill_rate < ENOUGH_FILL:
         fills += f" in all packs but the emptiest ({best.fill_rate:.2%} in all)"
     return (
-        f"recommended: {_settings(best)}: the smallest pack size that {fills} and keeps 99.9 % of "
+        f"recommended: {choice}: the smallest pack size that {fills} and keeps 99.9 % of "
         "the records that any of them keeps."
     )
-
-
-def _settings(choice: Choice) -> str:
-    return f"pack size {choice.pack_size}, layout {choice.layout}, strategy {choice.strategy}"
 
 
 def _cells(choice: Choice) -> dict[str, str]:
@@ -180,25 +236,27 @@ def _page(result: Estimate, source: str) -> str:
         name = f"{choice.layout}, {choice.strategy}"
         fills.setdefault(name, []).append((choice.pack_size, choice.fill_rate))
     cells = [_cells(choice) for choice in result.choices]
-    lengths = [
-        charts.histogram(f"Tokens of an example, layout {layout}", values, "tokens")
-        for layout, values in result.example_tokens.items()
-    ]
+    lengths = {f"an example, layout {name}": n for name, n in result.example_tokens.items()}
+    lengths["a sequence"] = result.sequence_tokens
     return charts.charts_page(
         "Packing estimate",
         f"{source}: {_summary(result)}",
         note=_advice(result),
         charts=[
             charts.curves("Fill", "pack size", fills),
-            *lengths,
-            charts.histogram("Tokens of a sequence", result.sequence_tokens, "tokens"),
+            *(charts.histogram(f"Tokens of {of}", n, "tokens") for of, n in lengths.items()),
         ],
         tables={"Choices": ([*cells[0]], [[*row.values()] for row in cells])},
     )
 
 
+DOCTOR = Command(
+    "  packstore doctor chats.jsonl --tokenizer Qwen3/ --pack-size 4096 --strict\n",
+    _configure_doctor,
+    _doctor,
+)
 ESTIMATE = Command(
     "  packstore estimate prefs.jsonl --tokenizer Qwen3/ --world-size 8 --html estimate.html\n",
-    _configure,
-    _run,
+    _configure_estimate,
+    _estimate,
 )

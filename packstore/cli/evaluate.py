@@ -11,7 +11,8 @@ import pyarrow.parquet as pq
 from packstore.cli import Command, common
 from packstore.cli._messages import progress_of
 from packstore.cli._model import add_model, loaded, ranks, say
-from packstore.errors import CompatibilityError, ConfigError
+from packstore.config.training import TrainLossConfig
+from packstore.errors import CompatibilityError, ConfigError, sentence
 from packstore.pages import charts, frame
 
 if TYPE_CHECKING:
@@ -60,28 +61,20 @@ def _ref_logps(args: argparse.Namespace) -> int:
 def _configure_evaluate(parser: argparse.ArgumentParser) -> None:
     common.add_dataset(parser, versions=True)
     add_model(parser)
-    reference = parser.add_mutually_exclusive_group()
     references = {
         "--reference-model PATH": "reference model, or a LoRA adapter",
         "--ref-logps SIDE": "side dataset from `packstore ref-logps`",
     }
-    common.add_flags(reference, references)
-    flags = {"--loss NAME": "default: dpo, or sft for kind sft", "--beta X": "beta of the loss"}
-    common.add_flags(parser, flags)
-    parser.add_argument(
-        "--loss-parameter",
-        action=common.KeyValue,
-        read=common.json_or_text,
-        default={},
-        metavar="NAME=VALUE",
-        help="another parameter of the loss (repeatable)",
-    )
-    files = {
+    common.add_flags(parser.add_mutually_exclusive_group(), references)
+    flags = {
+        "--loss NAME": "default: dpo, or sft for kind sft",
+        "--beta X": "beta of the loss",
         "--html FILE": "also write a page with charts",
         "--examples FILE": "also write Parquet, a row for each example",
     }
-    common.add_flags(parser, files)
+    common.add_flags(parser, flags)
     common.add_json(parser)
+    common.add_settings(parser, "loss", TrainLossConfig, ("loss_parameters",))
 
 
 def _evaluate(args: argparse.Namespace) -> int:
@@ -90,23 +83,23 @@ def _evaluate(args: argparse.Namespace) -> int:
     for path in filter(None, (args.html, args.examples)):
         frame.check_writable(path)
     name = args.loss or ("sft" if kind == "sft" else "dpo")
-    if args.beta is not None and "beta" in args.loss_parameter:
-        raise ConfigError("give --beta or --loss-parameter beta, not both.")
-    beta = {} if args.beta is None else {"beta": args.beta}
+    parameters = getattr(args, "loss_parameters", {})
+    if args.beta is not None:
+        if "beta" in parameters:
+            raise ConfigError("give --beta or --loss-parameter beta, not both.")
+        parameters["beta"] = args.beta
     with ranks(args.device) as device:
         from packstore.torch.losses.loss import PreferenceLoss
         from packstore.torch.training.evaluate import evaluate
 
-        loss = PreferenceLoss(name, **args.loss_parameter, **beta)
+        loss = PreferenceLoss(name, **parameters)
         if kind == "sft" and not loss.only_sft:
-            raise CompatibilityError(
-                f"--loss {name}: an example must have responses to compare; found a dataset of "
-                "kind 'sft'. Use --loss sft."
-            )
+            rule = "an example must have responses to compare"
+            remedy = "Use --loss sft"
+            raise CompatibilityError(sentence(f"--loss {name}", rule, "kind 'sft'", remedy))
         if loss.reference and not (args.reference_model or args.ref_logps):
-            raise ConfigError(
-                f"loss {name!r} compares with a reference: give --reference-model or --ref-logps."
-            )
+            remedy = "give --reference-model or --ref-logps"
+            raise ConfigError(f"loss {name!r} compares with a reference: {remedy}.")
         wanted = loss.reference and args.reference_model
         result: Any = evaluate(
             loaded(args, args.model, args.adapter, device),

@@ -56,10 +56,7 @@ def _run(args: argparse.Namespace) -> int:
     m = dataset.manifest
     per_pack = m.statistics.examples_per_pack
     rows: dict[str, object] = {
-        "records read": m.records.read,
-        "records packed": m.records.packed,
-        **{f"dropped: {reason}": count for reason, count in m.records.dropped.items()},
-        **{f"noted: {event}": count for event, count in m.records.noted.items()},
+        **common.counts_of(m.records),
         "packs": f"{m.num_packs:,} of {m.pack_size:,} tokens",
         "fill rate": f"{m.fill_rate:.2%}",
         "examples per pack": f"{per_pack.min} to {per_pack.max}, mean {per_pack.mean:.2f}",
@@ -105,8 +102,7 @@ def _records(stream: BinaryIO) -> Iterator[object]:
 
 
 def _dry_run(args: argparse.Namespace, job: dict[str, Any]) -> int:
-    from packstore.cli.doctor import print_diagnosis
-    from packstore.cli.estimate import print_estimate
+    from packstore.cli.estimate import print_diagnosis, print_estimate
     from packstore.cli.keep import print_findings
     from packstore.etl.doctor import dry_run
 

@@ -24,11 +24,14 @@ if TYPE_CHECKING:
 
 _STYLES = {"chosen": "green", "rejected": "red"}
 _RESPONSE, _PROMPT, _UNSUPERVISED = "cyan", "dim", "yellow"
-
-_TEXT = {
-    "--tokenizer PATH": "default: the dataset's",
-    "--ids": "show token ids instead of text",
+_LEGEND = {
+    "prompt": _PROMPT,
+    **{f"{side}, supervised": style for side, style in _STYLES.items()},
+    "other response, supervised": _RESPONSE,
+    "in a response, not supervised": _UNSUPERVISED,
 }
+
+_TEXT = {"--tokenizer PATH": "default: the dataset's", "--ids": "token ids instead of text"}
 """Flags of both commands."""
 
 log = logging.getLogger("packstore")
@@ -40,12 +43,9 @@ def _reader(args: argparse.Namespace, dataset: Dataset) -> PackReader:
         return PackReader(dataset, None)
     from packstore.tokenizer import recorded_tokenizer
 
-    tokenizer = recorded_tokenizer(
-        dataset.manifest.provenance,
-        args.tokenizer,
-        dataset.url,
-        "Give --tokenizer PATH, or --ids",
-    )
+    remedy = "Give --tokenizer PATH, or --ids"
+    recorded = dataset.manifest.provenance
+    tokenizer = recorded_tokenizer(recorded, args.tokenizer, dataset.url, remedy)
     return PackReader(dataset, tokenizer.decode)
 
 
@@ -61,14 +61,12 @@ def _configure_show(parser: argparse.ArgumentParser) -> None:
 def _show(args: argparse.Namespace) -> int:
     dataset = common.open_dataset(args)
     if not 0 <= args.pack < len(dataset):
-        raise ConfigError(
-            f"--pack must lie in 0..{len(dataset) - 1} for this dataset; found {args.pack}."
-        )
+        raise ConfigError(f"--pack must lie in 0..{len(dataset) - 1}; found {args.pack}.")
     if args.count < 1:
         raise ConfigError(f"--count must be at least 1; found {args.count}.")
     if args.html:
         frame.check_writable(args.html)
-    reader = _reader(args, dataset)
+    reader, m = _reader(args, dataset), dataset.manifest
     numbers = range(args.pack, min(args.pack + args.count, len(dataset)))
     if args.html:
         page, left_out = pack_page(reader, numbers)
@@ -76,29 +74,19 @@ def _show(args: argparse.Namespace) -> int:
         if left_out:
             log.warning("%s", left_out)
     elif args.json:
-        m = dataset.manifest
         about = {"url": dataset.url, "kind": m.kind, "layout": m.layout, "pack_size": m.pack_size}
         packs = [_plain(reader, number) for number in numbers]
         common.print_json(json.dumps({**about, "packs": packs}) + "\n")
     else:
         console = common.stdout_console()
-        console.print(_legend(console.is_terminal))
+        legend = [Text(part, style) for part, style in _LEGEND.items()]
+        if not console.is_terminal:
+            legend = [Text("supervised text stands in ⟦ ⟧")]
+        console.print(Text("  ").join(legend))
         for number in numbers:
             for line in _lines(reader, number, console.is_terminal):
                 console.print(line)
     return 0
-
-
-def _legend(colour: bool) -> Text:
-    if not colour:
-        return Text("supervised text stands in ⟦ ⟧")
-    parts = {
-        "prompt": _PROMPT,
-        **{f"{side}, supervised": style for side, style in _STYLES.items()},
-        "other response, supervised": _RESPONSE,
-        "in a response, not supervised": _UNSUPERVISED,
-    }
-    return Text("  ").join(Text(name, style) for name, style in parts.items())
 
 
 def _plain(reader: PackReader, number: int) -> dict[str, Any]:

@@ -1,21 +1,23 @@
-"""``packstore stats``: shows distributions, computed from the packs."""
+"""``packstore inspect`` and ``stats``: the manifest, and distributions, computed from the packs."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from packstore.cli import Command, common
 from packstore.cli._messages import progress_of
+from packstore.config.job import job_of, to_yaml
 from packstore.errors import ConfigError, quote
 from packstore.format.arrays import SOURCE_SHIFT, Packs
+from packstore.io.manifest.commit import with_hash
 from packstore.pages import charts, frame
 
 if TYPE_CHECKING:
     from packstore.io.dataset.dataset import Dataset
-    from packstore.progress import Progress
 
 PERCENTILES = {"min": 0, "p1": 1, "p10": 10, "median": 50, "p90": 90, "p99": 99, "max": 100}
 GROUPS = 40
@@ -27,22 +29,99 @@ FILE = "file"
 Figures = dict[str, dict[str, float]]
 
 
-def _configure(parser: argparse.ArgumentParser) -> None:
+def _configure_inspect(parser: argparse.ArgumentParser) -> None:
+    common.add_dataset(parser, versions=True)
+    shown = parser.add_mutually_exclusive_group()
+    shown.add_argument("--json", action="store_true", help="print the manifest itself")
+    shown.add_argument(
+        "--as-config", action="store_true", help="print the job that made it, for pack --config"
+    )
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    dataset = common.open_dataset(args)
+    m = dataset.manifest
+    if args.json:
+        common.print_json(with_hash(m.to_json()).decode())
+        return 0
+    if args.as_config:
+        sys.stdout.write(to_yaml(job_of(m.provenance, dataset.url)))
+        return 0
+    console = common.stdout_console()
+    stats, totals = m.statistics, m.totals
+    per_pack = stats.examples_per_pack
+    rows: dict[str, object] = {
+        "version": dataset.version,
+        "kind": f"{m.kind} (K = {m.num_responses or 'stored per example'})",
+        "layout": m.layout,
+        "packs": f"{totals.packs:,} of {m.pack_size:,} tokens",
+        "fill rate": f"{m.fill_rate:.2%}",
+        "strategy": f"{m.strategy}, packs {m.pack_order}, seed {m.seed}",
+        "examples": totals.examples,
+        "examples per pack": f"{per_pack.min} to {per_pack.max}, mean {per_pack.mean:.2f}",
+        "sequences": totals.sequences,
+        "tokens": totals.tokens,
+        "tokens unpacked": totals.logical_tokens,
+        "supervised tokens": f"{totals.supervised_tokens:,} "
+        f"({totals.supervised_tokens / max(totals.tokens, 1):.1%})",
+        "longest sequence": stats.longest_sequence,
+        "shortest pack": stats.shortest_pack,
+        "most segments": stats.most_segments,
+        "files": f"{len(m.shards)} {m.file_format}, {totals.bytes:,} bytes, "
+        f"{8 * totals.bytes / max(totals.tokens, 1):.1f} bits per token",
+        "features": ", ".join(m.features) or "none",
+        "fingerprint": m.fingerprint,
+    }
+    console.print(common.two_columns(f"dataset {dataset.url}", rows))
+    every = max(m.records.read, 1)
+    shares = [
+        (what, common.number(count), f"{count / every:.1%}")
+        for what, count in common.counts_of(m.records).items()
+    ]
+    console.print(common.figures_table("records", ("what", "records", "share"), shares))
+    console.print(common.two_columns("planning", _flat(stats.planning)))
+    tokenizer = dict(m.provenance.get("tokenizer") or {})
+    if template := tokenizer.get("chat_template"):
+        tokenizer["chat_template"] = f"{len(template)} characters"
+    provenance = {**m.provenance, "tokenizer": tokenizer}
+    console.print(common.two_columns("provenance", _flat(provenance)))
+    return 0
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, object]:
+    """Flattens nested mappings and lists to dotted names."""
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        value = {str(i): entry for i, entry in enumerate(value)}
+    if not isinstance(value, dict) or not value:
+        return {prefix: ", ".join(map(str, value)) if isinstance(value, list) else value}
+    flat: dict[str, object] = {}
+    for name, entry in value.items():
+        flat |= _flat(entry, f"{prefix}.{name}" if prefix else str(name))
+    return flat
+
+
+def _configure_stats(parser: argparse.ArgumentParser) -> None:
     common.add_dataset(parser, versions=True)
     common.add_json(parser)
     parser.add_argument("--by", metavar="COLUMN", help="also by a carried column, or by file")
     parser.add_argument("--html", metavar="FILE", help="also write a page with charts")
 
 
-def _run(args: argparse.Namespace) -> int:
+def _stats(args: argparse.Namespace) -> int:
     dataset = common.open_dataset(args)
     known = [FILE, *dataset.manifest.carry]
     if args.by not in (None, *known):
         raise ConfigError(f"--by must be one of: {', '.join(known)}; found {quote(args.by)}.")
     if args.html:
         frame.check_writable(args.html)
+    parts: list[dict[str, Any]] = []
     with progress_of("stats", args) as progress:
-        values = _collect(dataset, progress)
+        for done, packs in enumerate(dataset.iter_packs(), 1):
+            parts.append(_values(packs, dataset.manifest.kind, dataset.manifest.pack_size))
+            progress("read", done, len(dataset.row_groups), "row groups")
+    names = [*parts[0]] if parts else []
+    # A part is dropped as soon as it is joined, so that memory holds the values once.
+    values = {name: np.concatenate([part.pop(name) for part in parts]) for name in names}
     summary = {name: _summary(array) for name, array in values.items() if len(array)}
     groups = _grouped(dataset, args.by) if args.by else {}
     tables = {"Percentiles": _cells(summary)}
@@ -61,16 +140,6 @@ def _run(args: argparse.Namespace) -> int:
     if len(groups) > GROUPS:
         console.print(f"the largest {GROUPS} of {len(groups):,} groups; --json has all")
     return 0
-
-
-def _collect(dataset: Dataset, progress: Progress) -> dict[str, Any]:
-    parts: list[dict[str, Any]] = []
-    for done, packs in enumerate(dataset.iter_packs(), 1):
-        parts.append(_values(packs, dataset.manifest.kind, dataset.manifest.pack_size))
-        progress("read", done, len(dataset.row_groups), "row groups")
-    names = [*parts[0]] if parts else []
-    # A part is dropped as soon as it is joined, so that memory holds the values once.
-    return {name: np.concatenate([part.pop(name) for part in parts]) for name in names}
 
 
 def _values(packs: Packs, kind: str, pack_size: int) -> dict[str, Any]:
@@ -136,12 +205,11 @@ def _grouped(dataset: Dataset, by: str) -> Figures:
 def _cells(figures: Figures) -> tuple[list[str], list[list[str]]]:
     """Returns the columns and the rows of a table of figures."""
     columns = ["", *next(iter(figures.values()), {})]
-    rows = [[str(name), *map(_short, row.values())] for name, row in figures.items()]
+    rows = [
+        [str(name), *(common.number(int(v) if v == int(v) else v) for v in row.values())]
+        for name, row in figures.items()
+    ]
     return columns, rows
-
-
-def _short(value: float) -> str:
-    return common.number(int(value)) if value == int(value) else common.number(value)
 
 
 def _fill(dataset: Dataset) -> str:
@@ -177,8 +245,14 @@ def _page(dataset: Dataset, values: dict[str, Any], tables: Any) -> str:
     )
 
 
+INSPECT = Command(
+    "  packstore inspect s3://bucket/prefs-8k --json > manifest.json\n"
+    "  packstore inspect prefs-8k --as-config > job.yaml\n",
+    _configure_inspect,
+    _inspect,
+)
 STATS = Command(
     "  packstore stats prefs-8k --json\n  packstore stats prefs-8k --by lang --html stats.html\n",
-    _configure,
-    _run,
+    _configure_stats,
+    _stats,
 )

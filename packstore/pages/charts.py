@@ -49,12 +49,10 @@ def charts_page(
     tables: Mapping[str, tuple[Sequence[str], Iterable[Sequence[str]]]] | None = None,
 ) -> str:
     """Returns a page: figures, charts, and tables of columns and rows, each with its title."""
-    sections = []
+    sections = [frame.section("Charts", f'<div class="charts">{"".join(charts)}</div>')]
     if facts or note:
-        sections.append(
-            frame.section("Figures", frame.facts(facts or {}), f"<p>{as_html(note)}</p>")
-        )
-    sections.append(frame.section("Charts", f'<div class="charts">{"".join(charts)}</div>'))
+        content = frame.facts(facts or {}), f"<p>{as_html(note)}</p>"
+        sections.insert(0, frame.section("Figures", *content))
     for name, (columns, rows) in (tables or {}).items():
         sections.append(frame.section(name, frame.table(columns, rows)))
     return frame.page(title, subtitle, sections)
@@ -120,7 +118,13 @@ def histogram(title: str, values: npt.NDArray[np.generic], unit: str) -> str:
 
 def curves(title: str, unit: str, series: Mapping[str, Points]) -> str:
     """Returns a chart with a curve for each series by place, whose unit is `unit`; else empty."""
-    drawn = {name: kept for name, points in series.items() if (kept := _thinned(points))}
+    drawn: dict[str, list[tuple[float, float]]] = {}
+    for name, points in series.items():
+        if kept := [(x, y) for x, y in points if np.isfinite(y)]:
+            if len(kept) > POINTS:
+                parts = np.array_split(np.array(kept), POINTS)
+                kept = [(float(part[-1, 0]), float(part[:, 1].mean())) for part in parts]
+            drawn[name] = kept
     if not drawn:
         return ""
     xs, ys = (np.array([p[axis] for kept in drawn.values() for p in kept]) for axis in (0, 1))
@@ -157,15 +161,6 @@ def _marks(low: float, high: float, levels: Sequence[float] = ()) -> list[tuple[
     """Returns place (a fraction of the axis) and text of each tick from `low` to `high`."""
     inside = [x for x in levels or _ticks(low, high) if low <= x <= high] or [low]
     return [((x - low) / (high - low), _short(x)) for x in inside]
-
-
-def _thinned(points: Points) -> list[tuple[float, float]]:
-    """Returns the finite points, or means of neighbours if they are many."""
-    finite = [(x, y) for x, y in points if np.isfinite(y)]
-    if len(finite) <= POINTS:
-        return finite
-    parts = np.array_split(np.array(finite), POINTS)
-    return [(float(part[-1, 0]), float(part[:, 1].mean())) for part in parts]
 
 
 def _figure(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from packstore.format.arrays import SOURCE_SHIFT, Int32, Packs, ids_of
+from packstore.format.arrays import SOURCE_SHIFT, Packs, ids_of
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.inputs.pieces import place_of
 from packstore.pages import frame
@@ -24,7 +24,6 @@ KEPT_GROUPS = 4
 
 _LONGEST_VALUE = 300
 """Characters of a carried value that are shown."""
-
 _INCOMPLETE = "\ufffd"
 _JOINED = 8
 """Tokens that are decoded together, at most, to complete a character."""
@@ -32,19 +31,8 @@ _JOINED = 8
 Decode = Callable[[list[int]], str]
 
 
-def side_of(kind: str, response: int) -> str:
-    """Returns the name of sequence `response`, from 0, of an example."""
-    if kind == "preference":
-        return ("chosen", "rejected")[response]
-    return "response" if kind == "sft" else f"response {response + 1}"
-
-
-def record_place(provenance: Mapping[str, Any], example_id: int) -> str:
-    """Returns the input file and place of an example's record, as far as the manifest has it."""
-    source, ordinal = divmod(example_id, 1 << SOURCE_SHIFT)
-    sources = provenance.get("sources", ())
-    known = source < len(sources) and sources[source].get("path")
-    return place_of(known or f"source {source}", ordinal)
+SIDES = {"preference": ("chosen", "rejected"), "sft": ("response",)}
+"""Kind -> names of the sequences of an example; others are numbered."""
 
 
 class PackReader:
@@ -69,7 +57,10 @@ class PackReader:
         pack = self.read(number)
         texts: list[str | None] = []
         for start, stop in itertools.pairwise(pack.seq_boundaries.tolist()):
-            texts += self._texts_of(pack.signed_ids[start:stop])
+            signed = pack.signed_ids[start:stop]  # no text crosses an edge of the supervision
+            edges = np.flatnonzero(np.diff(signed >= 0)) + 1
+            for run in np.split(ids_of(signed), edges):
+                texts += self.texts(run.tolist())
         return {
             "number": number,
             "ids": pack.signed_ids.tolist(),
@@ -80,27 +71,21 @@ class PackReader:
 
     def sequences(self, pack: Packs) -> list[dict[str, Any]]:
         """Returns what is known of each sequence of a pack besides its tokens."""
-        m, counts = self.dataset.manifest, pack.num_responses
-        example = np.repeat(np.arange(len(counts)), counts)
-        response = np.arange(len(example)) - np.repeat(np.cumsum(counts) - counts, counts)
-        return [
-            {
-                "example": e,
-                "id": str(pack.example_ids[e]),
-                "place": shown(record_place(m.provenance, int(pack.example_ids[e]))),
-                "side": side_of(m.kind, r),
-                "start": int(pack.seq_boundaries[i]),
-                "stop": int(pack.seq_boundaries[i + 1]),
-                "length": int(pack.lengths[i]),
-                "reward": float(f"{pack.reward[i]:.6g}"),
-            }
-            for i, (e, r) in enumerate(zip(example.tolist(), response.tolist(), strict=True))
-        ]
-
-    def _texts_of(self, signed_ids: Int32) -> list[str | None]:
-        """Decodes a sequence; a text never crosses an edge of the supervision."""
-        runs = np.split(ids_of(signed_ids), np.flatnonzero(np.diff(signed_ids >= 0)) + 1)
-        return [text for run in runs for text in self.texts(run.tolist())]
+        m = self.dataset.manifest
+        sources = m.provenance.get("sources", ())
+        numbered = tuple(f"response {i + 1}" for i in range(max(pack.num_responses, default=0)))
+        sequences: list[dict[str, Any]] = []
+        for example, number in enumerate(pack.example_ids.tolist()):
+            source, ordinal = divmod(number, 1 << SOURCE_SHIFT)
+            path = source < len(sources) and sources[source].get("path")
+            place = shown(place_of(path or f"source {source}", ordinal))
+            for side in SIDES.get(m.kind, numbered)[: pack.num_responses[example]]:
+                i = len(sequences)
+                start, stop = pack.seq_boundaries[i : i + 2].tolist()
+                numbers = {"length": int(pack.lengths[i]), "reward": float(f"{pack.reward[i]:.6g}")}
+                about = {"example": example, "id": str(number), "place": place, "side": side}
+                sequences.append({**about, "start": start, "stop": stop, **numbers})
+        return sequences
 
     def texts(self, ids: Sequence[int]) -> list[str | None]:
         """Returns the text of each token; None: it is part of the one before (a character)."""
@@ -120,8 +105,7 @@ class PackReader:
         return texts
 
     def _text(self, token: int) -> str:
-        if token not in self._texts:
-            assert self.decode is not None
+        if token not in self._texts and self.decode is not None:
             alone, twice = self.decode([token]), self.decode([token, token])
             # Some decoders drop the space before the first word.
             text = twice[len(alone) :] if twice.startswith(alone) else alone
@@ -131,15 +115,13 @@ class PackReader:
 
 def columns_of(pack: Packs) -> list[dict[str, str]]:
     """Returns the carried values of each example as text."""
-    return [
-        {shown(name): _value(values[e]) for name, values in pack.columns.items()}
-        for e in range(len(pack.example_ids))
-    ]
-
-
-def _value(value: object) -> str:
-    text = shown(str(value))
-    return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 1] + "…"
+    columns: list[dict[str, str]] = [{} for _ in pack.example_ids]
+    for name, values in pack.columns.items():
+        for column, value in zip(columns, values, strict=True):
+            text = shown(str(value))
+            long = len(text) > _LONGEST_VALUE
+            column[shown(name)] = text[: _LONGEST_VALUE - 1] + "…" if long else text
+    return columns
 
 
 def pack_page(reader: PackReader, numbers: range | None) -> tuple[str, str]:
@@ -162,7 +144,7 @@ def pack_page(reader: PackReader, numbers: range | None) -> tuple[str, str]:
         "packs": len(reader),
         "packSize": m.pack_size,
         "layout": m.layout,
-        "sides": ("chosen", "rejected") if m.kind == "preference" else (),
+        "sides": SIDES["preference"] if m.kind == "preference" else (),
         "embedded": None if numbers is None else packs,
         "note": left if reader.decode else f"{left} Token ids stand in place of text.".strip(),
     }
