@@ -47,12 +47,13 @@ def choose_precision(asked: Precision, device: torch.device, weights: torch.dtyp
     if around or weights != torch.float32 or not flash.runs_on(device):
         return "bf16" if asked == "bf16" else "none"
     if asked != "bf16":
-        _log_choice(asked)
+        log_choice(asked)
     return "none" if asked == "none" else "bf16"
 
 
 @cache
-def _log_choice(asked: Precision) -> None:
+def log_choice(asked: Precision) -> None:
+    """Logs once what `asked` means for float32 weights on a GPU."""
     if asked == "auto":
         logger.info("mixed_precision 'auto' is 'bf16': float32 weights on CUDA")
     else:

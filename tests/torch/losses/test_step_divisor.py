@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from gradients import take_gradients
 from ranks import launch
 from torch import Tensor
@@ -25,8 +26,10 @@ from packstore.torch import (
     PackedBatch,
     PackedDataLoader,
     PackedDataset,
+    PackedLoss,
     PackedPolicy,
     PreferenceLoss,
+    StepDivisor,
     count_step,
     use_packed_attention,
 )
@@ -53,7 +56,7 @@ LOSSES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def loss_of(name: str) -> PreferenceLoss:
-    kind, settings = LOSSES[name]
+    kind, settings = LOSSES.get(name, ("preference", {"reduction": "pack_mean"}))
     if kind == "sft":
         return PreferenceLoss("sft", **settings)
     return PreferenceLoss("dpo", beta=BETA, **settings)
@@ -193,29 +196,53 @@ def uncounted(data: Dataset) -> Dataset:
     return Dataset(data.location, replace(data.manifest, pack_index=None), data.version)
 
 
-@pytest.mark.parametrize("name", ["sft term by token", "sft", "best", "all", "adjacent"])
+@pytest.mark.parametrize("name", [*LOSSES, "mean of each pack"])
 def test_every_stream_counts(kit: SimpleNamespace, tmp_path: Path, name: str) -> None:
     """Counts of a step, in each of its batches, are the sums over these batches."""
-    kind, loss_fn = LOSSES[name][0], loss_of(name)
+    kind, loss_fn = LOSSES.get(name, ("preference", {}))[0], loss_of(name)
     data = stored(kit, tmp_path, kind)
-    concat = stored(kit, tmp_path / "concat", kind, "concat")
-    how = {"accumulation": 3, "tail": "pad"}
-    loaders: dict[str, Any] = {
-        "stored": PackedDataLoader(PackedDataset(data), **how),
-        "mix": PackedDataLoader(PackedDataset.mix({data: 1, concat: 1}), **how),
-    }
-    for stream, loader in loaders.items():
+    other = stored(kit, tmp_path / "concat", kind, "concat")
+    for packs in (PackedDataset(data), PackedDataset.mix({data: 1, other: 1})):
         step, several = [], 0
-        for batch in loader:
+        for batch in PackedDataLoader(packs, accumulation=3):
             step.append(batch)
             if batch.step.last:
                 parts = [loss_fn.count(one) for one in step]
-                expected = sum(p.count for p in parts), sum(p.sft_count or 0 for p in parts)
-                found = [count_step([one], loss_fn) for one in step]
-                assert {(d.count, d.sft_count or 0) for d in found} == {expected}, stream
+                sums = sum(p.count for p in parts), sum(p.sft_count or 0 for p in parts)
+                counts = [count_step([one], loss_fn) for one in step]
+                assert {(d.count, d.sft_count or 0) for d in counts} == {sums}
                 several += len(step) > 1
                 step = []
-        assert several, stream
+        assert several
+
+
+def test_divisors(kit: SimpleNamespace, tmp_path: Path) -> None:
+    loss_fn = loss_of("dpo")
+    first, second, *_ = PackedDataLoader(PackedDataset(stored(kit, tmp_path, "preference")))
+    n, ref_logps = first.num_examples, with_reference(first)
+    assert count_step([first], loss_fn).averaged(4) == StepDivisor(n / 4, None, n / 4)
+    with pytest.raises(ConfigError, match=r"of one optimizer step; found steps \[0, 1\]"):
+        count_step([first, second], loss_fn)
+    for divisor in (10, StepDivisor(10)):
+        with pytest.raises(ConfigError, match="the SFT term needs a count of its own; found none"):
+            loss_of("sft term by token")(ref_logps, first, ref_logps, divisor=divisor)
+    with pytest.raises(ConfigError, match="which is all that it counts; found a mean over tokens"):
+        PackedLoss(loss_of("sft term by token"))
+
+
+def test_a_rank_without_batches(kit: SimpleNamespace, tmp_path: Path) -> None:
+    """It joins the sum over ranks with zeros, from the device that the group talks from."""
+    loss_fn, nothing = loss_of("sft term by token"), StepDivisor(1, 1, 1)
+    assert count_step([], loss_fn, device=torch.device("meta")) == nothing  # there is no group
+    store = f"file://{tmp_path}/store"
+    dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    try:
+        assert count_step([], loss_fn) == nothing
+        for batches in ([], [kit.row()]):
+            with pytest.raises(NotImplementedError, match=r"(?i)meta"):
+                count_step(batches, loss_fn, device=torch.device("meta"))
+    finally:
+        dist.destroy_process_group()
 
 
 def test_who_sums_gradients_says_so(kit: SimpleNamespace, tmp_path: Path) -> None:

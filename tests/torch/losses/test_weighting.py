@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import packstore
 from packstore.errors import CompatibilityError, ConfigError
 from packstore.testing import random_examples
 from packstore.torch import (
@@ -20,7 +22,9 @@ from packstore.torch import (
     PreferenceLoss,
     StepDivisor,
     collate,
+    evaluate,
     segment_token_counts,
+    use_packed_attention,
 )
 from packstore.torch.losses.formulas import LOSSES
 
@@ -236,3 +240,16 @@ def test_no_first_step_without_a_reference(kit: SimpleNamespace) -> None:
     guard = FirstStepCheck(PreferenceLoss("dpo"))
     assert guard(logps, batch) is None  # nothing to compare with yet
     assert guard(logps, batch, ref) is not None
+
+
+def test_groups_by_a_column_that_cannot_name_them(kit: SimpleNamespace, tmp_path: Path) -> None:
+    row = {"prompt": [1, 2], "chosen": [3], "score": 0.5}
+    rows = [{**row, "rejected": [4 + i]} for i in range(4)]
+    data = packstore.pack(rows, str(tmp_path), pack_size=16, carry=("score:float64",))
+    model = use_packed_attention(kit.tiny_model())
+    for name in ("colour", "score"):
+        rule = "column of texts, integers or booleans, of file, score; found"
+        with pytest.raises(ConfigError, match=f"{rule} '{name}'"):
+            evaluate(model, data, loss="simpo", by=name)
+    (found,) = evaluate(model, data, loss="simpo", by="file")["by"].values()
+    assert found["examples"] == 4

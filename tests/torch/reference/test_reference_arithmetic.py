@@ -16,17 +16,11 @@ pytest.importorskip("accelerate", reason="training needs accelerate")
 
 from accelerate.state import AcceleratorState
 
-from packstore import open as open_dataset
 from packstore.cli import main
 from packstore.errors import CompatibilityError
-from packstore.io.side.side import SideWriter
-from packstore.torch import open_side, train, write_ref_logps
+from packstore.torch import open_side, train
 from packstore.torch.attention import flash
-from packstore.torch.models.load import load_model
-from packstore.torch.reference import arithmetic
-from packstore.torch.reference.arithmetic import choose_precision
-from packstore.torch.reference.reference_fingerprint import check_reference
-from packstore.torch.training.checkpoint import read_state
+from packstore.torch.reference.arithmetic import choose_precision, log_choice
 
 
 @pytest.fixture(autouse=True)
@@ -73,17 +67,13 @@ def test_other_arithmetic_is_refused(
 
 
 def test_a_side_dataset_that_does_not_say_is_refused(made: dict[str, Any], tmp_path: Path) -> None:
-    dataset, model = open_dataset(made["dataset"]), load_model(made["model"])
-    side = write_ref_logps(model, dataset, str(tmp_path / "ref"))
-    silent = {n: v for n, v in side.manifest.provenance.items() if n != "autocast_dtype"}
-    columns = {"ref_logps": "list<float32>"}
-    with SideWriter(str(tmp_path / "silent"), dataset, columns, provenance=silent) as writer:
-        for batch in side.iter_batches():
-            ids, values = batch.columns
-            flat = values.flatten().to_numpy()
-            writer.write(ids.to_numpy(), {"ref_logps": flat}, values.value_lengths().to_numpy())
-    with pytest.raises(CompatibilityError, match="it must say its autocast_dtype; found none"):
-        check_reference(str(tmp_path / "silent"), model, dataset)
+    side = precompute(made, tmp_path / "ref", "--mixed-precision", "bf16")
+    manifest = tmp_path / "ref/_packstore/side-000001.json"
+    document = json.loads(manifest.read_text())
+    del document["provenance"]["autocast_dtype"], document["sha256"]
+    manifest.write_text(json.dumps(document))
+    with pytest.raises(CompatibilityError, match=r"must say its autocast_dtype; found none.*bf16"):
+        train(**made, ref_logps=side, output=str(tmp_path / "refused"))
 
 
 def test_evaluation_computes_as_the_reference_did_or_says_so(
@@ -122,13 +112,13 @@ def test_a_run_that_goes_on_in_other_arithmetic_says_so(
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """A machine with a GPU of compute capability 9, as far as the choice of precision asks."""
-    for memory in (flash.capability, arithmetic._log_choice):
+    for memory in (flash.capability, log_choice):
         memory.cache_clear()
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     yield monkeypatch
-    for memory in (flash.capability, arithmetic._log_choice):
+    for memory in (flash.capability, log_choice):
         memory.cache_clear()
 
 
@@ -164,7 +154,7 @@ def test_training_reference_and_evaluation_choose_alike(
     made: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     """By default, on a device whose choice is bf16: margins begin at exactly 0."""
-    monkeypatch.setattr(flash, "runs_on", lambda device: True)
+    monkeypatch.setattr(flash, "runs_on", lambda device: True)  # no GPU here
     side = precompute(made, tmp_path / "ref", "--attention", "sdpa")
     provenance = open_side(side).manifest.provenance
     assert provenance["autocast_dtype"] == "bfloat16"
@@ -192,12 +182,11 @@ def test_a_resumed_run_keeps_its_precision(
     default = {name: value for name, value in made.items() if name != "mixed_precision"}
     default |= {"output": str(tmp_path), "epochs": 2, "attention": "sdpa"}
     train(**default)
-    checkpoint = next((tmp_path / "checkpoints").iterdir())
-    assert read_state(checkpoint).config["mixed_precision"] == "none"
-    monkeypatch.setattr(flash, "runs_on", lambda device: True)
+    monkeypatch.setattr(flash, "runs_on", lambda device: True)  # no GPU here
     AcceleratorState._reset_state(True)
     with caplog.at_level(logging.WARNING, logger="packstore"):
         train(**default | {"max_steps": 2})
     assert "mixed_precision was" not in caplog.text
-    last = max((tmp_path / "checkpoints").iterdir())
-    assert read_state(last).config["mixed_precision"] == "none"
+    states = [json.loads(p.read_text()) for p in tmp_path.glob("checkpoints/*/state.json")]
+    assert {state["config"]["mixed_precision"] for state in states} == {"none"}
+    assert max(state["step"] for state in states) == 2
