@@ -44,7 +44,7 @@ def loaded(args: argparse.Namespace, path: str, adapter: str | None, device: tor
     join_logs()
     from packstore.torch.models.load import add_adapter, is_adapter, load_model
     from packstore.torch.models.probe import probe_model
-    from packstore.torch.reference.arithmetic import autocast, choose_precision
+    from packstore.torch.reference.arithmetic import lowered
 
     model = load_model(path, dtype=args.dtype, attention=args.attention)
     if adapter is not None:
@@ -54,8 +54,7 @@ def loaded(args: argparse.Namespace, path: str, adapter: str | None, device: tor
         model = add_adapter(model, adapter, False)
     model = model.to(device)
     if args.probe:
-        weights = next(iter(model.parameters())).dtype
-        with autocast(device, choose_precision(args.mixed_precision, device, weights)):
+        with lowered(args.mixed_precision, model)():
             probe_model(model)
     return model
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, TypedDict, Unpack
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -42,14 +42,6 @@ PROBE_LOGIT = 20.0
 
 PROBE_BLOCK = 2**24
 """Weights of the head that the probe has in float64 at once, 128 MiB."""
-
-
-class HeadSettings(TypedDict, total=False):
-    """How :func:`segment_logps` computes; it describes each."""
-
-    chunk_size: int | None
-    keep_logits: bool
-    backend: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,7 +103,7 @@ def find_head(model: nn.Module) -> Head:
     return proved
 
 
-def packed_logps(model: nn.Module, batch: PackedBatch, **settings: Unpack[HeadSettings]) -> Tensor:
+def packed_logps(model: nn.Module, batch: PackedBatch, **settings: Any) -> Tensor:
     """Computes the log-probs of a batch's segments, `[S]` in nats, without making the logits.
 
     With gradients enabled, those of a model whose config asks for a load-balancing loss of its
@@ -155,7 +147,7 @@ class PackedPolicy(nn.Module):
         UnknownNameError: `backend` is unknown.
     """
 
-    def __init__(self, model: nn.Module, **settings: Unpack[HeadSettings]) -> None:
+    def __init__(self, model: nn.Module, **settings: Any) -> None:
         super().__init__()
         check_not_compiled(model)
         HEAD_BACKENDS.check(settings.get("backend", "eager"))
@@ -173,7 +165,7 @@ class PackedPolicy(nn.Module):
         return _logps(self.model, batch, **self.settings)
 
 
-def _logps(model: nn.Module, batch: PackedBatch, **settings: Unpack[HeadSettings]) -> Tensor:
+def _logps(model: nn.Module, batch: PackedBatch, **settings: Any) -> Tensor:
     routers = router_settings(model) if torch.is_grad_enabled() else None
     head = find_head(model)
     extra = {} if routers is None else {"output_router_logits": True}

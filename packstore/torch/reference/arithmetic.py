@@ -8,8 +8,9 @@ log-probs of a sequence differ by up to half a nat.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -64,11 +65,12 @@ def log_choice(asked: Precision) -> None:
         )
 
 
-def autocast(device: torch.device, mixed_precision: Chosen) -> AbstractContextManager[Any]:
-    """Returns the autocast context for a precision of :func:`choose_precision`."""
-    if mixed_precision == "none":
-        return nullcontext()
-    return torch.autocast(device.type, torch.bfloat16)
+def lowered(asked: Precision, model: nn.Module) -> Callable[[], AbstractContextManager[Any]]:
+    """Returns what makes the autocast context of a model, by :func:`choose_precision`."""
+    weight = next(model.parameters())
+    if choose_precision(asked, weight.device, weight.dtype) == "none":
+        return nullcontext
+    return partial(torch.autocast, weight.device.type, torch.bfloat16)
 
 
 def describe_arithmetic(
@@ -77,14 +79,7 @@ def describe_arithmetic(
     """Describes the numerics of `model`, which runs a few tokens, under the autocast of this call.
 
     Without `adapter`, the weights of adapters are ignored; `device` is the one that the model will
-    run on.
-
-    Returns:
-        ``weight_dtype``: dtypes of all floating weights (several: sorted, comma-separated);
-        ``autocast_dtype``: None without autocast; ``attention``: the backend, resolved where it is
-        ``auto``; ``head_dtype``: the dtype that log-probs are summed in; ``device``: ``cpu``, or
-        ``cuda`` with its architecture; ``float32_matmul``: how float32 products are rounded,
-        ``ieee``, ``tf32`` or ``bf16``.
+    run on. The fields are those of ``schemas/format.md``, section "Side datasets".
     """
     weight = find_head(model).weight
     device = device or weight.device

@@ -19,7 +19,6 @@ import io
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from itertools import groupby, pairwise, tee
 from operator import itemgetter
 from pathlib import PurePosixPath
@@ -50,7 +49,7 @@ from packstore.torch.logprobs.head import PackedPolicy
 from packstore.torch.metrics import distributed
 from packstore.torch.models.compatibility import check_model
 from packstore.torch.models.unwrap import evaluating
-from packstore.torch.reference.arithmetic import Precision, autocast, choose_precision
+from packstore.torch.reference.arithmetic import Precision, lowered
 from packstore.torch.reference.reference_fingerprint import Provenance, describe_reference
 
 T = TypeVar("T")
@@ -103,11 +102,8 @@ def write_ref_logps(
         StorageError: no space, no permission, or the store refuses.
     """
     check_model(dataset, model)
-    weight = next(model.parameters())
-    precision = choose_precision(mixed_precision, weight.device, weight.dtype)
-    lower = partial(autocast, weight.device, precision)
-    size = dataset.manifest.pack_size
-    chosen: Any = inference_batching(batching, weight.device, size)
+    lower, device = lowered(mixed_precision, model), next(model.parameters()).device
+    chosen: Any = inference_batching(batching, device, dataset.manifest.pack_size)
     config = BatchConfig.of(**chosen)
     location = Location(url, storage_options or {})
 

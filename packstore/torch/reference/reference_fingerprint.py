@@ -46,11 +46,7 @@ def describe_reference(
     *,
     adapter: bool = True,
 ) -> Provenance:
-    """Returns the provenance that a side dataset of this model's log-probs records.
-
-    ``model_sha256`` and ``model_rounded_sha256`` are :func:`weights_sha256` of the exact weights,
-    and of the weights rounded to bfloat16; the rest is :func:`describe_arithmetic`.
-    """
+    """Returns the provenance that a side dataset of this model's log-probs records."""
     tokenizer = dataset.manifest.provenance.get("tokenizer") or {}
     template = tokenizer.get("chat_template")
     template_sha256 = None if template is None else hashlib.sha256(template.encode()).hexdigest()
@@ -69,12 +65,9 @@ def describe_reference(
 def weights_sha256(model: nn.Module, *, adapter: bool = True, rounded: bool = False) -> str:
     """Hashes a model's config and weights, independent of where it was loaded from.
 
-    Args:
-        model: a Hugging Face model, optionally inside wrappers.
-        adapter: False hashes the base model alone; True includes the active adapter.
-        rounded: False hashes the bytes and dtypes of all weights, and the dtypes of buffers that
-            are not stored (such as tables of positions). True hashes the weights rounded to
-            bfloat16, so that the hash is the same in any dtype that can hold bfloat16.
+    Without `adapter` the base model alone, else with the active adapter. The dtypes of weights, and
+    of buffers that are not stored (such as tables of positions), count; with `rounded`, weights are
+    rounded to bfloat16, so that the hash is the same in any dtype that can hold bfloat16.
     """
     base, adapters = unwrapped(model), adapted(model)
     settings = base.config.to_diff_dict().items()

@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
-from functools import partial
 from os import PathLike
 from typing import Any
 
@@ -32,7 +31,7 @@ from packstore.torch.losses.figures import ExampleRows, Figures, GroupedMetrics
 from packstore.torch.losses.loss import PreferenceLoss
 from packstore.torch.models.compatibility import check_model
 from packstore.torch.models.unwrap import evaluating
-from packstore.torch.reference.arithmetic import Precision, autocast, choose_precision
+from packstore.torch.reference.arithmetic import Precision, lowered
 from packstore.torch.reference.reference_fingerprint import check_arithmetic
 from packstore.torch.training.reference import Autocast, Reference, frozen, of_the_batch
 
@@ -81,11 +80,10 @@ def evaluate(
         check_model(dataset, each)
     sides = [s if isinstance(s, Side) else open_side(os.fspath(s)) for s in side]
     data = PackedDataset(dataset, shuffle=False, side=sides)
-    weight = next(iter(model.parameters()))
-    device, size = weight.device, dataset.manifest.pack_size
-    chosen: Any = inference_batching(batching, device, size)
+    device = next(model.parameters()).device
+    chosen: Any = inference_batching(batching, device, dataset.manifest.pack_size)
     loader = PackedDataLoader(data, pin_memory=device.type == "cuda", **chosen)
-    lower = partial(autocast, device, choose_precision(mixed_precision, device, weight.dtype))
+    lower = lowered(mixed_precision, model)
     policy = PackedPolicy(model)
     online: Reference = of_the_batch
     if len(models) > 1:
