@@ -62,6 +62,12 @@ else:
             return _pack()(*args, **settings)
 
         @property
+        def __doc__(self) -> str:
+            given = inspect.signature(_pack()).parameters.values()
+            plain = [parameter.replace(annotation=parameter.empty) for parameter in given]
+            return f"packstore.pack{inspect.Signature(plain)}\n\n{inspect.getdoc(_pack())}"
+
+        @property
         def __signature__(self) -> inspect.Signature:
             return inspect.signature(_pack())
 

@@ -7,15 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from packstore.errors import ConfigError, FormatError, sentence
-from packstore.format.arrays import (
-    Bool,
-    Examples,
-    Int32,
-    Int64,
-    Packs,
-    ragged_indices,
-    to_offsets,
-)
+from packstore.format.arrays import Bool, Examples, Int32, Int64, Packs, ragged_indices, to_offsets
 from packstore.format.rules import RULES
 from packstore.pack.kernels import jit
 from packstore.pack.layout import segment_offsets
@@ -29,16 +21,11 @@ def fill(
     Pack i holds those at ``order[pack_offsets[i] : pack_offsets[i + 1]]``; `order` None: all.
     """
     number = examples.num_examples if order is None else len(order)
-    if (
-        not len(pack_offsets)
-        or pack_offsets[0] != 0
-        or pack_offsets[-1] != number
-        or np.any(np.diff(pack_offsets) < 1)
-    ):
+    ends = [*pack_offsets[:1], *pack_offsets[-1:]]
+    if ends != [0, number] or np.any(np.diff(pack_offsets) < 1):
         must = f"they must increase strictly from 0 to {number}, the examples"
-        raise ConfigError(
-            sentence("pack_offsets", must, np.array2string(pack_offsets, threshold=6))
-        )
+        text = np.array2string(pack_offsets, threshold=6)
+        raise ConfigError(sentence("pack_offsets", must, text))
     if order is not None and layout != "concat":
         examples, order = gather(examples, order), None
     skipped = segment_offsets(examples, layout)
@@ -51,11 +38,15 @@ def fill(
     signed_ids = np.empty(starts[-1], np.int32)
     if _copy_in(examples.input_ids, examples.supervised, source, starts, signed_ids) < 0:
         raise FormatError(f"{RULES['ids-range']}; found a negative id [ids-range].")
+    # The offsets of the segments inside each pack, including the end of the last one.
+    counts = np.diff(sequences) + 1
+    pack = np.repeat(np.arange(len(counts)), counts)
+    boundaries = starts[np.arange(len(pack)) - pack] - starts[sequences[pack]]
     return Packs(
         signed_ids=signed_ids,
         reward=about.reward,
         lengths=about.lengths,
-        seq_boundaries=_boundaries(starts, sequences),
+        seq_boundaries=boundaries.astype(np.int32),
         example_ids=about.example_ids,
         num_responses=about.num_responses,
         token_offsets=starts[sequences],
@@ -67,20 +58,18 @@ def fill(
 
 def _without_tokens(examples: Examples, order: Int32 | Int64) -> tuple[Examples, Int64]:
     """Selects examples without their tokens, and returns the token offset of each sequence."""
-    own = ragged_indices(examples.example_offsets, order)
-    lengths = examples.sequence_offsets[own + 1] - examples.sequence_offsets[own]
+    offsets, chosen = examples.example_offsets, ragged_indices(examples.example_offsets, order)
+    starts = examples.sequence_offsets[chosen]
     taken = Examples(
         input_ids=examples.input_ids[:0],
         supervised=examples.supervised[:0],
-        sequence_offsets=to_offsets(lengths),
-        example_offsets=to_offsets(
-            examples.example_offsets[order + 1] - examples.example_offsets[order]
-        ),
-        reward=examples.reward[own],
+        sequence_offsets=to_offsets(examples.sequence_offsets[chosen + 1] - starts),
+        example_offsets=to_offsets(offsets[order + 1] - offsets[order]),
+        reward=examples.reward[chosen],
         example_ids=examples.example_ids[order],
         columns={name: column[order] for name, column in examples.columns.items()},
     )
-    return taken, examples.sequence_offsets[own]
+    return taken, starts
 
 
 def gather(examples: Examples, order: Int32 | Int64) -> Examples:
@@ -122,14 +111,6 @@ def unpack(packs: Packs) -> Examples:
 def convert(packs: Packs, layout: str) -> Packs:
     """Converts packs to another layout; lossless in both directions."""
     return fill(unpack(packs), packs.example_offsets, layout)
-
-
-def _boundaries(starts: Int64, sequences: Int64) -> Int32:
-    """Offsets of the segments inside each pack, including the end of the last one."""
-    number = np.diff(sequences) + 1
-    pack = np.repeat(np.arange(len(number)), number)
-    boundaries: Int64 = starts[np.arange(len(pack)) - pack] - starts[sequences[pack]]
-    return boundaries.astype(np.int32)
 
 
 def _check(packs: Packs, starts: Int64, examples: Int64) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from packstore.errors import UnknownNameError
-from packstore.format.arrays import Bool, Examples, Int32, Int64
+from packstore.format.arrays import Bool, Examples, Int32, Int64, to_offsets
 from packstore.pack.kernels import jit
 
 
@@ -19,22 +19,19 @@ def segment_offsets(examples: Examples, layout: str) -> Int32:
     if layout == "concat":
         return np.zeros(examples.num_sequences, np.int32)
     if layout == "shared_prefix":
-        return shared_prefix_offsets(examples)
+        return _shared_prefix_offsets(
+            examples.input_ids,
+            examples.supervised,
+            examples.sequence_offsets,
+            examples.example_offsets,
+        )
     raise UnknownNameError(f"unknown layout {layout!r}; choose one of: concat, shared_prefix.")
-
-
-def shared_prefix_offsets(examples: Examples) -> Int32:
-    """Returns the number of leading tokens that each sequence omits with shared prompts: `[S]`."""
-    return _shared_prefix_offsets(
-        examples.input_ids, examples.supervised, examples.sequence_offsets, examples.example_offsets
-    )
 
 
 def sizes(examples: Examples, layout: str, multiple: int = 1) -> Int32:
     """Returns the tokens that each example occupies in a pack: int32 `[E]`."""
     physical = round_up(examples.lengths - segment_offsets(examples, layout), multiple)
-    ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(physical, dtype=np.int64)])
-    return np.diff(ends[examples.example_offsets]).astype(np.int32)
+    return np.diff(to_offsets(physical)[examples.example_offsets]).astype(np.int32)
 
 
 def round_up(lengths: Int32, multiple: int) -> Int32:

@@ -92,58 +92,63 @@ class Plan:
         Besides the properties above: `megatron_bridge`, with the names that Megatron-Bridge and
         NeMo read (efficiency in percent, of padded lengths).
         """
-        fewest, mean, most = self.examples_per_pack
-        return {
+        fewest, _, most = self.examples_per_pack
+        settings = {
             "strategy": self.strategy,
             "seed": self.seed,
             "shuffle": self.shuffle,
             "pack_size": self.pack_size,
             "pad_to_multiple": self.pad_to_multiple,
+        }
+        sums = {
             "num_packs": self.num_packs,
             "num_examples": self.num_examples,
             "tokens": self.tokens,
             "aligned_tokens": self.aligned_tokens,
-            "fill_rate": self.fill_rate,
-            "aligned_fill_rate": self.aligned_fill_rate,
-            "examples_per_pack": {"min": fewest, "mean": mean, "max": most},
-            "megatron_bridge": {
-                "max_samples_per_bin": most,
-                "dataset_max_seqlen": int(self.lengths.max(initial=0)),
-                "packing_factor": round(mean, 2),
-                "packing_efficiency": round(100 * self.aligned_fill_rate, 2),
-                "pack_size": self.pack_size,
-                "min_packed_seqlen": int(self.pack_tokens.min()) if self.num_packs else 0,
-            },
         }
+        shortest = int(self.pack_tokens.min()) if self.num_packs else 0
+        longest = int(self.lengths.max(initial=0))
+        return _statistics(settings, sums, (fewest, most), (shortest, longest))
 
 
 def merged_statistics(plans: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Returns the statistics over all packs of several plans of the same settings, at least one."""
-    first = plans[0]
     sums = ("num_packs", "num_examples", "tokens", "aligned_tokens")
-    total = {name: sum(plan[name] for plan in plans) for name in sums}
-    room = total["num_packs"] * first["pack_size"]
-    mean = total["num_examples"] / total["num_packs"]
-    per_pack = [plan["examples_per_pack"] for plan in plans]
+    examples = [plan["examples_per_pack"] for plan in plans]
     bridge = [plan["megatron_bridge"] for plan in plans]
-    aligned_fill_rate = total["aligned_tokens"] / room
+    shortest = min(figures["min_packed_seqlen"] for figures in bridge)
+    longest = max(figures["dataset_max_seqlen"] for figures in bridge)
+    return _statistics(
+        plans[0],
+        {name: sum(plan[name] for plan in plans) for name in sums},
+        (min(figures["min"] for figures in examples), max(figures["max"] for figures in examples)),
+        (shortest, longest),
+    )
+
+
+def _statistics(
+    settings: dict[str, Any],
+    sums: dict[str, int],
+    per_pack: tuple[int, int],
+    tokens: tuple[int, int],
+) -> dict[str, Any]:
+    """`per_pack`: fewest and most examples; `tokens`: of the shortest pack, the longest example."""
+    room = max(sums["num_packs"] * settings["pack_size"], 1)
+    mean = sums["num_examples"] / max(sums["num_packs"], 1)
+    aligned_fill_rate = sums["aligned_tokens"] / room
     return {
-        **first,
-        **total,
-        "fill_rate": total["tokens"] / room,
+        **settings,
+        **sums,
+        "fill_rate": sums["tokens"] / room,
         "aligned_fill_rate": aligned_fill_rate,
-        "examples_per_pack": {
-            "min": min(figures["min"] for figures in per_pack),
-            "mean": mean,
-            "max": max(figures["max"] for figures in per_pack),
-        },
+        "examples_per_pack": {"min": per_pack[0], "mean": mean, "max": per_pack[1]},
         "megatron_bridge": {
-            "max_samples_per_bin": max(b["max_samples_per_bin"] for b in bridge),
-            "dataset_max_seqlen": max(b["dataset_max_seqlen"] for b in bridge),
+            "max_samples_per_bin": per_pack[1],
+            "dataset_max_seqlen": tokens[1],
             "packing_factor": round(mean, 2),
             "packing_efficiency": round(100 * aligned_fill_rate, 2),
-            "pack_size": first["pack_size"],
-            "min_packed_seqlen": min(b["min_packed_seqlen"] for b in bridge),
+            "pack_size": settings["pack_size"],
+            "min_packed_seqlen": tokens[0],
         },
     }
 
@@ -177,23 +182,17 @@ def plan(
         InputError: `lengths` is not a list of integers, or one of them is out of range.
         ConfigError: a setting is invalid.
     """
-    base = config or PlanConfig()
-    settings = PlanConfig(
-        pack_size=base.pack_size if pack_size is None else pack_size,
-        layout=base.layout,
-        pad_to_multiple=base.pad_to_multiple,
-        strategy=base.strategy if strategy is None else strategy,
-        seed=base.seed if seed is None else seed,
-        shuffle=base.shuffle if shuffle is None else shuffle,
+    given = {"pack_size": pack_size, "strategy": strategy, "seed": seed, "shuffle": shuffle}
+    settings = PlanConfig.of(
+        config, **{n: value for n, value in given.items() if value is not None}
     )
     capacity = settings.pack_size
     if capacity > MAX_PACK_SIZE:
         raise ConfigError(f"setting pack_size must be at most {MAX_PACK_SIZE}; found {capacity}.")
     pack_by = STRATEGIES.load(settings.strategy)
-    given = _checked(lengths, capacity)
-    padded = given
+    exact = padded = _checked(lengths, capacity)
     if settings.pad_to_multiple > 1:
-        padded = _checked(round_up(given, settings.pad_to_multiple), capacity)
+        padded = _checked(round_up(exact, settings.pad_to_multiple), capacity)
     if settings.shuffle:
         drawn = seeds.permutation(len(padded), settings.seed, "examples").astype(np.int32)
         order, offsets = pack_by(padded[drawn], capacity, settings.seed)
@@ -205,7 +204,7 @@ def plan(
         order=order,
         offsets=offsets,
         lengths=padded,
-        tokens=int(given.sum(dtype=np.int64)),
+        tokens=int(exact.sum(dtype=np.int64)),
         pack_size=capacity,
         pad_to_multiple=settings.pad_to_multiple,
         strategy=settings.strategy,
@@ -225,14 +224,9 @@ def _checked(lengths: npt.ArrayLike, capacity: int) -> Int32:
         raise InputError(sentence("lengths", limit, f"{len(array):,}", "Plan them in parts"))
     if len(array) and (array.min() < 1 or array.max() > capacity):
         i = int(((array < 1) | (array > capacity)).argmax())
-        raise InputError(
-            sentence(
-                f"lengths[{i}]",
-                f"each example must have 1 to {capacity} tokens (pack_size)",
-                str(array[i]),
-                "Drop or shorten what does not fit, or choose a larger pack_size",
-            )
-        )
+        must = f"each example must have 1 to {capacity} tokens (pack_size)"
+        remedy = "Drop or shorten what does not fit, or choose a larger pack_size"
+        raise InputError(sentence(f"lengths[{i}]", must, str(array[i]), remedy))
     # A read-only array would compile every strategy a second time.
     return np.require(array, np.int32, ["C", "W"])
 

@@ -6,20 +6,15 @@ A strategy assigns examples to packs from their lengths alone. Random choices ar
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from packstore.registry import Registry
 
 if TYPE_CHECKING:
     from packstore.format.arrays import Int32, Int64
 
-
-class Strategy(Protocol):
-    """The type of a strategy."""
-
-    def __call__(self, lengths: Int32, capacity: int, seed: int) -> tuple[Int32, Int64]:
-        """Assigns every example to a pack."""
-
+    Strategy = Callable[[Int32, int, int], tuple[Int32, Int64]]
 
 STRATEGIES: Registry[Strategy] = Registry(
     "strategy",

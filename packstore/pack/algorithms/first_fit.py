@@ -4,11 +4,13 @@ that it fits, in random order or the longest first.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from packstore.format import seeds
 from packstore.format.arrays import Int32, Int64
-from packstore.pack.kernels import Bits, inlined, jit
+from packstore.pack.kernels import Bits, jit
 
 
 def first_fit_decreasing(lengths: Int32, capacity: int, seed: int) -> tuple[Int32, Int64]:
@@ -47,20 +49,13 @@ def _spread(grouped: Int32, counts: Int64, keys: Bits) -> None:
         number = np.uint32(counts[run])
         place = np.uint32(keys[run] & np.uint64(0xFFFFFFFF)) % number
         step = np.uint32(keys[run] >> np.uint64(32)) % number
-        while _common_divisor(step, number) != 1:
+        while math.gcd(step, number) != 1:
             step = np.uint32(step + 1)
         copy[:number] = grouped[start : start + number]
         for i in range(number):
             grouped[start + i] = copy[place]
             place = np.uint32((np.uint64(place) + np.uint64(step)) % np.uint64(number))
         start += number
-
-
-@inlined
-def _common_divisor(a: np.uint32, b: np.uint32) -> np.uint32:
-    while b != 0:
-        a, b = b, np.uint32(a % b)
-    return a
 
 
 def _first_fit(lengths: Int32, capacity: int, queue: Int32) -> tuple[Int32, Int64]:
