@@ -58,14 +58,9 @@ def append(
         dataset: the dataset, or its path or URL.
         more: any source of :func:`packstore.pack`; a packed dataset is repacked.
         tokenizer: the tokenizer of the dataset; None: loaded from the path in its manifest.
-        storage_options: passed to the fsspec filesystems of `dataset` and `more`.
-        source_storage_options: passed to those of `more` instead, if it lies elsewhere.
-        progress: called as each stage advances; see :data:`packstore.progress.Progress`.
+        storage_options, source_storage_options, progress: see :func:`packstore.pack`.
         settings: fields of ``RunConfig``, `partitions` of the new records, `fields`, and
             `on`, whose answers are added to those of the dataset. All others are its own.
-
-    Returns:
-        The new version.
 
     Raises:
         CompatibilityError: another tokenizer, template or kind.
@@ -83,14 +78,18 @@ def append(
     with writing(base.location, True, "append") as job:
         if job.version != base.version + 1:
             must = f"only its newest version, {job.version - 1}, can be extended"
-            found = f"version {base.version}"
-            raise ConfigError(sentence(base.url, must, found, "Open it again"))
+            raise ConfigError(sentence(base.url, must, f"version {base.version}", "Open it again"))
         base.require_files()
         job.extends = base
-        if tokenizer is None and not packed:
-            tokenizer = _tokenizer_of(base)
+        recorded = base.manifest.provenance.get("tokenizer")
+        if tokenizer is None and recorded is not None and not packed:
+            tokenizer = recorded.get("path")
+            if not tokenizer or not os.path.exists(tokenizer):
+                must = "its tokenizer must be named: its manifest has no path that exists here"
+                remedy = "Give the tokenizer (--tokenizer PATH)"
+                raise TokenizerError(sentence(base.url, must, "", remedy))
         try:
-            pack_into(job, more, options, tokenizer, config, progress)
+            pack_into({None: job}, more, options, tokenizer, config, progress)
         except AppendedBefore:
             log.info("%s: already there, same input and settings", base.url)
             return base
@@ -109,9 +108,8 @@ def concat(
 ) -> Dataset:
     """Concatenates datasets; their shards are copied as they are, in order.
 
-    A manifest only names files of its own folder, so shards of other places are copied: by hard
-    link on the same disk, inside the same object store, else through this machine, where their
-    hashes are checked. Nothing is decoded.
+    Shards of other places are copied: by hard link on the same disk, inside the same object store,
+    else through this machine, where their hashes are checked. Nothing is decoded.
 
     Args:
         datasets: the datasets, or their paths or URLs; one may be `out` itself.
@@ -131,11 +129,14 @@ def concat(
     members = [Member(d.url, d.manifest) for d in opened]
     check_members(members)
     location = Location(out, storage_options or {})
-    there = None if overwrite else _concatenated_before(location, members)
+    there = None if overwrite else find_dataset(location.url, location.storage_options)
     if there is not None:
-        there.require_files()
-        log.info("%s: already there, of the same datasets", there.url)
-        return there
+        before = there.manifest.provenance.get("combined_from")
+        now = [origin for member in members for origin in origins(member)]
+        if without_paths(before) == without_paths(now):
+            there.require_files()
+            log.info("%s: already there, of the same datasets", there.url)
+            return there
     for dataset in opened:
         dataset.require_files()
     run = fingerprint([d.manifest.fingerprint for d in opened])[:12]
@@ -150,27 +151,13 @@ def concat(
     return job.committed
 
 
-def _concatenated_before(location: Location, members: Sequence[Member]) -> Dataset | None:
-    """Returns the dataset at `location` if it was concatenated from `members`, in order."""
-    there = find_dataset(location.url, location.storage_options)
-    if there is None:
-        return None
-    now = [origin for member in members for origin in origins(member)]
-    before = there.manifest.provenance.get("combined_from")
-    return there if without_paths(before) == without_paths(now) else None
-
-
 def _settings_of(base: Dataset, settings: Mapping[str, Any], packed: bool) -> PackConfig:
-    """Returns the settings of a dataset, with `settings` for this run.
-
-    Settings of tokenizing are left out if the new source is `packed`.
-    """
+    """Returns the settings of a dataset, with `settings` for this run; fewer if it is `packed`."""
     for name in settings:
         if name not in _ADJUSTABLE and name in PackConfig.names():
             must = f"append packs with the settings of the dataset, so {name} must be left out"
             raise ConfigError(sentence(base.url, must))
-    given = settings.get("on", {})
-    for reason, answer in given.items():
+    for reason, answer in settings.get("on", {}).items():
         if answer not in ("drop", "error"):
             must = f"append packs as the dataset does: on, {reason}, may be drop or error"
             raise ConfigError(sentence(base.url, must, quote(answer)))
@@ -198,21 +185,12 @@ def _settings_of(base: Dataset, settings: Mapping[str, Any], packed: bool) -> Pa
     if packed:
         for name in PackConfig.of(**values).needing_records:
             del values[name]
-    if given:
-        settings = {**settings, "on": {**recorded.get("on", {}), **given}}
-    return PackConfig.of(**{**values, **settings})
-
-
-def _tokenizer_of(base: Dataset) -> Any:
-    """Returns the path of the tokenizer in the manifest; None if packed without one."""
-    recorded = base.manifest.provenance.get("tokenizer")
-    if recorded is None:
-        return None
-    path = recorded.get("path")
-    if not path or not os.path.exists(path):
-        must = "its tokenizer must be named: its manifest has no path that exists here"
-        raise TokenizerError(sentence(base.url, must, "", "Give the tokenizer (--tokenizer PATH)"))
-    return path
+    if "on" in settings:
+        settings = {**settings, "on": {**recorded.get("on", {}), **settings["on"]}}
+    config = PackConfig.of(**{**values, **settings})
+    if config.validation_fraction:
+        raise ConfigError("validation_fraction makes two datasets of its own: set it for pack().")
+    return config
 
 
 def _copied(job: WriteJob, datasets: Sequence[Dataset], run: str) -> Manifest:
@@ -226,9 +204,8 @@ def _copied(job: WriteJob, datasets: Sequence[Dataset], run: str) -> Manifest:
                 if not _same_place(dataset.location, job.location):
                     suffix = dataset.manifest.file_format
                     path = f"{DATA}/{run}-{number:05d}-{shard.sha256[:16]}.{suffix}"
-                    copies.append(
-                        partial(_copy, dataset.location, shard, job.location, path, staging)
-                    )
+                    copying = partial(_copy, dataset.location, shard, job.location, path, staging)
+                    copies.append(copying)
                     shard = replace(shard, path=path)
                 shards.append(shard)
                 number += 1
@@ -252,20 +229,16 @@ def _copy(
 ) -> None:
     """Copies a shard to `path`, inside the store if possible."""
     if copy_file(source, shard.path, target, path):
-        if target.size(path) == shard.bytes:
-            return
-        raise _changed(source, shard)
-    digest = hashlib.sha256()
-    with source.open_read(shard.path) as reader, staging.file() as file:
-        while chunk := reader.read(_CHUNK):
-            digest.update(chunk)
-            file.write(chunk)
-    if digest.hexdigest() != shard.sha256:
-        raise _changed(source, shard)
-    staging.store(file.name, path)
-
-
-def _changed(source: Location, shard: ShardInfo) -> IntegrityError:
-    must = "its bytes must be those that were written"
-    where = source.join(shard.path).display
-    return IntegrityError(sentence(where, must, "others", "Copy it again from a good one"))
+        same, file = target.size(path) == shard.bytes, None
+    else:
+        digest = hashlib.sha256()
+        with source.open_read(shard.path) as reader, staging.file() as file:
+            while chunk := reader.read(_CHUNK):
+                digest.update(chunk)
+                file.write(chunk)
+        same = digest.hexdigest() == shard.sha256
+    if not same:
+        where, must = source.join(shard.path).display, "its bytes must be those that were written"
+        raise IntegrityError(sentence(where, must, "others", "Copy it again from a good one"))
+    if file is not None:
+        staging.store(file.name, path)

@@ -23,7 +23,7 @@ from packstore.etl.dedup_and_split import Seen
 from packstore.etl.estimate import SAMPLE, Estimate, Measured, estimate, estimate_of
 from packstore.etl.sources import RecordExampleReader, open_examples
 from packstore.etl.tokenize import Tokenize
-from packstore.etl.totals import ASKED_TO_GO, absent_fields
+from packstore.etl.totals import absent_fields, dropped_unasked
 from packstore.format.arrays import SOURCE_SHIFT, Bool, Examples, Sample, Tally, example_id
 from packstore.io.dataset.dataset import Dataset, find_dataset
 from packstore.io.inputs.files import BLOCK_BYTES, Block
@@ -36,7 +36,7 @@ from packstore.tokenizer import Tokenizer
 from packstore.tokenizer.records.shapes import Parsed, parse_record
 from packstore.tokenizer.refusals import Refused
 
-MEANING: dict[str, str] = {
+MEANING = {
     "double_bos": "a sequence begins with BOS twice",
     "no_bos": "the tokenizer begins texts with BOS, a sequence does not",
     "no_eos": "a response does not end with EOS, so the model is not taught to stop",
@@ -58,10 +58,8 @@ MEANING: dict[str, str] = {
 
 def meaning(check: str) -> str:
     """Returns what a check finds, with the setting that decides what then happens, if any."""
-    if check in MEANING:
-        return MEANING[check]
-    if check not in REASONS:
-        return ""
+    if check in MEANING or check not in REASONS:
+        return MEANING.get(check, "")
     rule, answers = REASONS[check]
     return f"{rule} (--on {check}={'|'.join(answers)})" if answers else f"{rule} (setting {check})"
 
@@ -95,17 +93,11 @@ class Diagnosis:
 
 @dataclass(frozen=True)
 class DryRun:
-    """Result of :func:`dry_run`.
+    """Result of :func:`dry_run`."""
 
-    Attributes:
-        diagnosis: findings in a sample of the records; None for a packed dataset.
-        estimate: packs and fill with the settings of the job.
-        findings: of ``packstore.check`` at its destination, and on the share of dropped records.
-    """
-
-    diagnosis: Diagnosis | None
-    estimate: Estimate
-    findings: tuple[preflight.Trial, ...]
+    diagnosis: Diagnosis | None  # of a sample of the records; None for a packed dataset
+    estimate: Estimate  # with the settings of the job
+    findings: tuple[preflight.Trial, ...]  # at its destination, and the share of dropped records
 
     @property
     def ok(self) -> bool:
@@ -125,13 +117,11 @@ def doctor(
 ) -> Diagnosis:
     """Tokenizes all records like ``packstore.pack`` and counts their errors.
 
-    Policies set to ``error`` count here instead of stopping. Memory: 16 bytes (two hashes) for
-    every record.
+    Policies set to ``error`` count here instead of stopping. Memory: 16 bytes for every record.
 
     Args:
-        source, tokenizer, config, storage_options, settings: see :func:`packstore.pack`.
+        source, tokenizer, config, storage_options, progress, settings: see :func:`packstore.pack`.
         sample: most records to tokenize, from all over the input; None: all.
-        progress: called with the number of records read.
 
     Raises:
         PackstoreError: the input cannot be read, or the tokenizer does not load.
@@ -154,11 +144,7 @@ def dry_run(
 ) -> DryRun:
     """Lints and plans a sample of the records, in one pass, and tries the destination of a job.
 
-    Args:
-        source, out, tokenizer, config, settings: see :func:`packstore.pack`.
-        sample: most records to tokenize.
-        storage_options, source_storage_options: see :func:`packstore.pack`.
-        progress: called with the number of records read.
+    At most `sample` records are tokenized. All others: see :func:`packstore.pack`.
     """
     config = PackConfig.of(config, **settings)
     options = dict(storage_options or {})
@@ -248,9 +234,8 @@ def _version(place: Location, config: PackConfig) -> Iterator[preflight.Trial]:
 def _drops(planned: Estimate, config: PackConfig) -> preflight.Trial:
     """Compares the share of dropped records with `max_drop_rate`."""
     tally, (choice,) = planned.tally, planned.choices
-    dropped = sum(n for reason, n in tally.dropped.items() if reason not in ASKED_TO_GO)
-    rest = choice.overlong / max(choice.overlong + choice.examples, 1)
-    rate = (dropped + rest * tally.kept) / max(tally.read, 1)
+    overlong = choice.overlong / max(choice.overlong + choice.examples, 1)
+    rate = (dropped_unasked(tally) + overlong * tally.kept) / max(tally.read, 1)
     text = f"{rate:.1%} are dropped; max_drop_rate allows {config.max_drop_rate:.0%}"
     return preflight.Trial("records", rate <= config.max_drop_rate, text)
 
@@ -300,8 +285,6 @@ def _ends_with(examples: Examples, eos: int) -> Bool:
     return (last_eos >= starts) & (last - last_eos <= 1)
 
 
-_MARKER = re.compile(r"<[^<>\s]{1,40}>")
-
 _ENDS = frozenset(".,;:!?\"'’”)…")
 """Characters at the end of sentences, besides letters and digits. Turn markers end with > or ]."""
 
@@ -312,13 +295,19 @@ class TextLint:
     def __init__(self, tokenize: Tokenize, kind: str, config: PackConfig) -> None:
         self._tokenize, self._kind, self._config = tokenize, kind, config
         self.suits_threads, self.load = tokenize.suits_threads, tokenize.load
+        self._markers: list[str] = []  # of the chat template, and not in the vocabulary
         tokenizer = tokenize.tokenizer
-        self._markers = markers_without_token(tokenizer) if tokenizer else []
+        if tokenizer is not None and tokenizer.template is not None:
+            with contextlib.suppress(Refused, PackstoreError):  # the template refuses this dialogue
+                turns = [{"role": role, "content": "a"} for role in ("user", "assistant")]
+                text = tokenizer.template.render(turns)
+                markers = dict.fromkeys(re.findall(r"<[^<>\s]{1,40}>", text))
+                self._markers = [m for m in markers if tokenizer.engine.token_to_id(m) is None]
 
     def __call__(self, block: Block) -> tuple[Examples, Tally]:
         """Returns the examples of a block, and the tally of its records with the findings."""
         rows = block.parse()
-        examples, tally = self._tokenize.finish(self._tokenize.of(rows))
+        examples, tally = self._tokenize.finish(self._tokenize.begin(rows))
         kept = set(examples.example_ids.tolist())
         # Tokenizing may already have counted the same findings.
         known = set(tally.noted)
@@ -340,17 +329,6 @@ class TextLint:
             yield "glued_prompt", f"{quote(prompt[-20:])} and {quote(str(responses[0])[:20])}"
         if isinstance(prompt, list) and self._markers:
             yield "marker_no_token", " ".join(self._markers)
-
-
-def markers_without_token(tokenizer: Tokenizer) -> list[str]:
-    """Returns turn markers (``<...>``) of the chat template that are missing in the vocabulary."""
-    text = ""
-    if tokenizer.template is not None:
-        with contextlib.suppress(Refused, PackstoreError):  # the template refuses this dialogue
-            roles = ("user", "assistant")
-            text = tokenizer.template.render([{"role": role, "content": "a"} for role in roles])
-    markers = dict.fromkeys(_MARKER.findall(text))
-    return [marker for marker in markers if tokenizer.engine.token_to_id(marker) is None]
 
 
 def _says(prompt: Any) -> bool:

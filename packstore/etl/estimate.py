@@ -44,62 +44,38 @@ UNSEEN = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """A combination of settings with its estimated results; counts are scaled to all records.
-
-    Attributes:
-        packs, examples: of the dataset.
-        overlong: examples that do not fit.
-        packs_error, overlong_error: two standard errors of `packs` and `overlong`; 0 if all
-            records were read, None if only the first ones were.
-        fill_rate: tokens / (packs * pack_size).
-        fill_but_emptiest: the same without the emptiest pack, which a small sample leaves open.
-        aligned_fill_rate: the same with sequences padded to `pad_to_multiple`.
-        examples_per_pack: mean.
-        tokens_saved: fraction of the tokens of layout ``concat`` that this layout saves.
-        steps: optimizer steps of an epoch.
-        examples_per_step: mean.
-    """
+    """A combination of settings with its estimated results; counts are scaled to all records."""
 
     pack_size: int
     layout: str
     strategy: str
     packs: int
     examples: int
-    overlong: int
+    overlong: int  # examples that do not fit
+    # two standard errors; 0 if all records were read, None if only the first ones were
     packs_error: int | None
     overlong_error: int | None
-    fill_rate: float
-    fill_but_emptiest: float
-    aligned_fill_rate: float
-    examples_per_pack: float
-    tokens_saved: float
-    steps: int
-    examples_per_step: float
+    fill_rate: float  # tokens / (packs * pack_size)
+    fill_but_emptiest: float  # without the emptiest pack, which a small sample leaves open
+    aligned_fill_rate: float  # with sequences padded to `pad_to_multiple`
+    examples_per_pack: float  # mean
+    tokens_saved: float  # fraction of the tokens of layout ``concat`` that this layout saves
+    steps: int  # optimizer steps of an epoch
+    examples_per_step: float  # mean
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Estimate:
-    """The result of :func:`estimate`.
+    """The result of :func:`estimate`."""
 
-    Attributes:
-        kind: ``preference``, ``sft`` or ``ranked``.
-        tally: counts of the sample's records, without those too long.
-        sample: figures of the sample.
-        scale: number of all records, divided by those of the sample.
-        choices: all combinations.
-        recommended: the smallest pack size that drops few records; None if there is none.
-        example_tokens: layout -> int32 `[E]`, tokens of each example of the sample.
-        sequence_tokens: int32 `[S]`, logical tokens of each sequence of the sample.
-    """
-
-    kind: str
-    tally: Tally
+    kind: str  # ``preference``, ``sft`` or ``ranked``
+    tally: Tally  # of the sample's records, without those too long
     sample: Sampling
-    scale: float
-    choices: tuple[Choice, ...]
-    recommended: Choice | None
-    example_tokens: Mapping[str, Int32]
-    sequence_tokens: Int32
+    scale: float  # number of all records, divided by those of the sample
+    choices: tuple[Choice, ...]  # all combinations
+    recommended: Choice | None  # the smallest pack size that drops few records, if any
+    example_tokens: Mapping[str, Int32]  # layout -> `[E]`, tokens of each example of the sample
+    sequence_tokens: Int32  # `[S]`, logical tokens of each sequence of the sample
 
 
 def estimate(

@@ -20,18 +20,17 @@ from functools import partial
 from typing import Any
 
 from packstore.config import PackConfig
-from packstore.errors import ConfigError, WrongEngineError
-from packstore.etl.background import warm_up
+from packstore.errors import WrongEngineError
 from packstore.etl.dedup_and_split import duplicates, parts_of
 from packstore.etl.engines import ENGINES
 from packstore.etl.partitions.resume import Partition, Written, check_growth
-from packstore.etl.partitions.slices import ReadKeys, split, warn_of_reads
-from packstore.etl.partitions.work import InTask, PackPartitions
+from packstore.etl.partitions.slices import read_keys, split, warn_of_reads
+from packstore.etl.partitions.work import PackPartitions, in_task, warm_up
 from packstore.etl.provenance import finished_before, run_of
 from packstore.etl.rejects import RejectsFile
 from packstore.etl.sources import ExampleReader, RecordExampleReader, open_examples
 from packstore.etl.tokenize import Tokenize
-from packstore.etl.totals import Counting, RecordTotals
+from packstore.etl.totals import RecordTotals
 from packstore.format.arrays import Int64, Tally
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.dataset.pack_index import put_index
@@ -106,8 +105,7 @@ def pack(
             part: stack.enter_context(writing(place, config.overwrite or part in there))
             for part, place in places.items()
         }
-        work = partial(_pack, jobs, source, of_source, tokenizer, config, progress)
-        _falling_back(work, source)
+        pack_into(jobs, source, of_source, tokenizer, config, progress)
     committed = [job.committed for job in jobs.values()]
     for dataset in committed:
         _log_result(dataset)
@@ -115,22 +113,15 @@ def pack(
 
 
 def pack_into(
-    job: WriteJob,
+    jobs: Mapping[str | None, WriteJob],
     source: Any,
     source_options: Mapping[str, Any],
     tokenizer: Any,
     config: PackConfig,
-    progress: Progress | None = None,
+    progress: Progress | None,
 ) -> None:
-    """Packs like :func:`pack`, into an open job; see :mod:`packstore.io.write.write_job`."""
-    if config.validation_fraction:
-        raise ConfigError("validation_fraction makes two datasets of its own: set it for pack().")
-    work = partial(_pack, {None: job}, source, source_options, tokenizer, config, progress)
-    _falling_back(work, source)
-
-
-def _falling_back(work: Callable[[], None], source: Any) -> None:
-    """Runs `work`; if a faster way to encode gives wrong ids, again with the reference."""
+    """Packs into open jobs; again with the reference if a faster way to encode gives wrong ids."""
+    work = partial(_pack, jobs, source, source_options, tokenizer, config, progress)
     try:
         work()
     except WrongEngineError as error:
@@ -160,7 +151,7 @@ def _pack(
     ]
     for others in filter(None, (note.of_others() for note in notes)):
         log.info("%d finished partitions of other jobs are there: see `packstore clean`", others)
-    counting, locations = Counting(progress), [job.location for job in jobs.values()]
+    locations = [job.location for job in jobs.values()]
     shape = PackShape(
         kind=reader.kind,
         layout=config.layout,
@@ -170,10 +161,10 @@ def _pack(
     )
     inputs = [item.location for item in reader.inputs]
     with RejectsFile(config.rejects, locations[0].storage_options, inputs) as rejects:
-        totals = RecordTotals(jobs, reader, config, rejects, counting)
+        totals = RecordTotals(jobs, reader, config, rejects, progress)
         work = partial(PackPartitions, notes=notes, shape=shape, config=config, paths=reader.paths)
         written: list[list[Written]] = []
-        with contextlib.closing(_partitions(work, reader, config, totals, counting)) as partitions:
+        with contextlib.closing(_partitions(work, reader, config, totals)) as partitions:
             for partition in partitions:
                 if not written:  # the job would fail at its end
                     check_growth(partition, config.partitions or 1, locations)
@@ -192,12 +183,11 @@ def _partitions(
     reader: ExampleReader,
     config: PackConfig,
     totals: RecordTotals,
-    counting: Counting,
 ) -> Generator[Partition, None, None]:
     """Yields all partitions in order, each packed and written, or taken over from a note."""
-    counting.read(0)
+    totals.read(0)
     if not isinstance(reader, RecordExampleReader) or not reader.inputs:
-        yield from packing(None).of_parts(reader, counting, totals.add)
+        yield from packing(None).of_parts(reader, totals)
         return
     number = config.partitions or 1
     on_cluster = number > 1 and config.engine != "local"
@@ -212,21 +202,20 @@ def _partitions(
         warn_of_reads(slices, len(inputs))
     repeated: list[Int64 | None] = [None] * number
     if config.dedup != "none" and number > 1:
-        read = ReadKeys(reader.tokenize(), config)
-        keyed = run(InTask(read), slices) if on_cluster else read(slices, run, counting.keyed)
+        read = partial(read_keys, reader.tokenize(), config)
+        reading = partial(in_task, read)
+        keyed = run(reading, slices) if on_cluster else read(slices, run, totals.keyed)
         keys, ids = zip(*keyed, strict=True)
         repeated = [*duplicates(keys, ids)]
     items = list(zip(range(number), slices, repeated, strict=True))
     work, taken = packing(reader.tokenize()), 0
-    done = run(InTask(work), items) if on_cluster else work(items, run, counting, totals.add)
+    done = run(partial(in_task, work), items) if on_cluster else work(items, run, totals)
     for partition in done:
         if on_cluster:
-            counting.read(partition.contents.tally.read)
-            totals.add(partition.contents)
-            counting.wrote(partition.packs)
+            totals.add_finished(partition.contents, partition.packs)
         taken += partition.resumed
         yield partition
-    counting.wrote(0, 0)
+    totals.wrote(0, 0)
     if taken:
         log.info("took over %d of %d partitions of an interrupted run", taken, number)
 

@@ -82,6 +82,8 @@ class RecordExampleReader:
         self._tokenizer_path = {"path": spelled(str(tokenizer))} if named else {}
         parse_carry(config)
         self._reader = InputReader(source, storage_options, config, block_bytes)
+        # The files to read, none if the records are in memory, and the path of each ordinal.
+        self.inputs, self.paths = self._reader.inputs, self._reader.paths
         blocks = iter(self._reader)
         first = [next(blocks)]  # a block is never without records
         rows = first[0].parse()
@@ -135,16 +137,6 @@ class RecordExampleReader:
             with contextlib.suppress(Refused):
                 return isinstance(parse_record(value, self.kind, self._config).prompt, list)
         return False
-
-    @property
-    def inputs(self) -> tuple[Input, ...]:
-        """The files to read; empty if the records are in memory."""
-        return self._reader.inputs
-
-    @property
-    def paths(self) -> dict[int, str]:
-        """Ordinal of each input -> its path, as the manifest names it."""
-        return self._reader.paths
 
     @cached_property
     def sizes(self) -> list[int]:

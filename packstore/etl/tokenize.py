@@ -30,12 +30,9 @@ class Tokenize:
         """Returns the examples of a block, and the tally of its records."""
         return self.finish(self.begin(block))
 
-    def begin(self, block: Block) -> tuple[Part, tuple[Rows, Examples] | None]:
+    def begin(self, block: Block | Rows) -> tuple[Part, tuple[Rows, Examples] | None]:
         """Returns the result for a block, and the sample of it to compare."""
-        return self.of(block.parse())
-
-    def of(self, rows: Rows) -> tuple[Part, tuple[Rows, Examples] | None]:
-        """Returns the same for parsed records."""
+        rows = block if isinstance(block, Rows) else block.parse()
         examples, tally = self._stage(rows)
         return (examples, tally), self._watch.sample(rows, examples)
 

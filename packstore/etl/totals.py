@@ -24,6 +24,16 @@ ASKED_TO_GO = (*DUPLICATES.values(), "unpaired_feedback")
 log = logging.getLogger("packstore")
 
 
+@dataclass(frozen=True, eq=False)
+class Contents:
+    """The records of a partition."""
+
+    examples: list[int]  # of each dataset, in the order of `parts_of`
+    tally: Tally
+    sources: dict[int, dict[str, Any]]  # ordinal of a file -> path, bytes, hash and records
+    rejects: bytes  # the dropped records, compressed; empty without setting `rejects`
+
+
 class Counting:
     """Reports the progress over all partitions: records read, packs written."""
 
@@ -50,22 +60,18 @@ class Counting:
             self._report("write", self._written, total, "packs")
         self._total = total
 
+    def add(self, contents: Contents) -> None:
+        """Does nothing: a task of a cluster leaves the sums to the job."""
 
-@dataclass(frozen=True, eq=False)
-class Contents:
-    """The records of a partition."""
-
-    examples: list[int]  # of each dataset, in the order of `Selection.parts`
-    tally: Tally
-    sources: dict[int, dict[str, Any]]  # ordinal of a file -> path, bytes, hash and records
-    rejects: bytes  # the dropped records, compressed; empty without setting `rejects`
+    def add_finished(self, contents: Contents, packs: int) -> None:
+        """Adds a partition that was made elsewhere, or before."""
+        self.read(contents.tally.read)
+        self.add(contents)
+        self.wrote(packs)
 
 
-class RecordTotals:
-    """Adds up the records of all partitions, and checks them once all are read.
-
-    `jobs` has the job of each part under its name; a single job is part None.
-    """
+class RecordTotals(Counting):
+    """Adds up the records of all partitions, and checks them once all are read."""
 
     def __init__(
         self,
@@ -73,10 +79,10 @@ class RecordTotals:
         reader: ExampleReader,
         config: PackConfig,
         rejects: RejectsFile,
-        counting: Counting,
+        progress: Progress | None,
     ) -> None:
-        self._jobs, self._reader, self._config = jobs, reader, config
-        self._rejects, self._counting = rejects, counting
+        super().__init__(progress)
+        self._jobs, self._reader, self._config, self._rejects = jobs, reader, config, rejects
         self._kept = dict.fromkeys(jobs, 0)
         self._tally = Tally()
         self._sources = dict[int, dict[str, Any]]()
@@ -97,7 +103,7 @@ class RecordTotals:
             self._check()
 
     def _check(self) -> None:
-        self._counting.read(0, last=True)
+        self.read(0, last=True)
         self._rejects.publish()
         for reason, count in sorted(self._tally.dropped.items()):
             first = next((s for s in self._tally.samples if s.reason == reason), None)
@@ -131,6 +137,11 @@ class RecordTotals:
         return provenance_of(self._reader, part, self._config, sources)
 
 
+def dropped_unasked(tally: Tally) -> int:
+    """Returns the number of records dropped for reasons that no setting asks for."""
+    return sum(n for reason, n in tally.dropped.items() if reason not in ASKED_TO_GO)
+
+
 def absent_fields(tally: Tally, config: PackConfig) -> list[tuple[str, str]]:
     """Returns the mapped fields that no record has, with their names in the input."""
     return [
@@ -150,22 +161,21 @@ def _check_fields(tally: Tally, config: PackConfig, job: WriteJob) -> None:
         remedy = "Correct its name, or map nothing"
         raise ConfigError(sentence(where, must, f"none of {tally.read:,}", remedy))
     log.info("fields used: %s", ", ".join(sorted(tally.used)))
-    counts = {n: f"{n} ({count:,} records)" for n, count in sorted(tally.unused.items())}
-    if meaningful := [text for name, text in counts.items() if name in MEANINGFUL]:
-        log.warning("fields not used: %s", ", ".join(meaningful))
-    if further := counts.keys() - MEANINGFUL:
+    if meaningful := sorted(tally.unused.keys() & MEANINGFUL):
+        counts = (f"{name} ({tally.unused[name]:,} records)" for name in meaningful)
+        log.warning("fields not used: %s", ", ".join(counts))
+    if further := tally.unused.keys() - MEANINGFUL:
         log.info("further fields not used: %s", ", ".join(sorted(further)))
 
 
 def _check_drops(tally: Tally, config: PackConfig) -> None:
     """Raises :class:`DropRateError` if too many records were dropped."""
-    asked = sum(tally.dropped[reason] for reason in ASKED_TO_GO)
-    dropped = tally.read - tally.kept - asked
+    dropped = dropped_unasked(tally)
     if tally.kept and dropped <= config.max_drop_rate * tally.read:
         return
     reasons = ", ".join(f"{n:,} {reason}" for reason, n in tally.dropped.most_common())
-    example = next((s for s in tally.samples if s.reason in tally.dropped), None)
-    where = f" (first: {example.where}: {example.detail})" if example else ""
+    first = next((s for s in tally.samples if s.reason in tally.dropped), None)
+    where = f" (first: {first.where}: {first.detail})" if first else ""
     must, remedy = "at least one record must remain", "Run `packstore doctor` on the input"
     if tally.dropped["overlong"] == max(tally.dropped.values(), default=0):
         remedy = "Raise pack_size or max_length, or set overlong to truncate_prompt"

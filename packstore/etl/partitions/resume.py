@@ -23,16 +23,13 @@ from packstore.io.manifest.partition_notes import Finished, PartitionNotes
 from packstore.io.store.location import Location
 from packstore.version import VERSION
 
-Versions = dict[int, str]
-"""Ordinal of an input -> its version in the store; empty if the store has none."""
-
 
 @dataclass(frozen=True, eq=False)
 class Written:
-    """The packs of a partition in one dataset, and the statistics of their plan, if any."""
+    """The packs of a partition in one dataset."""
 
     shards: list[Finished]
-    planning: dict[str, Any] | None = None
+    planning: dict[str, Any] | None = None  # statistics of their plan
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +45,7 @@ class Partition:
         """Number of packs, over all datasets."""
         return sum(shard.shard.rows for written in self.written for shard in written.shards)
 
-    def note(self, notes: Sequence[PartitionNotes], item: Item, versions: Versions) -> None:
+    def note(self, notes: Sequence[PartitionNotes], item: Item, versions: dict[int, str]) -> None:
         """Puts its note into each dataset, with the versions of its inputs before the read."""
         for place, written in zip(notes, self.written, strict=True):
             place.put(item[0], Note(identity(item), versions, self.contents, written))
@@ -58,7 +55,7 @@ class Note(msgspec.Struct):
     """The note of a partition in one dataset."""
 
     identity: str
-    versions: Versions
+    versions: dict[int, str]  # ordinal of an input -> its version in the store, or empty
     contents: Contents
     written: Written
 

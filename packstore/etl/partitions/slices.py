@@ -53,19 +53,12 @@ log = logging.getLogger("packstore")
 
 @dataclass(frozen=True)
 class Slice:
-    """Blocks of a file at equal distances.
-
-    Attributes:
-        input: the file.
-        first: number of the first block, from 0.
-        step: distance from one block to the next; 1: the whole file.
-        block_bytes: approximate bytes of a block.
-    """
+    """Blocks of a file at equal distances."""
 
     input: Input
-    first: int
-    step: int
-    block_bytes: int
+    first: int  # number of the first block, from 0
+    step: int  # from one block to the next; 1: the whole file
+    block_bytes: int  # approximate
 
 
 Item = tuple[int, Sequence[Slice], Int64 | None]
@@ -156,24 +149,19 @@ def in_turn(
         yield owners.popleft(), result
 
 
-class ReadKeys:
-    """Finds the keys that `dedup` compares, and their example ids. Picklable."""
-
-    def __init__(self, tokenize: Callable[[Block], Part], config: PackConfig) -> None:
-        self._tokenize, self._config = tokenize, config
-
-    def __call__(
-        self,
-        partitions: Sequence[Sequence[Slice]],
-        run: Run,
-        on_keys: Callable[[int], None] = lambda _: None,
-    ) -> Iterator[tuple[U64, Int64]]:
-        """Yields the keys, uint64 `[n]`, and ids, int64 `[n]`, of each partition in input order."""
-        keys = [[np.empty(0, np.uint64)] for _ in partitions]
-        ids = [[np.empty(0, np.int64)] for _ in partitions]
-        pairs = blocks_of(enumerate(partitions), self._config)
-        for number, (examples, _) in in_turn(self._tokenize, pairs, run):
-            keys[number].append(dedup_keys(examples, self._config))
-            ids[number].append(examples.example_ids)
-            on_keys(examples.num_examples)
-        yield from zip(map(np.concatenate, keys), map(np.concatenate, ids), strict=True)
+def read_keys(
+    tokenize: Callable[[Block], Part],
+    config: PackConfig,
+    partitions: Sequence[Sequence[Slice]],
+    run: Run,
+    on_keys: Callable[[int], None] = lambda _: None,
+) -> Iterator[tuple[U64, Int64]]:
+    """Yields the keys that `dedup` compares, uint64 `[n]`, and example ids of each partition."""
+    keys = [[np.empty(0, np.uint64)] for _ in partitions]
+    ids = [[np.empty(0, np.int64)] for _ in partitions]
+    pairs = blocks_of(enumerate(partitions), config)
+    for number, (examples, _) in in_turn(tokenize, pairs, run):
+        keys[number].append(dedup_keys(examples, config))
+        ids[number].append(examples.example_ids)
+        on_keys(examples.num_examples)
+    yield from zip(map(np.concatenate, keys), map(np.concatenate, ids), strict=True)

@@ -11,28 +11,38 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
+
+import numpy as np
 
 from packstore.config import PackConfig
-from packstore.etl.background import ahead
 from packstore.etl.dedup_and_split import Selection, parts_of
-from packstore.etl.partitions.resume import Partition, Versions, Written, taken_over
+from packstore.etl.partitions.resume import Partition, Written, taken_over
 from packstore.etl.partitions.slices import Item, ReadFile, Run, blocks_of, in_turn
 from packstore.etl.rejects import compressed
 from packstore.etl.spill import Spill
 from packstore.etl.tokenize import Part
 from packstore.etl.totals import Contents, Counting
 from packstore.format import seeds
-from packstore.format.arrays import Tally
+from packstore.format.arrays import Examples, Tally
 from packstore.io.inputs.files import Block
 from packstore.io.manifest.partition_notes import PartitionNotes
 from packstore.io.shards.shard import PackShape
 from packstore.io.write.shard_writer import ShardWriter
+from packstore.pack.fill import fill, gather
+from packstore.pack.kernels import compiles
 from packstore.pack.layout import sizes
 from packstore.pack.plan import plan
+
+T = TypeVar("T")
+
+log = logging.getLogger("packstore")
 
 PASSES = 2
 """Maximum passes of one machine over a file; each reads some of the partitions. With more passes, a
@@ -51,7 +61,7 @@ class Spilled:
         # Not empty, so that a rerun sees that they were collected.
         self._rejects: list[bytes] = [] if config.rejects is None else [compressed([])]
         self._sources = dict[int, dict[str, Any]]()
-        self.versions = Versions()
+        self.versions = dict[int, str]()
 
     def add(self, part: Part) -> None:
         """Adds the examples of the next block."""
@@ -94,15 +104,11 @@ class PackPartitions:
         self._hashes, self._begun = dict[int, str](), list[Spilled]()
 
     def __call__(
-        self,
-        items: Iterable[Item],
-        run: Run,
-        counting: Counting | None = None,
-        on_read: Callable[[Contents], None] = lambda _: None,
+        self, items: Iterable[Item], run: Run, counting: Counting | None = None
     ) -> Iterator[Partition]:
-        """Yields the partitions in order; `on_read` may raise to refuse one before its writing."""
-        assert self._tokenize is not None
+        """Yields the partitions in order; `counting` may refuse one before its writing."""
         tokenize = self._tokenize
+        assert tokenize is not None
         at_once = -(-(self._config.partitions or 1) // PASSES)
         remaining, collects = iter(items), self._config.rejects is not None
 
@@ -116,21 +122,18 @@ class PackPartitions:
                 blocks = blocks_of(reading, self._config, Spilled.read)
                 yield group, in_turn(tokenize, blocks, run)
 
-        return self._made(groups(), counting or Counting(), on_read)
+        return self._made(groups(), counting or Counting())
 
-    def of_parts(
-        self, parts: Iterable[Part], counting: Counting, on_read: Callable[[Contents], None]
-    ) -> Iterator[Partition]:
+    def of_parts(self, parts: Iterable[Part], counting: Counting) -> Iterator[Partition]:
         """Yields the only partition, of examples that come from no files: it cannot be resumed."""
         tokenized = iter(parts)  # refuses settings before there is a folder to remove
         only = self._begin((0, (), None))
-        return self._made([([only], ((only, part) for part in tokenized))], counting, on_read)
+        return self._made([([only], ((only, part) for part in tokenized))], counting)
 
     def _made(
         self,
         groups: Iterable[tuple[list[Spilled | Partition], Iterable[tuple[Spilled, Part]]]],
         counting: Counting,
-        on_read: Callable[[Contents], None],
     ) -> Iterator[Partition]:
         """Writes the partitions of each group while those of the next one are read."""
         stop = threading.Event()
@@ -150,12 +153,10 @@ class PackPartitions:
                 for partition in itertools.chain.from_iterable(ready):
                     if isinstance(partition, Spilled):
                         contents = partition.contents()
-                        on_read(contents)
+                        counting.add(contents)
                         yield self._write(partition, contents, counting)
                     else:
-                        counting.read(partition.contents.tally.read)
-                        on_read(partition.contents)
-                        counting.wrote(partition.packs)
+                        counting.add_finished(partition.contents, partition.packs)
                         yield partition
         finally:
             while self._begun:
@@ -204,13 +205,71 @@ class PackPartitions:
         return Written(shards, planning)
 
 
-class InTask:
-    """Runs `work` on one item, in this process only."""
+def in_task(work: Callable[[Any, Run], Iterator[Any]], item: Any) -> Any:
+    """Returns the result of `work` on one item, in this process only."""
+    with contextlib.closing(iter(work([item], map))) as made:  # type: ignore[type-var]
+        return next(made)
 
-    def __init__(self, work: Callable[[Any, Run], Iterator[Any]]) -> None:
-        self._work = work
 
-    def __call__(self, item: Any) -> Any:
-        """Returns the result of `work` on the item."""
-        with contextlib.closing(iter(self._work([item], map))) as made:  # type: ignore[type-var]
-            return next(made)
+def ahead(
+    items: Iterable[T], depth: int = 1, stop: threading.Event | None = None
+) -> Generator[T, None, None]:
+    """Yields the items, which another thread computes at most `depth` ahead; raises its errors.
+
+    Closing the generator sets `stop`, so that a slow item can end early, and ends the thread before
+    the next item.
+    """
+    stop = stop or threading.Event()
+    stream, end = iter(items), object()
+    thread = ThreadPoolExecutor(1, "packstore-ahead")
+    try:
+        pending = deque(thread.submit(next, stream, end) for _ in range(depth + 1))
+        while (item := pending.popleft().result()) is not end:
+            pending.append(thread.submit(next, stream, end))
+            yield item  # type: ignore[misc]
+    finally:
+        stop.set()
+        thread.shutdown(cancel_futures=True)
+
+
+def warm_up(config: PackConfig) -> None:
+    """Loads the compiled loops of planning and filling in a thread; logs if it must compile them.
+
+    Errors are ignored, as they recur where the loops are needed. The process waits for the thread
+    at its end, as a compiler must not be interrupted.
+    """
+    done = threading.Event()
+
+    def load() -> None:
+        with contextlib.suppress(Exception):
+            _run_loops(config)
+        done.set()
+
+    def log_compiling() -> None:
+        while not done.wait(0.5):
+            if compiles():
+                log.info("compiling the loops that plan and fill packs, once in this environment")
+                return
+
+    threading.Thread(target=load, name="packstore-warm-up").start()
+    threading.Thread(target=log_compiling, daemon=True).start()
+
+
+def _run_loops(config: PackConfig) -> None:
+    """Plans and fills a pack of two examples."""
+    ones = np.ones(2, np.int32)
+    sample = Examples(
+        input_ids=ones,
+        supervised=ones.astype(np.bool_),
+        sequence_offsets=np.arange(3),
+        example_offsets=np.arange(3),
+        reward=ones.astype(np.float32),
+        example_ids=np.arange(2),
+    )
+    packing = plan(ones, config=config)
+    packing.statistics()
+    sizes(sample, config.layout)
+    for array in (sample.input_ids, sample.supervised, sample.sequence_offsets):
+        array.flags.writeable = False  # like those of a spill
+    gather(sample, packing.order)
+    fill(sample, packing.offsets, config.layout, packing.order)
