@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -38,11 +39,11 @@ from packstore.pack.fill import fill
 from packstore.testing import random_examples
 from packstore.torch import collate
 from packstore.torch.attention import ATTENTION
-from packstore.torch.models.model import _register
 
 torch.set_num_threads(1)  # threads cost more than they bring on tensors of this size
 
 VOCAB = 50
+NUMBERS = itertools.count()
 
 
 def packed(examples: Examples, sizes: Sequence[int], layout: str) -> Packs:
@@ -247,19 +248,21 @@ def exact() -> Iterator[None]:
 
 
 @pytest.fixture
-def new_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Any], str]]:
-    """Makes a function an attention backend, for one test; gives its name."""
+def new_backend(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], str]:
+    """Makes a function an attention backend, for one test; gives its name.
+
+    The registry is closed to users: there is no other way to a backend that leaks.
+    """
 
     def register(attend: Any) -> str:
-        module = ModuleType("backend_for_tests")
+        name = f"for_tests_{next(NUMBERS)}"
+        module: Any = ModuleType(name)
         module.attend = attend
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-        monkeypatch.setitem(ATTENTION._entries, "for_tests", f"{module.__name__}:attend")
-        _register.cache_clear()
-        return "for_tests"
+        monkeypatch.setitem(sys.modules, name, module)
+        monkeypatch.setitem(ATTENTION._entries, name, f"{name}:attend")
+        return name
 
-    yield register
-    _register.cache_clear()
+    return register
 
 
 @pytest.fixture

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from packstore.errors import BackendError
 from packstore.torch import (
+    ContextShard,
+    ContextSplit,
     PackedBatch,
     collate,
     packed_logps,
@@ -22,8 +24,6 @@ from packstore.torch import (
     pad_segments,
     use_packed_attention,
 )
-from packstore.torch.models.mask import computing
-from packstore.torch.parallel.context import GatheredLayout
 
 HYBRIDS: dict[str, dict[str, Any]] = {
     "qwen3_next": {"layer_types": ["linear_attention", "full_attention"]},
@@ -86,16 +86,17 @@ def test_an_unknown_recomputation_is_refused(kit: SimpleNamespace) -> None:
     del inputs["packed_layout"]
     with pytest.raises(BackendError, match="must know the segments; found no layout"):
         model(**inputs)
-    with pytest.raises(BackendError, match="must take and return"), computing(batch_of(kit).layout):
-        model(input_ids=torch.zeros(2, 5, dtype=torch.long))
+    other = torch.zeros(2, 5, dtype=torch.long)
+    with pytest.raises(BackendError, match="must take and return"):
+        model(**{**batch_of(kit).model_inputs(), "input_ids": other})
 
 
 def test_rows_that_are_split_over_ranks_are_refused(kit: SimpleNamespace) -> None:
     model = use_packed_attention(kit.tiny_family("mamba", torch.float32))
     batch = batch_of(kit)
-    layout = GatheredLayout(**vars(batch.layout))
+    shard = ContextShard.of(batch, ContextSplit.contiguous(batch.cu_seqlens, 1), 0)
     with pytest.raises(BackendError, match="on one rank; found a row split over ranks"):
-        model(**{**batch.model_inputs(), "packed_layout": layout})
+        model(**shard.model_inputs())
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")

@@ -16,7 +16,6 @@ from packstore.cli import main
 from packstore.errors import BackendError, CompatibilityError
 from packstore.torch import check_isolation, use_packed_attention
 from packstore.torch.attention import ATTENTION
-from packstore.torch.models import probe
 
 OWN = "a sequence must have the logits that the model's own attention"
 
@@ -241,17 +240,17 @@ def test_it_says_when_it_cannot_tell(
 
 
 def test_lengths_that_are_not_reached_are_named(
-    kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    kit: SimpleNamespace, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = kit.tiny_family(
-        "mistral", torch.float32, sliding_window=100, max_position_embeddings=10_000
-    )
-    with caplog.at_level("INFO", "packstore"):
-        check_isolation(model, "sdpa")
-        assert "was compared" not in caplog.text
-        monkeypatch.setitem(probe.WORK, "cpu", 99 * 6 * model.num_parameters())
-        check_isolation(model, "sdpa")
-    assert "the probe stops at 99 tokens: nothing beyond 100 was compared" in caplog.text
+    caplog.set_level("INFO", "packstore")
+    for positions, message in (
+        (10_000, ""),
+        (110, "the probe stops at 110 tokens: nothing beyond 100 was compared"),
+    ):
+        settings = {"sliding_window": 100, "max_position_embeddings": positions}
+        check_isolation(kit.tiny_family("mistral", torch.float32, **settings), "sdpa")
+        assert ("was compared" in caplog.text) == bool(message)
+        assert message in caplog.text
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
@@ -274,15 +273,19 @@ def test_commands_stop_where_packing_would_show(
         assert main([*call, "--no-probe"]) == 0
 
 
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
 def test_a_run_may_begin_where_the_probe_cannot_tell(
-    kit: SimpleNamespace, caplog: pytest.LogCaptureFixture
+    kit: SimpleNamespace, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = use_packed_attention(kit.tiny_model(dtype=torch.bfloat16))
-    with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.o_proj.weight *= 0
+    pytest.importorskip("accelerate", reason="training needs accelerate")
+    settings = {**kit.short_run(tmp_path), "loss": "simpo", "max_steps": 1}
+    model = kit.tiny_model(dtype=torch.float32)
+    for layer in model.model.layers:
+        nn.init.zeros_(layer.self_attn.o_proj.weight)  # so that no token sees another
+    model.save_pretrained(tmp_path / "deaf")
     with caplog.at_level("INFO", "packstore"):
-        probe.probe_model(model)
-        assert "the probe gave no result: " in caplog.text
-        probe.probe_model(use_packed_attention(kit.tiny_model(dtype=torch.float32)))
-    assert "probe: packed and unpacked logits differ by" in caplog.text
+        packstore.torch.train(**settings, output=str(tmp_path / "a"))
+        assert "probe: packed and unpacked logits differ by" in caplog.text
+        settings["model"] = str(tmp_path / "deaf")
+        packstore.torch.train(**settings, output=str(tmp_path / "b"))
+    assert "the probe gave no result: " in caplog.text

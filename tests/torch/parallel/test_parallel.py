@@ -32,9 +32,7 @@ from packstore.torch import (
     static_sizes,
     use_packed_attention,
 )
-from packstore.torch.attention import Settings
-from packstore.torch.attention.plain import reference
-from packstore.torch.batch.layout import AttentionLayout, Targets
+from packstore.torch.attention import ATTENTION, Settings
 
 KINDS = st.sampled_from(["preference", "sft", "ranked"])
 LAYOUTS = st.sampled_from(["concat", "shared_prefix"])
@@ -143,16 +141,17 @@ def test_shares_of_a_row(
     columns = (wanted - 1, batch.input_ids[wanted], batch.segment_ids[wanted])
     assert found == list(zip(*(c.tolist() for c in columns), strict=True))
     q, k, v = torch.randn(3, batch.num_tokens, 2, 4, dtype=torch.float64)
+    attend = ATTENTION.load("reference")
     outputs = []
     for shard in shards:
-        names = AttentionLayout.__dataclass_fields__
-        gathered = AttentionLayout(**{name: getattr(shard.layout, name) for name in names})
+        kind = type(batch.layout)  # whose keys are all here
+        gathered = kind(**{name: getattr(shard.layout, name) for name in vars(batch.layout)})
         rows = (q[shard.index], *(torch.cat([x[s.index] for s in shards]) for x in (k, v)))
-        outputs.append(reference(*rows, gathered, Settings(0.5, None if static else 4)))
+        outputs.append(attend(*rows, gathered, Settings(0.5, None if static else 4)))
         sizes = shard.layout.sizes
         assert max(sizes[0]) <= shard.layout.max_seqlen_q
         assert max(sizes[1]) <= shard.layout.max_seqlen_k
-    whole = reference(q, k, v, batch.layout, Settings(0.5, None if static else 4))
+    whole = attend(q, k, v, batch.layout, Settings(0.5, None if static else 4))
     assert (torch.cat(outputs)[split.inverse] - whole).abs().max() < 1e-12
 
 
@@ -308,7 +307,7 @@ def test_a_share_without_targets(kit: SimpleNamespace) -> None:
     """A rank whose tokens predict nothing adds zeros, and has gradients to reduce."""
     batch = pad_segments(make(kit, 0), 4)
     shard = ContextShard.of(batch, ContextSplit.zigzag(batch.cu_seqlens, 2), 0)
-    shard = replace(shard, targets=Targets(*[shard.index[:0]] * 3))
+    shard = replace(shard, targets=type(shard.targets)(*[shard.index[:0]] * 3))
     hidden = torch.ones(shard.num_tokens, 4, requires_grad=True)
     weight = torch.ones(kit.VOCAB, 4, requires_grad=True)
     for given_rows in ({"hidden": hidden, "weight": weight}, {"logits": hidden @ weight.T}):
