@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from trainers import logged, make_trainer
 
 from packstore import Dataset
 from packstore.errors import ConfigError
@@ -48,32 +49,6 @@ def whole(data: Dataset) -> PackedDataset:
     return PackedDataset(data, rank=0, world_size=1, shuffle=False)
 
 
-def trainer_of(
-    transformers: Any,
-    model: Any,
-    data: Dataset,
-    loss: PackedLoss,
-    folder: Path,
-    metrics: Any = None,
-    **arguments: Any,
-) -> Any:
-    class PackedTrainer(PackedTrainerMixin, transformers.Trainer):  # type: ignore[misc, name-defined]
-        pass
-
-    defaults = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "max_steps": STEPS}
-    return PackedTrainer(
-        model,
-        transformers.TrainingArguments(
-            output_dir=str(folder), logging_steps=1, **(defaults | arguments)
-        ),
-        train_dataset=whole(data),
-        eval_dataset=whole(data),
-        data_collator=PackCollator(data.manifest.kind, loss_fn=loss.loss_fn),
-        compute_metrics=metrics,
-        packed_loss=loss,
-    )
-
-
 @pytest.mark.parametrize("precision", ["float32", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_its_defaults(
     transformers: Any, kit: SimpleNamespace, tmp_path: Path, precision: str
@@ -82,6 +57,7 @@ def test_its_defaults(
     data = stored(kit, tmp_path)
     how = {
         "per_device_train_batch_size": 2,
+        "max_steps": STEPS,
         "learning_rate": 1e-2,
         "eval_strategy": "steps",
         "eval_steps": 1,
@@ -96,7 +72,7 @@ def test_its_defaults(
         model = use_packed_attention(kit.tiny_model(dtype=torch.float32))
         reference = copy.deepcopy(model).requires_grad_(False)
         loss = PackedLoss(PreferenceLoss("dpo", beta=0.3), reference)
-        trainer = trainer_of(transformers, model, data, loss, tmp_path / "run", **how)
+        trainer = make_trainer(model, data, loss, tmp_path / "run", **how)
         trainer.train(resume_from_checkpoint=resume)
         logs.append(trainer.state.log_history)
         best.append(trainer.state.best_metric)
@@ -138,9 +114,9 @@ def test_logits_of_supervised_tokens_only(
         model = use_packed_attention(kit.tiny_model())
         model.lm_head.register_forward_hook(lambda _, args, __: heights.append(args[0].shape[1]))
         loss = PackedLoss(PreferenceLoss("dpo"), copy.deepcopy(model).requires_grad_(False))
-        trainer = trainer_of(transformers, model, data, loss, tmp_path / "run", metrics)
+        trainer = make_trainer(model, data, loss, tmp_path, metrics=metrics, max_steps=STEPS)
         trainer.train()
-        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+        losses.append([entry["loss"] for entry in logged(trainer)])
     assert losses[0] == pytest.approx(losses[1], abs=1e-9)
     few, every = heights[: len(heights) // 2], heights[len(heights) // 2 :]
     assert sum(few) < 0.8 * sum(every)
@@ -168,9 +144,9 @@ def test_it_divides_by_what_the_loss_counts(
         expected = float(loss_fn(PackedPolicy(model)(batch), batch).loss)
     how = {"max_steps": 1, "per_device_train_batch_size": 1, "save_strategy": "no"}
     how |= {"gradient_accumulation_steps": len(SIZES)}
-    trainer = trainer_of(transformers, model, data, PackedLoss(loss_fn), tmp_path / "run", **how)
+    trainer = make_trainer(model, data, PackedLoss(loss_fn), tmp_path / "run", **how)
     trainer.train()
-    assert trainer.state.log_history[0]["loss"] == pytest.approx(expected, rel=1e-5)
+    assert logged(trainer)[0]["loss"] == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("given", [None, True])
@@ -183,7 +159,7 @@ def test_every_rank_reads_its_own_packs(
     how = {"accelerator_config": {"dispatch_batches": given}}
     model = use_packed_attention(kit.tiny_model())
     data = stored(kit, tmp_path)
-    trainer = trainer_of(transformers, model, data, loss, tmp_path / "run", **how)
+    trainer = make_trainer(model, data, loss, tmp_path / "run", **how)
     dispatches = accelerate.data_loader.DataLoaderDispatcher
     assert isinstance(trainer.get_train_dataloader(), dispatches) == bool(given)
 
@@ -192,8 +168,7 @@ def test_refusals(transformers: Any, kit: SimpleNamespace, tmp_path: Path) -> No
     data = stored(kit, tmp_path, "ranked")
     model = use_packed_attention(kit.tiny_model())
     loss = PackedLoss(PreferenceLoss("simpo"))
-    trainer = trainer_of(transformers, model, data, loss, tmp_path / "run")
-    trainer.data_collator = PackCollator("ranked")
+    trainer = make_trainer(model, data, loss, tmp_path / "run", PackCollator("ranked"))
     with pytest.raises(ConfigError, match=r"Make it PackCollator\('ranked', loss_fn=loss_fn\)"):
         trainer.train()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import runpy
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,13 +13,15 @@ import torch
 pytest.importorskip("lightning", reason="lightning")
 
 import lightning
+from train_runs import losses
 
 from packstore import open as open_dataset
 from packstore.testing import random_examples
 from packstore.torch import PreferenceLoss, train, write_ref_logps
-from packstore.torch.models.load import load_model
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "lightning_datamodule.py"
+NAMES = ("DPO", "PackedData", "load_model")
+DPO, PackedData, load_model = (runpy.run_path(str(EXAMPLE))[name] for name in NAMES)
 PER_STEP, RATE = 8, 1e-3
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -58,7 +59,6 @@ def fit(
     path: Path | None = None,
 ) -> tuple[Log, list[int]]:
     """Two epochs, or until so many steps, where a checkpoint is saved; ids as consumed."""
-    names = runpy.run_path(str(EXAMPLE))
     seen: list[int] = []
 
     class Watch(lightning.Callback):  # type: ignore[misc, name-defined]
@@ -74,7 +74,7 @@ def fit(
                 trainer.should_stop = True
                 raise KeyboardInterrupt
 
-    data = names["PackedData"](
+    data = PackedData(
         made["data"],
         made["ref"],
         validation=made["data"],
@@ -82,7 +82,7 @@ def fit(
         examples_per_step=PER_STEP,
         packs_per_batch=1,
     )
-    module = names["DPO"](load_model(made["model"], trainable=True), PreferenceLoss("dpo"), RATE)
+    module = DPO(load_model(made["model"], trainable=True), PreferenceLoss("dpo"), RATE)
     betas = (0.9, 0.95)  # those of `packstore train`
     module.configure_optimizers = lambda: torch.optim.AdamW(
         module.parameters(), lr=RATE, betas=betas, weight_decay=0.0
@@ -123,8 +123,7 @@ def test_it_is_the_run_of_packstore_train(made: dict[str, str], tmp_path: Path) 
         warmup=0,
         log_every=1,
     )
-    lines = (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    expected = [r["loss"] for r in map(json.loads, lines) if "loss" in r]
+    expected = losses(tmp_path)
     assert log.losses == pytest.approx(expected, abs=1e-5)
     assert len(expected) >= 6
     assert log.held_out["eval/loss"] == pytest.approx(result.evaluation["eval/loss"], abs=1e-5)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,16 +12,16 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
+from train_runs import records
+from trainers import logged, make_trainer
 
 from packstore import open as open_dataset
 from packstore.errors import ConfigError
 from packstore.testing import random_examples
 from packstore.torch import (
-    PackCollator,
     PackedDataLoader,
     PackedDataset,
     PackedLoss,
-    PackedTrainerMixin,
     PreferenceLoss,
     collate,
     train,
@@ -56,17 +55,17 @@ def test_train_logs_and_adds_them(kit: SimpleNamespace, tmp_path: Path) -> None:
     plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     expected = aux_losses(plain, list(open_dataset(str(tmp_path / "data")).iter_packs()))
     settings |= {"max_steps": 2, "log_every": 1, "learning_rate": 1e-9}
-    records = {}
+    found_by = {}
     for coefficient in (None, 0.0):
         output = tmp_path / f"run-{coefficient}"
         given = {} if coefficient is None else {"router_aux_loss_coef": coefficient}
         train(**settings, output=str(output), loss_parameters=given)
-        records[coefficient] = [json.loads(x) for x in (output / "metrics.jsonl").open()]
+        found_by[coefficient] = records(output)
     data = PackedDataset(settings["dataset"])
     batches = list(PackedDataLoader(data, examples_per_step=settings["examples_per_step"]))
     steps = [[b for b in batches if b.step.index == step] for step in (0, 1)]
     ids = [[i for b in step for i in b.example_ids[b.weights > 0].tolist()] for step in steps]
-    for own, found, without in zip(ids, records[None], records[0.0], strict=True):
+    for own, found, without in zip(ids, found_by[None], found_by[0.0], strict=True):
         mean = sum(expected[i] for i in own) / len(own)
         assert found["aux_loss"] == pytest.approx(mean, abs=1e-5)
         assert found["loss"] == pytest.approx(math.log(2) + COEFFICIENT * mean, abs=1e-5)
@@ -86,35 +85,16 @@ def test_train_refuses_a_weight_for_a_model_without_them(
 
 def test_the_trainer_logs_and_adds_them(kit: SimpleNamespace, tmp_path: Path) -> None:
     pytest.importorskip("accelerate", reason="the Trainer needs it")
-
-    class PackedTrainer(PackedTrainerMixin, transformers.Trainer):
-        pass
-
     packs = kit.packed(random_examples(8, seed=4), [1, 3, 2, 2], "concat")
     data = kit.write(str(tmp_path / "data"), packs)
     model = moe(kit)
     expected = sum(aux_losses(model, [packs]).values()) / 8
     use_packed_attention(model)
     loss = PackedLoss(PreferenceLoss("dpo"), copy.deepcopy(model).requires_grad_(False))
-    trainer = PackedTrainer(
-        model,
-        transformers.TrainingArguments(
-            output_dir=str(tmp_path / "run"),
-            per_device_train_batch_size=2,
-            gradient_accumulation_steps=2,
-            gradient_checkpointing=True,
-            max_steps=1,
-            logging_steps=1,
-            use_cpu=True,
-            report_to=[],
-            disable_tqdm=True,
-            save_strategy="no",
-        ),
-        train_dataset=PackedDataset(data, rank=0, world_size=1, shuffle=False),
-        data_collator=PackCollator("preference"),
-        packed_loss=loss,
-    )
+    how = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 1}
+    how |= {"gradient_checkpointing": True, "save_strategy": "no"}
+    trainer = make_trainer(model, data, loss, tmp_path / "run", **how)
     trainer.train()
-    entry = trainer.state.log_history[0]
+    (entry,) = logged(trainer)
     assert entry["aux_loss"] == pytest.approx(expected, abs=1e-5)
     assert entry["loss"] == pytest.approx(math.log(2) + COEFFICIENT * expected, abs=1e-4)
