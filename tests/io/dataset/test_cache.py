@@ -19,9 +19,7 @@ from packstore.errors import StorageError
 @pytest.fixture(params=["parquet", "arrow"])
 def stored(kit: Any, place: str, request: Any) -> Any:
     """60 packs in several row groups and shards."""
-    return kit.Written(place).dataset(
-        [kit.some_packs()], row_group_tokens=60, shard_tokens=500, format=request.param
-    )
+    return kit.made(place, row_group_tokens=60, shard_tokens=500, format=request.param)
 
 
 def files(folder: Path) -> list[Path]:

@@ -1,23 +1,19 @@
 from __future__ import annotations
 
+import json
 import pickle
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from packstore import open as open_dataset
-from packstore.io.dataset.dataset import find_dataset
-
-
-@pytest.fixture
-def ds(kit, written):
-    return written.dataset([kit.some_packs(90)], shard_tokens=300)
+import packstore
 
 
 def test_row_groups(kit, ds):
     table = ds.row_groups
-    assert table.rows.sum() == len(ds) == 90
+    assert table.rows.sum() == len(ds) == 60
     assert (ds.group_rows == table.rows).all()
     assert len(set(table.shard.tolist())) == len(ds.manifest.shards) > 1
     for group in range(len(table)):
@@ -36,7 +32,7 @@ def test_pickled_by_place(ds, kit):
 
 def test_many_threads_read(ds, kit):
     expected = list(ds.iter_packs())
-    fresh, failures = open_dataset(ds.url), []
+    fresh, failures = packstore.open(ds.url), []
 
     def read(seed: int) -> None:
         for group in np.random.default_rng(seed).permutation(len(expected)):
@@ -53,20 +49,17 @@ def test_many_threads_read(ds, kit):
     assert not failures
 
 
-def test_find(ds, tmp_path):
-    found = find_dataset(tmp_path / "ds")
-    assert found is not None
-    assert found.url == ds.url
-    (tmp_path / "x.jsonl").write_text("{}")
-    for other in (str(tmp_path / "x.jsonl"), f"{tmp_path}/*.jsonl", str(tmp_path), [1], None):
-        assert find_dataset(other) is None
-
-
-def test_verify_finds_repeated_ids(kit, written):
-    packs = [kit.some_packs(20), kit.some_packs(20, seed=1, first_id=19)]
-    problems = written.dataset(packs).verify().problems
-    assert len(problems) == 1
-    assert "example ids must be distinct; found 1 that repeat, the first of them 19" in problems[0]
+def test_verify_finds_repeated_ids(kit, tmp_path):
+    first, other = kit.made(tmp_path / "a", 20), kit.made(tmp_path / "b", kit.records(10, seed=1))
+    both = packstore.concat([first, other], str(tmp_path / "both"))
+    path = Path(both.url) / "_packstore" / "manifest-000001.json"
+    value = json.loads(path.read_text(encoding="utf-8"))
+    del value["sha256"]
+    for shard in value["shards"]:
+        shard["example_id_base"] = 0
+    path.write_text(json.dumps(value))
+    (problem,) = packstore.open(both.url).verify().problems
+    assert "example ids must be distinct; found 10 that repeat, the first of them 0" in problem
 
 
 def test_any_parquet_reader_opens_it(ds, kit):
@@ -74,8 +67,7 @@ def test_any_parquet_reader_opens_it(ds, kit):
     import polars
     import pyarrow.dataset
 
-    packs = kit.some_packs(90)
-    ids = [packs.row(i).input_ids.tolist() for i in range(90)]
+    ids = [row["input_ids"] for row in kit.rows(ds)]
     frame = polars.read_parquet(f"{ds.url}/data")
     assert frame["input_ids"].to_list() == ids
     assert frame.columns == ds.schema.names

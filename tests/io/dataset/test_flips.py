@@ -22,7 +22,7 @@ PROFILES: dict[str, dict[str, Any]] = {
     "spans": {"labels": "spans"},
     "arrow": {"format": "arrow"},
 }
-FLIPS = 120
+FLIPS = 60
 """Of each region, about."""
 
 SURE = {"row group", "footer", "pack index", "manifest", "side data", "side manifest"}
@@ -31,14 +31,12 @@ SURE = {"row group", "footer", "pack index", "manifest", "side data", "side mani
 @pytest.fixture(scope="module", params=PROFILES)
 def stored(kit: Any, request: Any, tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     """A dataset of one small shard of several row groups, with carried columns."""
-    carry = {"source": "string", "weight": "float64"}
-    written = kit.Written(str(tmp_path_factory.mktemp("data") / "ds"), carry=carry)
-    packs = kit.some_packs(40)
-    n = len(packs.example_ids)
-    packs.columns.update(
-        source=np.array([f"é{i}" for i in range(n)], object), weight=np.linspace(0, 1, n)
+    more = [{"source": f"é{i}", "weight": i / 40} for i in range(40)]
+    records = [{**a, **b} for a, b in zip(kit.records(40), more, strict=True)]
+    how = {"carry": ("source:string", "weight:float64"), "shard_tokens": 1 << 20}
+    data = kit.made(
+        tmp_path_factory.mktemp("data") / "ds", records, **how, **PROFILES[request.param]
     )
-    data: Dataset = written.dataset([packs], shard_tokens=1 << 20, **PROFILES[request.param])
     assert len(data.manifest.shards) == 1
     assert len(data.row_groups) > 2
     return data

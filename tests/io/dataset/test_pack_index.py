@@ -11,18 +11,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from packstore import Dataset
 from packstore import open as open_dataset
 from packstore.errors import IntegrityError
 from packstore.format import PackSizes, to_offsets
-from packstore.io.dataset import pack_index
-from packstore.io.dataset.pack_index import SCHEMA
-from packstore.io.shards.shard import PackShape
-from packstore.pack.fill import fill
-from packstore.testing import random_examples
+
+SIZES = ("tokens", "examples", "squares")
+COUNTS = ("best_tokens", "pairs_best_vs_rest", "pairs_all", "pairs_adjacent")
 
 
 def plainly(dataset: Dataset) -> list[tuple[int, int, int]]:
@@ -75,12 +71,11 @@ def index_path(dataset: Dataset) -> Path:
     return Path(dataset.url) / dataset.manifest.pack_index.path
 
 
-def test_it_lies_beside_the_manifest(kit, written):
-    ds = written.dataset([kit.some_packs(60)])
+def test_it_lies_beside_the_manifest(ds):
     info = ds.manifest.pack_index
     assert info.path == f"_packstore/packs-000001-{info.sha256[:16]}.index"
     file = pq.ParquetFile(index_path(ds))
-    assert file.schema_arrow.equals(SCHEMA)
+    assert file.schema_arrow.names == [*SIZES, *COUNTS]
     rows = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
     assert rows == [s.rows for s in ds.manifest.shards]
     assert len(rows) > 1
@@ -91,44 +86,25 @@ def test_it_lies_beside_the_manifest(kit, written):
     assert list(zip(*columns.values(), strict=True)) == counted(ds)
 
 
-@settings(max_examples=25, deadline=None)
-@given(
-    kind=st.sampled_from(["preference", "sft", "ranked"]),
-    layout=st.sampled_from(["concat", "shared_prefix"]),
-    file_format=st.sampled_from(["parquet", "arrow"]),
-    labels=st.sampled_from(["plain", "spans"]),
-    counts=st.lists(st.integers(1, 4), min_size=1, max_size=25),
-    seed=st.integers(0, 99),
-)
-def test_sizes_are_those_of_the_packs(
-    kit, tmp_path_factory, kind, layout, file_format, labels, counts, seed
-):
-    made = kit.Written(str(tmp_path_factory.mktemp("index") / "ds"), kind, layout=layout)
-    made.shape = PackShape(kind=kind, layout=layout, pack_size=600, carry={}, vocab_size=50)
-    examples = random_examples(sum(counts), seed=seed, kind=kind)
-    examples.reward[:] = np.round(examples.reward)  # some are equal
-    how = {"format": file_format, "labels": labels, "layout": layout, "pack_size": 600}
-    ds = made.dataset([fill(examples, to_offsets(np.array(counts)), layout)], **how)
-    assert ds.verify().ok
+@pytest.mark.parametrize("file_format", ["parquet", "arrow"])
+@pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
+@pytest.mark.parametrize("kind", ["preference", "sft", "ranked"])
+def test_sizes_are_those_of_the_packs(kit, tmp_path, kind, layout, file_format):
+    how = {"format": file_format, "layout": layout, "strategy": "pool", "pack_size": 200}
+    ds = kit.made(tmp_path / "ds", 90, kind, labels="spans", **how)
     assert told(ds.pack_index) == plainly(ds)
     assert list(map(tuple, ds.pack_index.counts.tolist())) == counted(ds)
     assert told(without_index(ds).pack_index) == plainly(ds)
     assert without_index(ds).pack_index.counts is None
     assert told(pickle.loads(pickle.dumps(ds)).pack_index) == plainly(ds)
+    assert ds.verify().ok
 
 
-def test_shards_are_not_read_where_there_is_an_index(kit, written):
-    ds = written.dataset([kit.some_packs(60)])
+def test_shards_are_not_read_where_there_is_an_index(ds):
     expected = plainly(ds)
     for shard in ds.manifest.shards:
         (Path(ds.url) / shard.path).unlink()
     assert told(open_dataset(ds.url).pack_index) == expected
-
-
-def test_an_empty_dataset_has_none(kit, written):
-    ds = written.dataset([kit.some_packs(0)])
-    assert ds.manifest.pack_index is None
-    assert len(ds.pack_index) == 0
 
 
 def lying(ds: Dataset, change) -> Dataset:
@@ -147,7 +123,9 @@ def with_column(name: str, change):
     def apply(table: pa.Table) -> pa.Table:
         at = table.schema.get_field_index(name)
         values = change(table.column(name).to_numpy().copy())
-        return table.set_column(at, SCHEMA.field(name), pa.array(values, SCHEMA.field(name).type))
+        return table.set_column(
+            at, table.schema.field(name), pa.array(values, table.schema.field(name).type)
+        )
 
     return apply
 
@@ -163,8 +141,7 @@ def one_more(values):
 
 
 @pytest.mark.parametrize("name", ["tokens", "examples", "squares", "best_tokens", "pairs_all"])
-def test_verify_compares_every_figure(kit, written, name):
-    ds = written.dataset([kit.some_packs(60)])
+def test_verify_compares_every_figure(ds, name):
     wrong = lying(ds, with_column(name, swapped))
     (problem,) = wrong.verify().problems
     what = name if name in ("tokens", "examples", "squares") else "counts"
@@ -176,16 +153,16 @@ def earlier(ds: Dataset) -> Dataset:
     return lying(ds, lambda table: table.select(["tokens", "examples", "squares"]))
 
 
-def test_an_index_without_counts(kit, written):
-    ds = earlier(written.dataset([kit.some_packs(60)]))
+def test_an_index_without_counts(ds):
+    ds = earlier(ds)
     assert told(ds.pack_index) == plainly(ds)
     assert ds.pack_index.counts is ds.sizes(np.arange(3)).counts is None
     assert ds.verify().ok
 
 
 @pytest.mark.parametrize("name", ["tokens", "examples"])
-def test_sums_that_differ_are_refused(kit, written, name):
-    wrong = lying(written.dataset([kit.some_packs(60)]), with_column(name, one_more))
+def test_sums_that_differ_are_refused(ds, name):
+    wrong = lying(ds, with_column(name, one_more))
     with pytest.raises(IntegrityError, match="its packs must have"):
         _ = wrong.pack_index
 
@@ -194,21 +171,17 @@ def test_sums_that_differ_are_refused(kit, written, name):
     "change",
     [lambda t: t.drop_columns("squares"), lambda t: t.slice(0, 7), lambda t: t.slice(0, 0)],
 )
-def test_another_shape_is_refused(kit, written, change):
-    wrong = lying(written.dataset([kit.some_packs(60)]), change)
+def test_another_shape_is_refused(ds, change):
+    wrong = lying(ds, change)
     with pytest.raises(IntegrityError, match=r"have columns tokens, .* a row group for each shard"):
         _ = wrong.pack_index
     assert not wrong.verify().ok
 
 
-def test_sizes_are_looked_up_shard_by_shard(kit, written, monkeypatch):
-    ds = written.dataset([kit.some_packs(400)])
-    shards = len(ds.manifest.shards)
-    assert shards > 3
-    everything = ds.pack_index
-    monkeypatch.setattr(pack_index, "KEPT_SHARDS", shards - 1)
-    again = open_dataset(ds.url)
-    rng = np.random.default_rng(0)
+def test_sizes_are_looked_up_shard_by_shard(kit, tmp_path):
+    ds = kit.made(tmp_path / "ds", 400, row_group_tokens=1, shard_tokens=1)
+    assert len(ds.manifest.shards) == 400  # more than are kept
+    everything, again, rng = ds.pack_index, open_dataset(ds.url), np.random.default_rng(0)
     for n in (0, 1, 7, 300):
         packs = rng.integers(0, len(ds), n)
         assert told(again.sizes(packs)) == told(everything.take(packs))

@@ -1,61 +1,38 @@
-"""Large datasets: a manifest of many row groups is opened shard by shard, and order is lazy."""
+"""Large datasets: opening a manifest of many row groups takes little more than the result."""
 
 from __future__ import annotations
 
+import json
 import tracemalloc
-from dataclasses import replace
-from typing import Any
+from pathlib import Path
 
-import numpy as np
-import pytest
-
+import packstore
 from packstore import Dataset
-from packstore.io.manifest.manifest import Manifest
-from packstore.io.shards.shard import RowGroups
 
-GROUPS = 500
+GROUPS, SHARDS = 500, 100
 
 
-@pytest.fixture(scope="module")
-def small(kit: Any, tmp_path_factory: pytest.TempPathFactory) -> Dataset:
-    """A dataset whose manifest is enlarged."""
-    written = kit.Written(str(tmp_path_factory.mktemp("data") / "ds"))
-    data: Dataset = written.dataset([kit.some_packs()])
-    return data
-
-
-def enlarged(manifest: Manifest, shards: int) -> Manifest:
-    """The manifest of a dataset of so many shards of 500 row groups."""
-    ones = np.ones(GROUPS, np.int64)
-    groups = RowGroups(
-        rows=32 * ones, examples=64 * ones, tokens=640 * ones, longest=10 * ones, crc32=7 * ones
-    )
-    sums = {"rows": 32 * GROUPS, "examples": 64 * GROUPS, "sequences": 128 * GROUPS}
-    one = replace(manifest.shards[0], row_groups=groups, tokens=640 * GROUPS, **sums)
-    made = tuple(replace(one, path=f"data/{i}.parquet") for i in range(shards))
-    totals = {
-        name: shards * getattr(one, name)
-        for name in ("examples", "sequences", "tokens", "supervised_tokens", "bytes")
-    }
-    return replace(
-        manifest,
-        shards=made,
-        pack_index=None,
-        totals=replace(manifest.totals, packs=shards * one.rows, **totals),
-        records=replace(
-            manifest.records, read=totals["examples"], packed=totals["examples"], dropped={}
-        ),
-    )
-
-
-def test_opening_takes_little_more_than_the_result(small: Dataset) -> None:
-    data = enlarged(small.manifest, 100).to_json()
-    Manifest.from_json(data)
+def test_opening_takes_little_more_than_the_result(ds: Dataset) -> None:
+    path = Path(ds.url) / "_packstore" / "manifest-000001.json"
+    value = json.loads(path.read_text(encoding="utf-8"))
+    for name in ("sha256", "pack_index"):
+        del value[name]
+    of_group = {"rows": 32, "examples": 64, "tokens": 640, "longest": 10}
+    groups = {name: [n] * GROUPS for name, n in of_group.items()}
+    shard = value["shards"][0] | {"row_groups": {**groups, "crc32": "00000007" * GROUPS}}
+    shard |= {"rows": 32 * GROUPS, "examples": 64 * GROUPS, "sequences": 128 * GROUPS}
+    shard["tokens"] = 640 * GROUPS
+    value["shards"] = [shard | {"path": f"data/{i}.parquet"} for i in range(SHARDS)]
+    sums = {name: SHARDS * shard.get(name, 0) for name in value["totals"]}
+    value["totals"] |= sums | {"packs": SHARDS * shard["rows"]}
+    value["records"] |= {"read": sums["examples"], "packed": sums["examples"], "dropped": {}}
+    size = path.write_text(json.dumps(value, separators=(",", ":")))
+    packstore.open(ds.url)
     tracemalloc.start()
     before, _ = tracemalloc.get_traced_memory()
-    manifest = Manifest.from_json(data)
+    large = packstore.open(ds.url)
     after, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert len(manifest.shards) == 100
-    assert after - before < 100 * GROUPS * 5 * 8 * 1.2
-    assert peak - after < len(data) / 3  # objects for all of the text take more than its bytes
+    assert len(large.manifest.shards) == SHARDS
+    assert after - before < SHARDS * GROUPS * 5 * 8 * 1.2
+    assert peak - after < 1.5 * size  # objects for all of the text take far more than its bytes

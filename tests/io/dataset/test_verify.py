@@ -17,10 +17,8 @@ from packstore.errors import ConfigError, PackstoreError
 
 @pytest.fixture(params=["parquet", "arrow"])
 def stored(kit: Any, tmp_path: Path, request: Any) -> Dataset:
-    written = kit.Written(str(tmp_path / "ds"))
-    data: Dataset = written.dataset(
-        [kit.some_packs(150)], row_group_tokens=150, shard_tokens=500, format=request.param
-    )
+    how = {"row_group_tokens": 150, "shard_tokens": 500, "format": request.param}
+    data: Dataset = kit.made(tmp_path / "ds", 150, **how)
     assert len(data.manifest.shards) > 2
     return data
 
@@ -112,7 +110,7 @@ DAMAGES = {
         )
     ),
     "supervised tokens": edit(move_supervised),
-    "the vocabulary": edit(lambda m: m["provenance"]["tokenizer"].update(vocab_size=40)),
+    "the vocabulary": edit(lambda m: m["provenance"].update(tokenizer={"vocab_size": 40})),
     "the longest sequence": edit(lambda m: m["statistics"].update(longest_sequence=99)),
     "the layout": edit(lambda m: m.update(layout="shared_prefix")),
     "the kind": edit(lambda m: m.update(kind="ranked")),
