@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gzip
 import io
 import json
 import os
 import shutil
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +14,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from forged import MANIFEST, replace_shard
 
+import packstore
 from packstore import open as open_dataset
 from packstore.errors import FormatError, InputError, IntegrityError, StorageError
-from packstore.io.inputs.files import InputReader
-from packstore.io.manifest.manifest import Manifest
-from packstore.io.shards.shard import FileHashes, RowGroups
 
 MB = 1 << 20
 READ = """
@@ -30,8 +27,9 @@ from packstore.errors import PackstoreError
 from packstore.io.inputs import files, pieces
 from packstore.io.shards import parquet as shards
 from packstore.io.inputs import tables
-from packstore.io.inputs.files import InputReader
-from packstore.io.dataset.dataset import open as open_dataset
+from packstore import open as open_dataset
+from packstore import pack
+import packstore.etl.pipeline, packstore.io.dataset.scan
 
 # Smaller than they are, so that the bombs can be.
 pieces.MAX_RECORD_BYTES, files.FREE_BYTES, tables.BATCH_BYTES = 8 << 20, 4 << 20, 32 << 20
@@ -43,8 +41,7 @@ for path in sys.stdin.read().split():
             data.pack_index
             list(data.iter_packs())
         else:
-            for block in InputReader(path):
-                block.parse()
+            pack(path, path + "-ds", num_workers=0)
         print("read")
     except PackstoreError as error:
         print(type(error).__name__, error)
@@ -132,37 +129,30 @@ def one_group(dataset: Path, **how: Any) -> bytes:
 
 
 def edit(dataset: Path, change: Any) -> None:
-    path = dataset / "_packstore" / "manifest-000001.json"
+    path = dataset / MANIFEST
     value = json.loads(path.read_text(encoding="utf-8"))
     value.pop("sha256")  # whoever changes a manifest on purpose can change its hash
     change(value)
     path.write_text(json.dumps(value))
 
 
-def replace_shard(dataset: Path, data: bytes) -> None:
-    """Puts another shard in place, with a manifest that tells its hashes: all of it is a lie."""
-    manifest = open_dataset(str(dataset)).manifest
-    (shard,) = manifest.shards
-    (dataset / shard.path).write_bytes(data)
-    metadata = pq.read_metadata(io.BytesIO(data))
-    chunks = [metadata.row_group(0).column(i) for i in range(metadata.num_columns)]
-    start = min(c.data_page_offset for c in chunks)
-    end = max(c.data_page_offset + c.total_compressed_size for c in chunks)
-    old = shard.row_groups
-    sums = {n: getattr(old, n).sum(keepdims=True) for n in ("rows", "examples", "tokens")}
-    crc = np.array([zlib.crc32(data[start:end])], np.int64)
-    groups = RowGroups(**sums, longest=old.longest.max(keepdims=True), crc32=crc)
-    hashes = dataclasses.asdict(FileHashes.of(io.BytesIO(data)))
-    shard = dataclasses.replace(shard, row_groups=groups, **hashes)
-    path = dataset / "_packstore" / "manifest-000001.json"
-    totals = dataclasses.replace(manifest.totals, bytes=len(data))
-    path.write_bytes(dataclasses.replace(manifest, shards=(shard,), totals=totals).to_json())
+def put_shard(dataset: Path, data: bytes) -> None:
+    """Puts another shard of one row group in place, with a manifest of which all is a lie."""
+
+    def into_one_group(manifest: Any) -> None:
+        groups = manifest["shards"][0]["row_groups"]
+        for name in ("rows", "examples", "tokens"):
+            groups[name] = [sum(groups[name])]
+        groups["longest"] = [max(groups["longest"])]
+
+    edit(dataset, into_one_group)
+    replace_shard(dataset, data)
 
 
 def test_a_shard_whose_page_declares_gigabytes(cell: Any, dataset: Path) -> None:
     """pyarrow asks for the memory: where there is that little, it is a named error."""
     good = one_group(dataset, use_dictionary=False)
-    replace_shard(dataset, swollen(good, (1 << 31) - 1))
+    put_shard(dataset, swollen(good, (1 << 31) - 1))
     assert cell(READ, str(dataset)).startswith("IntegrityError")
 
 
@@ -180,7 +170,7 @@ def test_a_shard_that_is_larger_inside(cell: Any, dataset: Path) -> None:
         table, sink, rows, compression="zstd", use_dictionary=False, write_statistics=False
     )
     assert sink.tell() < MB
-    replace_shard(dataset, sink.getvalue())
+    put_shard(dataset, sink.getvalue())
     found = cell(READ, str(dataset))
     assert found.startswith("IntegrityError")
     assert "bytes when decompressed" in found
@@ -188,12 +178,12 @@ def test_a_shard_that_is_larger_inside(cell: Any, dataset: Path) -> None:
 
 def test_what_is_replaced_so_can_be_read(cell: Any, dataset: Path) -> None:
     """The tests above refuse what they mean to."""
-    replace_shard(dataset, one_group(dataset, use_dictionary=False))
+    put_shard(dataset, one_group(dataset, use_dictionary=False))
     assert cell(READ, str(dataset)) == "read\n"
 
 
 def test_a_shard_with_a_dictionary(cell: Any, dataset: Path) -> None:
-    replace_shard(dataset, one_group(dataset))
+    put_shard(dataset, one_group(dataset))
     assert cell(READ, str(dataset)).startswith("IntegrityError")
 
 
@@ -232,9 +222,10 @@ DEEP = {
 
 
 @pytest.mark.parametrize("name", DEEP)
-def test_a_manifest_that_is_deep_or_long(name: str) -> None:
+def test_a_manifest_that_is_deep_or_long(name: str, dataset: Path) -> None:
+    (dataset / MANIFEST).write_bytes(DEEP[name])
     with pytest.raises(FormatError) as caught:
-        Manifest.from_json(DEEP[name])
+        open_dataset(dataset)
     assert len(str(caught.value)) < 2000
 
 
@@ -248,8 +239,8 @@ def test_a_file_that_never_ends_or_never_begins(dataset: Path, tmp_path: Path) -
     pipe = tmp_path / "x.jsonl"
     os.mkfifo(pipe)
     with pytest.raises((StorageError, InputError)):
-        list(InputReader(str(pipe)))
-    manifest = dataset / "_packstore" / "manifest-000001.json"
+        packstore.pack(pipe, tmp_path / "never")
+    manifest = dataset / MANIFEST
     manifest.unlink()
     os.mkfifo(manifest)
     with pytest.raises(StorageError):

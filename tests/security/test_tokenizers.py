@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 from fuzz_targets import tokenizer_seeds
 
+import packstore
 from packstore.errors import PackstoreError, TokenizerError
-from packstore.tokenizer import load_tokenizer
-from packstore.tokenizer.fastest import fastest
 
 pytestmark = pytest.mark.usefixtures("no_collector")
 
@@ -44,10 +43,7 @@ FILES = {
 
 
 def use(path: Path) -> None:
-    """Does with a tokenizer what packing does."""
-    tokenizer = fastest(load_tokenizer(path))
-    assert tokenizer.vocab_size > 0
-    tokenizer.engine.encode_batch(["hello"], control=True)
+    packstore.doctor([{"prompt": "hello", "chosen": "h", "rejected": "o"}] * 9, path)
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -64,7 +60,7 @@ def test_a_settings_file(tmp_path: Path, text: str) -> None:
     (tmp_path / "tokenizer.json").write_bytes(tokenizer_seeds()[0])
     (tmp_path / "tokenizer_config.json").write_text(text)
     with pytest.raises(TokenizerError, match=r"tokenizer_config\.json"):
-        load_tokenizer(tmp_path)
+        use(tmp_path)
 
 
 def test_what_is_no_file(tmp_path: Path) -> None:
@@ -72,8 +68,8 @@ def test_what_is_no_file(tmp_path: Path) -> None:
     os.mkfifo(pipe)
     for path in (pipe, Path("/dev/zero")):
         with pytest.raises(TokenizerError, match="device or pipe"):
-            load_tokenizer(path)
+            use(path)
     with open(tmp_path / "large.json", "wb") as file:
         file.truncate(2 << 30)
     with pytest.raises(TokenizerError, match="2147483648 bytes"):
-        load_tokenizer(tmp_path / "large.json")
+        use(tmp_path / "large.json")

@@ -8,8 +8,8 @@ made to fit, as an attacker would. The seeds are packed by packstore when they a
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import hashlib
 import io
 import itertools
 import json
@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from forged import MANIFEST, checksums, fit, sealed
 
 import packstore
 from packstore.io.side.side import SideWriter
-from packstore.io.write.shard_writer import row_group_crc32
 
 Files = dict[str, bytes]
 CARRY = ("source:string", "turns:int64", "weight:float64", "checked:bool")
@@ -36,7 +36,7 @@ COMBINATIONS = sorted(
         *(("parquet", "arrow"), (False, True)),
     )
 )
-MANIFEST, SIDE_MANIFEST = "_packstore/manifest-000001.json", "side/_packstore/side-000001.json"
+SIDE_MANIFEST = "side/_packstore/side-000001.json"
 NUMBERS = (0, 1, 2, 3, 7, -1, -2, -100, 64, 127, 1000, 65_536, 3_000_000, 2**31 - 1, -(2**31))
 LARGE = (2**31, 2**32 + 5, 2**40, 2**62, 2**63 - 1, -(2**63))
 BROKEN = (pa.ArrowException, ArithmeticError, AttributeError, LookupError, NotImplementedError)
@@ -130,12 +130,10 @@ def change_shard(files: Files, rng: random.Random) -> str:
             told += f"{done}, "
         data = encode([like(b, batches[group].schema) for b in batches], arrow, rng)
     put(files, entry, entry["path"], data)
-    magic = 6 if arrow else 4
-    entry["footer_bytes"] = int.from_bytes(data[-magic - 4 : -magic], "little") + 4 + magic
-    entry["footer_sha256"] = hashlib.sha256(data[-entry["footer_bytes"] :]).hexdigest()
     if rng.random() < 0.9:
         count(entry, batches)
-    entry["row_groups"]["crc32"] = checksums(data, entry["row_groups"]["crc32"])
+    with contextlib.suppress(*BROKEN):  # columns that are none of packstore's
+        entry["row_groups"]["crc32"] = checksums(data)
     totals, packed = manifest["totals"], manifest["records"]
     for name in ("rows", "tokens", "examples", "sequences", "bytes"):
         totals["packs" if name == "rows" else name] = sum(s[name] for s in manifest["shards"])
@@ -143,7 +141,7 @@ def change_shard(files: Files, rng: random.Random) -> str:
     packed["read"] = totals["examples"] + sum(packed["dropped"].values())
     if rng.random() < 0.6:
         manifest.pop("pack_index", None)
-    put_manifest(files, MANIFEST, manifest)
+    files[MANIFEST] = sealed(manifest)
     return f"row group {group}: {told}"
 
 
@@ -162,7 +160,7 @@ def change_index(files: Files, rng: random.Random) -> str:
     cuts = itertools.accumulate([shard["rows"] for shard in manifest["shards"]], initial=0)
     groups = [table.slice(a, b - a).combine_chunks() for a, b in itertools.pairwise(cuts)]
     put(files, entry, entry["path"], encode(groups, False, rng))
-    put_manifest(files, MANIFEST, manifest)
+    files[MANIFEST] = sealed(manifest)
     return f"{name} {place} is {new}"
 
 
@@ -175,7 +173,7 @@ def change_side(files: Files, rng: random.Random) -> str:
     put(files, entry, f"side/{entry['path']}", encode([batch], False, rng))
     if rng.random() < 0.9:
         entry["rows"] = batch.num_rows
-    put_manifest(files, SIDE_MANIFEST, manifest)
+    files[SIDE_MANIFEST] = sealed(manifest)
     return told
 
 
@@ -190,7 +188,7 @@ def change_manifest(files: Files, rng: random.Random) -> str:
     near = parent[key] + rng.choice((-1, 1, 3)) if isinstance(parent[key], int) else ""
     choices = (pick(rng), rng.choice(LARGE), near, None, "x", [], {}, [1], True, 0.5, -1e308)
     parent[key] = rng.choice(choices)
-    put_manifest(files, name, manifest)
+    files[name] = sealed(manifest)
     return f"{name}: {key!r} is {parent[key]!r}"
 
 
@@ -374,25 +372,7 @@ def count(entry: dict[str, Any], batches: list[pa.RecordBatch]) -> None:
     entry |= {name: sum(groups[name]) for name in ("rows", "examples", "tokens")}
 
 
-def checksums(data: bytes, before: str) -> str:
-    """The crc32 of each row group, or those before where the columns are none of packstore's."""
-    with tempfile.NamedTemporaryFile() as file:
-        file.write(data)
-        file.flush()
-        try:
-            return "".join(f"{crc:08x}" for crc in row_group_crc32(file.name))
-        except BROKEN:
-            return before
-
-
 def put(files: Files, entry: dict[str, Any], path: str, data: bytes) -> None:
     """Puts a file, and what a manifest tells of it."""
     files[path] = data
-    entry |= {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-
-
-def put_manifest(files: Files, path: str, manifest: dict[str, Any]) -> None:
-    """Puts a manifest with the hash that fits, as its last field."""
-    manifest.pop("sha256", None)
-    body = json.dumps(manifest, indent=1, ensure_ascii=False).encode().removesuffix(b"\n}")
-    files[path] = body + b',\n "sha256": "%s"\n}\n' % hashlib.sha256(body).hexdigest().encode()
+    fit(entry, data)
