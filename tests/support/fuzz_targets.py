@@ -6,39 +6,27 @@ An input is a pure function of (target, number), so a number alone reproduces a 
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import functools
 import gzip
-import hashlib
 import io
+import json
 import random
 import re
-import zlib
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from forged import MANIFEST, fit, replace_shard, sealed
 
-from packstore.io.dataset.pack_index import PackIndex
-from packstore.io.dataset.reader import ShardReader
-from packstore.io.inputs.files import HashedStream, decompressed
-from packstore.io.inputs.pieces import FORMATS, ReadOptions
-from packstore.io.manifest.manifest import Manifest
-from packstore.io.manifest.side_manifest import SideManifest
-from packstore.io.manifest.stored_file import StoredFile
-from packstore.io.shards.parquet import byte_range
-from packstore.io.shards.shard import FileHashes
-from packstore.io.store.location import Location
-from packstore.tokenizer.chat.template import ChatTemplate
+import packstore
+from packstore.torch import open_side
 
 GOLDEN = Path(__file__).parents[2] / "schemas" / "golden"
 CORPUS = Path(__file__).parents[1] / "fuzz" / "corpus"
-OPTIONS = ReadOptions(block_bytes=1 << 16, json_columns=frozenset({"reward"}))
 RECORDS = (
     b'{"prompt": "What is 2 + 2?", "chosen": "4", "rejected": "five \\u00e9", "reward": 1.5}\n'
     b'{"prompt": [{"role": "user", "content": "hi"}], "chosen": "a", "rejected": null}\n'
@@ -53,7 +41,7 @@ TEMPLATE = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Target:
     """A parser: `run` takes bytes, and may raise nothing but a PackstoreError."""
 
@@ -62,89 +50,79 @@ class Target:
     text: bool = False
 
 
-def stored(name: str) -> Path:
-    return GOLDEN / "v1" / name
-
-
 @functools.cache
-def manifest_of(name: str) -> Manifest:
-    path = stored(name) / "_packstore" / "manifest-000001.json"
-    return Manifest.from_json(path.read_bytes())
+def folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="fuzz-")
 
 
-@functools.cache
-def ranges(data: bytes) -> list[tuple[int, int]]:
-    """Finds the row groups of a Parquet file."""
-    found = pq.read_metadata(io.BytesIO(data))
-    return [byte_range(found.row_group(i), len(data)) for i in range(found.num_row_groups)]
+def copied(name: str) -> Path:
+    """A copy of a golden dataset, the same for every input."""
+    path = Path(folder().name, name)
+    shutil.copytree(GOLDEN / name, path, dirs_exist_ok=True)
+    return path
 
 
-def shard_files(name: str) -> list[bytes]:
-    manifest = manifest_of(name)
-    return [(stored(name) / s.path).read_bytes() for s in manifest.shards[:1]]
+def read_manifest(data: bytes) -> None:
+    path = copied(f"v1/{PARQUET}")
+    (path / MANIFEST).write_bytes(data)
+    packstore.open(path)
+
+
+def read_side(data: bytes) -> None:
+    name = files_of("side-v1/*/_packstore/side-*.json")[0].relative_to(GOLDEN)
+    path = copied(str(name.parents[1]))
+    (path / "_packstore" / name.name).write_bytes(data)
+    open_side(str(path))
 
 
 def read_shard(data: bytes, name: str, honest: bool) -> None:
     """Reads it with the hashes of the golden manifest, or with those of a dishonest one."""
-    manifest = manifest_of(name)
-    shard = manifest.shards[0]
-    if not honest:
-        hashes = dataclasses.asdict(FileHashes.of(io.BytesIO(data)))
-        groups = shard.row_groups
-        if manifest.file_format == "parquet":
-            good = shard_files(name)[0]
-            crcs = [zlib.crc32(data[a:b]) for a, b in ranges(good)]
-            groups = dataclasses.replace(groups, crc32=np.array(crcs, np.int64))
-        shard = dataclasses.replace(shard, row_groups=groups, **hashes)
-    stream: Any = SimpleNamespace(read=lambda start, stop: data[start:stop])
-    reader = ShardReader(Location("memory://fuzz"), manifest, shard, stream)
-    for group in range(len(shard.row_groups)):
-        reader.read_packs(group)
-        reader.decode(group, reader.fetch(group))
+    path = copied(f"v1/{name}")
+    shard = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["shards"][0]
+    if honest:
+        (path / shard["path"]).write_bytes(data)
+    else:
+        replace_shard(path, data, shard["row_groups"]["crc32"])
+    list(packstore.open(path).iter_packs())
 
 
 def read_index(data: bytes, honest: bool) -> None:
-    manifest = manifest_of("preference-concat-plain")
-    info = manifest.pack_index
-    assert info is not None
-    place = Location("memory://fuzz/index")
+    path = copied(f"v1/{PARQUET}")
+    manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+    (path / manifest["pack_index"]["path"]).write_bytes(data)
     if not honest:
-        sha256 = hashlib.sha256(data).hexdigest()
-        info = StoredFile(path=info.path, bytes=len(data), sha256=sha256)
-    with place.filesystem()[0].open(f"/fuzz/index/{info.path}", "wb") as file:
-        file.write(data)
-    index = PackIndex(place, manifest, info)
-    for number in range(len(manifest.shards)):
-        index.shard(number)
+        fit(manifest["pack_index"], data)
+        (path / MANIFEST).write_bytes(sealed(manifest))
+    _ = packstore.open(path).pack_index
 
 
-def read_input(data: bytes, form: str, compression: str | None = None) -> None:
-    stream: Any = io.BytesIO(data)
-    if compression:
-        stream = decompressed(HashedStream(stream), compression, "fuzz")
-    load = FORMATS.load(form)
-    for piece in load.read(stream, "fuzz", OPTIONS):
-        load.parse(piece.payload, "fuzz", piece.first)
+def read_input(data: bytes, suffix: str) -> None:
+    """Reads and tokenizes it; records that are none are counted."""
+    path = Path(folder().name, f"x.{suffix}")
+    path.write_bytes(data)
+    packstore.doctor(path, tokenizer(), num_workers=0)
+
+
+@functools.cache
+def tokenizer() -> Path:
+    path = Path(folder().name, "tokenizer.json")
+    path.write_bytes(tokenizer_seeds()[0])
+    return path
 
 
 def render(data: bytes) -> None:
-    from packstore.tokenizer.refusals import Refused
-
-    talk: list[dict[str, Any]] = [{"role": "user", "content": "a b"}, {"role": "x", "content": 1}]
-    with contextlib.suppress(Refused):  # becomes a counted drop
-        ChatTemplate(data.decode("utf-8", "replace"), {"bos_token": "<s>"}).render(talk)
+    path = Path(folder().name, "x.jinja")
+    path.write_bytes(data)
+    talk = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "he"}]
+    records = [{"messages": talk}, {"messages": [talk[0], {"role": "x", "content": 1}]}]
+    packstore.doctor(records, tokenizer(), chat_template=str(path), num_workers=0)
 
 
 def tokenize(data: bytes) -> None:
-    from packstore.tokenizer.engines.tokenizers import TokenizersEngine
-
-    engine = TokenizersEngine(data, "fuzz")
-    engine.register(["<s>"])
-    for control in (True, False):
-        engine.encode_batch(["hello, world <s> 你好", "", "a" * 99], control=control)
-    engine.decode([0, 1, 2])
-    engine.wrapping()
-    engine.vocab_size()
+    path = Path(folder().name, "fuzzed.json")
+    path.write_bytes(data)
+    pair = {"prompt": "hello, world <s> 你好", "chosen": "a" * 99, "rejected": " "}
+    packstore.doctor([pair] * 9, path, num_workers=0)
 
 
 def tokenizer_seeds() -> list[bytes]:
@@ -202,18 +180,24 @@ def zstd(data: bytes) -> bytes:
     return bytes(pa.compress(data, "zstd", asbytes=True))
 
 
+def files_of(pattern: str) -> list[Path]:
+    return sorted(GOLDEN.glob(pattern))
+
+
 def files(pattern: str) -> list[bytes]:
-    return [path.read_bytes() for path in sorted(GOLDEN.glob(pattern))]
+    return [path.read_bytes() for path in files_of(pattern)]
+
+
+def shard_files(name: str) -> list[bytes]:
+    return files(f"v1/{name}/data/*")[:1]
 
 
 PARQUET, ARROW = "preference-concat-plain", "preference-concat-plain-arrow"
 SPANS = "ranked-shared_prefix-spans"
 TARGETS: dict[str, Target] = {
-    "manifest": Target(
-        Manifest.from_json, lambda: files("v1/*/_packstore/manifest-*.json"), text=True
-    ),
+    "manifest": Target(read_manifest, lambda: files(f"v1/*/{MANIFEST}"), text=True),
     "side_manifest": Target(
-        SideManifest.from_json, lambda: files("side-v1/*/_packstore/side-*.json"), text=True
+        read_side, lambda: files("side-v1/*/_packstore/side-*.json"), text=True
     ),
     "shard_parquet": Target(lambda d: read_shard(d, PARQUET, True), lambda: shard_files(PARQUET)),
     "shard_arrow": Target(lambda d: read_shard(d, ARROW, True), lambda: shard_files(ARROW)),
@@ -233,10 +217,8 @@ TARGETS: dict[str, Target] = {
         text=True,
     ),
     "csv": Target(lambda d: read_input(d, "csv"), lambda: [CSV], text=True),
-    "gzip": Target(
-        lambda d: read_input(d, "jsonl", "gzip"), lambda: [gzip.compress(RECORDS, mtime=0)]
-    ),
-    "zstd": Target(lambda d: read_input(d, "jsonl", "zstd"), lambda: [zstd(RECORDS)]),
+    "gzip": Target(lambda d: read_input(d, "jsonl.gz"), lambda: [gzip.compress(RECORDS, mtime=0)]),
+    "zstd": Target(lambda d: read_input(d, "jsonl.zst"), lambda: [zstd(RECORDS)]),
     "parquet": Target(lambda d: read_input(d, "parquet"), parquet_seeds),
     "arrow": Target(lambda d: read_input(d, "arrow"), arrow_seeds),
     "tokenizer": Target(tokenize, tokenizer_seeds, text=True),
