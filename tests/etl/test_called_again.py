@@ -36,38 +36,24 @@ def files(dataset: Dataset) -> dict[str, bytes]:
     return {str(p): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
-def of_file(folder: Path, tokenizer: Tokenizer) -> tuple[Any, Any]:
-    return write_jsonl(folder / "more.jsonl", PAIRS), tokenizer
-
-
-def of_list(folder: Path, tokenizer: Tokenizer) -> tuple[Any, Any]:
-    return PAIRS, tokenizer
-
-
-def of_generator(folder: Path, tokenizer: Tokenizer) -> tuple[Any, Any]:
-    return (record for record in PAIRS), tokenizer
-
-
-def of_dataset(folder: Path, tokenizer: Tokenizer) -> tuple[Any, Any]:
-    return packstore.pack(PAIRS, str(folder / "base"), tokenizer), None
-
-
-@pytest.mark.parametrize("make", [of_file, of_list, of_generator, of_dataset])
+@pytest.mark.parametrize("kind", ["file", "list", "generator", "dataset"])
 def test_pack(
-    make: Callable[[Path, Tokenizer], tuple[Any, Any]],
-    tmp_path: Path,
-    tokenizer: Tokenizer,
-    caplog: pytest.LogCaptureFixture,
+    kind: str, tmp_path: Path, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    settings = {} if make is of_dataset else {"dedup": "pair", "carry": ["prompt"]}
-    source, own = make(tmp_path, tokenizer)
-    out = str(tmp_path / "ds")
-    first = packstore.pack(source, out, own, pack_size=256, **settings)
+    settings: dict[str, Any] = {"tokenizer": tokenizer, "dedup": "pair", "carry": ["prompt"]}
+    sources: dict[str, Callable[[], Any]] = {
+        "file": lambda: write_jsonl(tmp_path / "more.jsonl", PAIRS),
+        "list": lambda: PAIRS,
+        "generator": lambda: iter(PAIRS),
+        "dataset": lambda: str(tmp_path / "base"),
+    }
+    if kind == "dataset":
+        packstore.pack(PAIRS, tmp_path / "base", tokenizer)
+        settings = {}
+    first = packstore.pack(sources[kind](), tmp_path / "ds", pack_size=256, **settings)
     before = files(first)
-    if make is of_generator:
-        source, _ = make(tmp_path, tokenizer)
     with caplog.at_level(logging.INFO, "packstore"):
-        again = packstore.pack(source, out, own, pack_size=256, **settings)
+        again = packstore.pack(sources[kind](), tmp_path / "ds", pack_size=256, **settings)
     assert THERE in caplog.text
     assert (again.version, again.manifest.fingerprint) == (1, first.manifest.fingerprint)
     assert files(again) == before

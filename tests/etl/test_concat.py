@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from small_jobs import SETTINGS, pairs
+from small_jobs import SETTINGS, pairs, trained_tokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import packstore
@@ -190,6 +190,37 @@ def test_the_tokenizer_must_be_the_same(tmp_path: Path) -> None:
     Path(paths[0]).unlink()
     with pytest.raises(TokenizerError, match="its tokenizer must be named"):
         packstore.append(grown, records)
+
+
+def test_the_chat_template_must_be_the_same(tmp_path: Path) -> None:
+    """That of the tokenizer is compared; that of a setting is the one that the dataset records."""
+    folder, out, setting = tmp_path / "tokenizer", str(tmp_path / "ds"), tmp_path / "own.jinja"
+    folder.mkdir()
+    trained_tokenizer(["a b"]).save(str(folder / "tokenizer.json"))
+    template = folder / "chat_template.jinja"
+    text = "{% for m in messages %}{{ m.role }}: {{ m.content }}</s>{% endfor %}"
+    chats = [
+        [{"messages": [{"role": r, "content": f"{r} {i}"} for r in ("user", "assistant")]}]
+        for i in range(4)
+    ]
+    template.write_text(text)
+    packstore.pack(chats[0], out, str(folder), pack_size=64)
+    assert packstore.append(out, chats[1]).version == 2
+    template.write_text(text.replace(": ", "; "))
+    with pytest.raises(CompatibilityError, match="chat_template_sha256"):
+        packstore.append(out, chats[2])
+    setting.write_text(text)
+    first = packstore.pack(
+        chats[0], f"{out}-set", str(folder), chat_template=str(setting), pack_size=64
+    )
+    setting.write_text(text.replace(": ", "; "))
+    grown = packstore.append(first, chats[1])
+    setting.write_text(text)
+    alone = packstore.pack(
+        chats[1], f"{out}-alone", str(folder), chat_template=str(setting), pack_size=64
+    )
+    last = [row["input_ids"] for batch in grown.iter_batches() for row in batch.to_pylist()][-1]
+    assert [last] == [r["input_ids"] for batch in alone.iter_batches() for r in batch.to_pylist()]
 
 
 def test_a_dataset_is_packed_anew_to_be_appended(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from small_jobs import trained_tokenizer
 
 import packstore
 from packstore import doctor
-from packstore.etl.doctor import Diagnosis
 
 PAIR = {"prompt": "Say yes.\n", "chosen": "Yes.", "rejected": "No."}
 
@@ -26,8 +25,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def findings(records: Any, tokenizer: Path, **settings: Any) -> dict[str, Any]:
-    found: Diagnosis = doctor(records, tokenizer, **settings)
-    return {f.check: f for f in found.findings}
+    return {f.check: f for f in doctor(records, tokenizer, **settings).findings}
 
 
 @pytest.mark.parametrize("dedup", ["prompt", "pair"])

@@ -13,7 +13,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import packstore
 from packstore.errors import ConfigError, RecordError
-from packstore.io.manifest.manifest import Manifest
 
 Record = dict[str, Any]
 Pack = Callable[..., packstore.Dataset]
@@ -79,8 +78,7 @@ def test_fields_are_in_the_manifest(do_pack: Pack, partitions: int) -> None:
     }  # fmt: skip
     assert found.fields_not_used == {"images": 20, "lang": 20}
     assert found.noted == {"reward_default": 5}
-    again = Manifest.from_json(dataset.manifest.to_json())
-    assert again.records == found
+    assert packstore.open(dataset.url).manifest.records == found
 
 
 def test_the_log_names_them_once(do_pack: Pack, caplog: pytest.LogCaptureFixture) -> None:

@@ -16,10 +16,7 @@ import pytest
 
 import packstore
 from packstore.config import PackConfig
-from packstore.errors import (
-    ConfigError,
-    DatasetNotFoundError,
-)
+from packstore.errors import ConfigError, DatasetNotFoundError
 
 FILES, RECORDS = 5, 2400
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
@@ -135,21 +132,15 @@ def test_selecting_takes_what_one_partition_would(
 
 
 KILLED = """
-import os, signal, sys, json
+import json, os, signal, sys
 import packstore
-from packstore.io.manifest.partition_notes import PartitionNotes
 
-put = PartitionNotes.put
-
-def put_and_die(self, number, value):
-    put(self, number, value)
-    if (number, self.location.url.rpartition("/")[2]) == (1, "validation"):
+def progress(stage, done, total, unit):
+    if stage == "write" and done > packs:
         os.kill(os.getpid(), signal.SIGKILL)
 
-PartitionNotes.put = put_and_die
-
-sources, out, workers, settings = json.loads(sys.argv[1])
-packstore.pack(sources, out, num_workers=workers, **settings)
+sources, out, packs, settings = json.loads(sys.argv[1])
+packstore.pack(sources, out, num_workers=2, progress=progress, **settings)
 """
 
 
@@ -161,9 +152,10 @@ def test_a_killed_run_goes_on(
     repeating: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     settings = {**SELECTING, "dedup": "pair", "partitions": 4}
-    packstore.pack(repeating, tmp_path / "whole", num_workers=0, **settings)
-    out = tmp_path / "out"
-    arguments = json.dumps([repeating, str(out), 2, settings])
+    out, whole = tmp_path / "out", tmp_path / "whole"
+    packstore.pack(repeating, whole, num_workers=0, **settings)
+    packs = sum(len(packstore.open(whole / part)) for part in ("train", "validation"))
+    arguments = json.dumps([repeating, str(out), 0.6 * packs, settings])
     # It returns when all who hold its output have ended: workers do not outlive the job.
     done = subprocess.run(
         [sys.executable, "-c", KILLED, arguments], capture_output=True, timeout=120, check=False
@@ -172,31 +164,28 @@ def test_a_killed_run_goes_on(
     with pytest.raises(DatasetNotFoundError):
         packstore.open(out / "train")
     kept = next((out / "train" / "data").glob("*-p00000-00000-*"))
-    hurt = next((out / "train" / "data").glob("*-p00001-00000-*"))
-    hurt.write_bytes(hurt.read_bytes()[:-9] + b"X" * 9)
     before = kept.stat().st_ino
-    for marker in out.glob("*/_packstore/writers/*"):
-        marker.unlink()
     with caplog.at_level(logging.INFO, "packstore"):
         packstore.pack(repeating, out, num_workers=0, **settings)
-    assert "took over 1 of 4 partitions of an interrupted run" in caplog.text
+    assert "took over 2 of 4 partitions of an interrupted run" in caplog.text
     assert kept.stat().st_ino == before
-    assert files(out) == files(tmp_path / "whole")
-    assert [packstore.clean(str(out / part)).leftovers for part in ("train", "validation")] == [
-        [],
-        [],
-    ]
+    for part in ("train", "validation"):
+        packstore.clean(str(out / part), delete=True, older_than=0, no_writers=True)
+    assert files(out) == files(whole)
 
 
-def test_a_partition_whose_input_changed_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_partition_whose_input_changed_is_made_again(tmp_path: Path) -> None:
     """Also where its size did not change."""
     sources = [write(tmp_path / f"{i}.jsonl", i, 300) for i in range(2)]
     settings: dict[str, Any] = {**SETTINGS, "partitions": 2, "num_workers": 0}
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):  # noqa: PT012
-        patch.setattr("packstore.etl.pipeline._commit", _stop)
-        packstore.pack(sources, tmp_path / "out", **settings)
+
+    def stop(stage: str, done: int, total: int | None, unit: str) -> None:
+        if stage == "write" and done == total:  # in the second partition
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        packstore.pack(sources, tmp_path / "out", progress=stop, **settings)
+    assert len(list((tmp_path / "out" / "_packstore" / "partitions").iterdir())) == 1
     text = Path(sources[0]).read_text(encoding="utf-8")
     first = text.index('"chosen": [') + len('"chosen": [')
     changed = text[:first] + ("1" if text[first] != "1" else "2") + text[first + 1 :]
@@ -208,8 +197,16 @@ def test_a_partition_whose_input_changed_is_made_again(
     assert files(tmp_path / "out") == files(tmp_path / "whole")
 
 
-def _stop(*_: object) -> None:
-    raise KeyboardInterrupt
+@pytest.mark.parametrize("lengths", [[20] * 24, [600, *[20] * 23], [300, 5, 300, 5, 300, 5]])
+def test_partitions_share_the_input_alike(lengths: list[int], tmp_path: Path) -> None:
+    """Files smaller than a block, and one or several that hold most of the records."""
+    sources = [write(tmp_path / f"{i:02d}.jsonl", i, n) for i, n in enumerate(lengths)]
+    made = packstore.pack(sources, tmp_path / "out", partitions=4, num_workers=0, **SETTINGS)
+    tokens: Counter[str] = Counter()
+    for shard in made.manifest.shards:
+        tokens[shard.path.split("-")[1]] += shard.tokens
+    assert len(tokens) == 4
+    assert max(tokens.values()) < 1.5 * min(tokens.values())
 
 
 def test_what_cannot_be_cut_is_refused(whole: packstore.Dataset, tmp_path: Path) -> None:

@@ -102,21 +102,20 @@ def test_partitions_that_are_taken_over(
     sources: list[str],
     tmp_path: Path,
     tokenizer: Tokenizer,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also where nobody wanted them in the run that was interrupted."""
     settings = {**LOOSE, "partitions": 2, "num_workers": 0}
     first, out = tmp_path / "first.jsonl", tmp_path / "out.jsonl"
     packstore.pack(sources, str(tmp_path / "a"), tokenizer, rejects=str(first), **settings)
 
-    def stop(*_: object) -> None:
-        raise KeyboardInterrupt
+    def stop(stage: str, done: int, total: int | None, unit: str) -> None:
+        if stage == "write" and done == total:  # in the second partition
+            raise KeyboardInterrupt
 
     wanted = {"rejects": str(out)} if before else {}
-    monkeypatch.setattr("packstore.etl.pipeline._commit", stop)
     with pytest.raises(KeyboardInterrupt):
-        packstore.pack(sources, str(tmp_path / "b"), tokenizer, **settings, **wanted)
-    monkeypatch.undo()
+        packstore.pack(sources, tmp_path / "b", tokenizer, progress=stop, **settings, **wanted)
+    assert (tmp_path / "b" / "_packstore" / "partitions").is_dir()
     out.unlink(missing_ok=True)
     packstore.pack(sources, str(tmp_path / "b"), tokenizer, **settings, rejects=str(out))
     assert out.read_bytes() == first.read_bytes()

@@ -101,13 +101,13 @@ def test_an_error_or_death_of_a_worker_ends_the_work(
 
 
 def test_a_script_without_a_main_guard(tmp_path: Path) -> None:
-    script = tmp_path / "job.py"
+    script, out = tmp_path / "job.py", tmp_path / "out"
     script.write_text(
-        "import operator\n"
-        "from packstore.etl.engines.local import run\n"
-        "print(list(run(operator.neg, range(5), 2)))\n"
+        "import packstore\n"
+        "records = [{'prompt': [i], 'chosen': [2], 'rejected': [3]} for i in range(9)]\n"
+        f"print(len(packstore.pack(records, {str(out)!r}, num_workers=2)))\n"
     )
     done = subprocess.run(
         [sys.executable, script], capture_output=True, encoding="utf-8", check=False
     )
-    assert done.stdout == "[0, -1, -2, -3, -4]\n", done.stderr
+    assert done.stdout == "1\n", done.stderr
