@@ -51,12 +51,8 @@ class Projection(NamedTuple):
 class Tile(NamedTuple):
     """Some logits, ``cap(scale * (product + bias))``.
 
-    Attributes:
-        product: `[n, w]`, hidden states times columns of the head; may be overwritten, unless the
-            projection keeps it.
-        bias: `[w]`, or None.
-        targets: int64 `[n]`, counted from the first column of the tile; may lie outside.
-        how: the projection.
+    The product `[n, w]` of hidden states and columns of the head may be overwritten, unless the
+    projection keeps it; targets, int64 `[n]`, count from the first column and may lie outside.
     """
 
     product: Tensor
@@ -102,8 +98,7 @@ def tiles(n: int, vocab: int, chunk_size: int) -> Iterator[tuple[slice, list[sli
     """Column slices, each with its row slices: roughly square tiles of `chunk_size` logits.
 
     A GPU multiplies at full speed only where rows start at multiples of 16 bytes. So widths are
-    multiples of 128 columns, up to 15 last columns of the vocabulary are a tile of their own, and
-    rows are split evenly, in multiples of 16.
+    multiples of 128 columns, up to 15 last columns are a tile, and rows are split evenly, by 16.
     """
     height = max(1, min(n, math.isqrt(chunk_size)))
     width = max(1, chunk_size // height)

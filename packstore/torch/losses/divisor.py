@@ -47,7 +47,7 @@ UNDIVIDED = StepDivisor(1.0, 1.0)
 """For metrics, which are sums and counts that no divisor changes; counting would wait for them."""
 
 
-def check_accumulation(batch: PackedBatch, *, given: bool) -> None:
+def check_accumulation(batch: PackedBatch, *, divided: bool) -> None:
     """Refuses a planned batch while Accelerate accumulates gradients by its own count.
 
     A given divisor accounts for Accelerate's division, if its steps are those of the loader.
@@ -56,13 +56,9 @@ def check_accumulation(batch: PackedBatch, *, given: bool) -> None:
     if batch.step is None or accelerate is None or not accelerate.GradientState._shared_state:
         return
     state = accelerate.GradientState()
-    if state.num_steps == 1 or (given and state.sync_gradients == batch.step.last):
+    if state.num_steps == 1 or (divided and state.sync_gradients == batch.step.last):
         return
-    raise ConfigError(
-        sentence(
-            "Accelerate",
-            "optimizer steps and the division of losses must be those of the loader",
-            f"gradient_accumulation_steps={state.num_steps}, by which it does both",
-            "Make the Accelerator without it, use no_sync until batch.step.last, and step there",
-        )
-    )
+    rule = "optimizer steps and the division of losses must be those of the loader"
+    given = f"gradient_accumulation_steps={state.num_steps}, by which it does both"
+    remedy = "Make the Accelerator without it, use no_sync until batch.step.last, and step there"
+    raise ConfigError(sentence("Accelerate", rule, given, remedy))

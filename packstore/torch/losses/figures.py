@@ -48,10 +48,7 @@ class Figures(TypedDict):
 class GroupedMetrics:
     """Sums metrics over batches, for all examples and for each group.
 
-    Args:
-        loss_fn: the loss whose metrics are summed.
-        dataset: the dataset of the batches.
-        by: a carried or joined column of texts, integers or booleans, or ``file``; None: no groups.
+    `by` is a carried or joined column of texts, integers or booleans, or ``file``; None: no groups.
     """
 
     def __init__(self, loss_fn: PreferenceLoss, dataset: Dataset, by: str | None = None) -> None:

@@ -29,13 +29,7 @@ Names = str | Mapping[str, float | Mapping[str, float]]
 
 @dataclass(frozen=True)
 class Variant:
-    """A loss ``function(pairs, **parameters) -> [n]``, and what it compares.
-
-    Attributes:
-        function: pure, from :class:`Pairs` to `[n]` losses.
-        reference: True if it compares with a reference model.
-        averaged: True if it compares means over tokens, not sums.
-    """
+    """A pure function of pairs; if it compares with a reference model, and means over tokens."""
 
     function: Callable[..., Tensor]
     reference: bool

@@ -152,7 +152,7 @@ class PreferenceLoss:
         """
         sums = SequenceSums.of(logps, batch, self._reference(batch, ref_logps))
         if logps.requires_grad:
-            check_accumulation(batch, given=divisor is not None)
+            check_accumulation(batch, divided=divisor is not None)
         count, sft_count, examples = self._divisors(batch, divisor)
         out = self._output(sums, batch, count, sft_count)
         routers = _router_term(logps, batch, self.router_aux_loss_coef)
@@ -276,17 +276,13 @@ class PreferenceLoss:
             if planned is not None:
                 divisor = planned.averaged(step.ranks if self.gradients == "mean" else 1)
             elif step.batches * step.ranks > 1:
-                raise ConfigError(
-                    sentence(
-                        repr(self),
-                        "a loss must be divided by the count of its whole optimizer step",
-                        f"a step of {step.batches} batches on {step.ranks} ranks that nobody "
-                        "counted",
-                        "Pass divisor=count_step(batches, loss_fn).averaged(ranks) with all "
-                        "batches of the step, or pack the data anew: the pack index then counts "
-                        "what losses divide by",
-                    )
+                rule = "a loss must be divided by the count of its whole optimizer step"
+                given = f"{step.batches} batches on {step.ranks} ranks that nobody counted"
+                remedy = (
+                    "Pass divisor=count_step(batches, loss_fn).averaged(ranks) with all batches of "
+                    "the step, or pack the data anew: the pack index then counts them"
                 )
+                raise ConfigError(sentence(repr(self), rule, f"a step of {given}", remedy))
         if divisor is None:
             return None, None, None
         if not isinstance(divisor, StepDivisor):
