@@ -60,29 +60,15 @@ def test_from_hidden(
     logits = 0.3 * (hidden @ weight.T + (0 if bias is None else bias))
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     expected = one_by_one(batch, logits)
-    found = segment_logps(
-        batch,
-        hidden=hidden[None],
-        weight=weight,
-        bias=bias,
-        logit_scale=0.3,
-        softcap=softcap,
-        chunk_size=chunk_size,
-    )
+    how = {"logit_scale": 0.3, "softcap": softcap, "chunk_size": chunk_size}
+    found = segment_logps(batch, hidden=hidden[None], weight=weight, bias=bias, **how)
     assert (found - expected).abs().max() < 1e-12
     upstream = normal(batch.num_segments, seed=3).detach()
     wanted = torch.autograd.grad(expected, leaves, upstream)
     for a, b in zip(torch.autograd.grad(found, leaves, upstream), wanted, strict=True):
         assert (a - b).abs().max() < 1e-11
-    frozen = segment_logps(
-        batch,
-        hidden=hidden,
-        weight=weight.detach(),
-        bias=None if bias is None else bias.detach(),
-        logit_scale=0.3,
-        softcap=softcap,
-        chunk_size=chunk_size,
-    )
+    fixed = [None if x is None else x.detach() for x in (weight, bias)]
+    frozen = segment_logps(batch, hidden=hidden, weight=fixed[0], bias=fixed[1], **how)
     assert (frozen - expected).abs().max() < 1e-12
     assert (torch.autograd.grad(frozen, hidden, upstream)[0] - wanted[0]).abs().max() < 1e-11
 
@@ -203,29 +189,23 @@ def test_a_pack_without_supervised_tokens_sums_to_zero(kit: SimpleNamespace) -> 
 
 
 @pytest.mark.parametrize(
-    ("names", "message"),
+    ("sizes", "settings", "message"),
     [
-        ((), "either logits, or hidden and weight"),
-        (("hidden",), "either logits, or hidden and weight"),
-        (("logits", "hidden", "weight"), "either logits, or hidden and weight"),
-        (("logits", "softcap"), "go with hidden only"),
-        (("narrow", "weight"), r"weight must be \[V, 15\], as hidden is \[T, 15\]"),
-        (("padded",), r"must be \[T, …\] or \[1, T, …\] with T = .*; found \(2, 3, 50\).*unpad"),
+        ({}, {}, "either logits, or hidden and weight"),
+        ({"hidden": 16}, {}, "either logits, or hidden and weight"),
+        ({"logits": 50, "hidden": 16, "weight": 16}, {}, "either logits, or hidden and weight"),
+        ({"logits": 50}, {"softcap": 3.0}, "go with hidden only"),
+        ({"hidden": 15, "weight": 16}, {}, r"weight must be \[V, 15\], as hidden is \[T, 15\]"),
+        (
+            {},
+            {"logits": torch.zeros(2, 3, 50)},
+            r"must be \[T, …\] or \[1, T, …\] with T = .*; found \(2, 3, 50\).*unpad",
+        ),
     ],
 )
 def test_refusals(
-    kit: SimpleNamespace, batch: PackedBatch, names: tuple[str, ...], message: str
+    batch: PackedBatch, sizes: dict[str, int], settings: dict[str, Any], message: str
 ) -> None:
-    values: dict[str, Any] = {
-        "logits": normal(batch.num_tokens, kit.VOCAB),
-        "hidden": normal(batch.num_tokens, HIDDEN),
-        "weight": normal(kit.VOCAB, HIDDEN),
-        "softcap": 3.0,
-    }
-    given = {name: values[name] for name in names if name in values}
-    if "narrow" in names:
-        given = {"hidden": normal(batch.num_tokens, HIDDEN - 1), "weight": given["weight"]}
-    if "padded" in names:
-        given["logits"] = normal(2, 3, kit.VOCAB)
+    tensors = {name: normal(batch.num_tokens, size) for name, size in sizes.items()}
     with pytest.raises(ConfigError, match=message):
-        segment_logps(batch, **given)
+        segment_logps(batch, **tensors, **settings)

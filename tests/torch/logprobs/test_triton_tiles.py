@@ -56,20 +56,13 @@ class Case(NamedTuple):
     half: bool = False
 
 
+SHAPES = ((1, 5), (1, 301), (7, 1), (7, 301))
+HEADS = ((1.0, None, False), (0.3, None, True), (2.0, 1.5, False), (0.5, 30.0, True))
 CASES = [
-    *(
-        Case(n, vocab, scale, softcap, biased)
-        for (n, vocab), (scale, softcap, biased) in itertools.product(
-            ((1, 5), (1, 301), (7, 1), (7, 301)),
-            ((1.0, None, False), (0.3, None, True), (2.0, 1.5, False), (0.5, 30.0, True)),
-        )
-    ),
+    *(Case(n, vocab, *head) for (n, vocab), head in itertools.product(SHAPES, HEADS)),
     Case(130, 177, 0.3, None, True),
     Case(130, 177, 0.5, 1.5, False, "h"),
-    *(
-        Case(7, 301, 0.5, softcap, biased, "h")
-        for softcap, biased in itertools.product((None, 1.5), (False, True))
-    ),
+    *(Case(7, 301, 0.5, *head, "h") for head in itertools.product((None, 1.5), (False, True))),
     Case(7, 301, 0.5, 1.5, True, "w"),
     Case(7, 301, 0.5, 1.5, True, "hw", keep_logits=True),
     Case(7, 301, 0.5, 1.5, True, "hwb", keep_logits=True),
@@ -141,13 +134,9 @@ def test_equal_to_eager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 POINTERS = {
-    "product": "*fp32",
-    "bias": "*bf16",
+    **dict.fromkeys(("product", "state", "shifts", "upstream"), "*fp32"),
+    **dict.fromkeys(("bias", "out"), "*bf16"),
     "targets": "*i64",
-    "state": "*fp32",
-    "shifts": "*fp32",
-    "upstream": "*fp32",
-    "out": "*bf16",
 }
 INTEGERS = ("stride", "columns", "state_stride", "out_stride")
 

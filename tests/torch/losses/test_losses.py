@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from packstore.errors import ConfigError
 from packstore.torch import PreferenceLoss
-from packstore.torch.losses.formulas import LOSSES, Variant
+from packstore.torch.losses.formulas import LOSSES
 from packstore.torch.losses.pairs import Pairs
 
 mp.dps = 40
@@ -41,18 +42,9 @@ def discopop(x: Any, tau: float) -> Any:
     return -(1 - w) * ls(x) + w * mp.exp(-x)
 
 
-class One:
-    """The numbers of one pair: w, l log-probs; n, m tokens; dr reward gap; u, v, d."""
-
-    def __init__(self, w: Any, l: Any, rw: float, rl: float, n: int, m: int, dr: float) -> None:  # noqa: E741
-        self.w, self.l, self.n, self.m, self.dr = w, l, n, m, dr
-        self.rw, self.rl = rw, rl
-        self.u, self.v = w - rw, l - rl
-        self.d = self.u - self.v
-
-
 B = 0.3
-FORMULAS: dict[str, tuple[dict[str, float], Callable[[One], Any]]] = {
+# Of one pair: w, l log-probs; n, m tokens; dr reward gap; u, v log-ratios; d = u - v.
+FORMULAS: dict[str, tuple[dict[str, float], Callable[[Any], Any]]] = {
     "dpo": ({}, lambda p: -ls(B * p.d)),
     "dpo_norm": ({}, lambda p: -ls(B * (p.u / p.n - p.v / p.m))),
     "cdpo": ({"label_smoothing": 0.2}, lambda p: -0.8 * ls(B * p.d) - 0.2 * ls(-B * p.d)),
@@ -104,10 +96,6 @@ def parameters(name: str) -> dict[str, float]:
     return special if name == "sft" else {"beta": B, **special}
 
 
-def load(name: str) -> Variant:
-    return LOSSES.load(name)
-
-
 def test_every_loss_has_a_formula() -> None:
     assert set(FORMULAS) == set(LOSSES)
 
@@ -116,19 +104,16 @@ def test_every_loss_has_a_formula() -> None:
 def test_formula_and_its_derivatives(name: str) -> None:
     pairs = random_pairs()
     leaves = [x.requires_grad_() for x in (pairs.chosen, pairs.rejected)]
-    found = load(name)(pairs, **parameters(name))
+    found = LOSSES.load(name)(pairs, **parameters(name))
     slopes = torch.autograd.grad(found.sum(), leaves, materialize_grads=True)
     for i in range(len(found)):
-        rest = (
-            float(pairs.ref_chosen[i]),
-            float(pairs.ref_rejected[i]),
-            int(pairs.chosen_tokens[i]),
-            int(pairs.rejected_tokens[i]),
-            float(pairs.dr[i]),
-        )
+        rw, rl = float(pairs.ref_chosen[i]), float(pairs.ref_rejected[i])
+        tokens = {"n": int(pairs.chosen_tokens[i]), "m": int(pairs.rejected_tokens[i])}
+        rest = {**tokens, "dr": float(pairs.dr[i])}
 
-        def formula(w: Any, l: Any, rest: Any = rest) -> Any:  # noqa: E741
-            return FORMULAS[name][1](One(w, l, *rest))
+        def formula(w: Any, l: Any, rw: Any = rw, rl: Any = rl, rest: Any = rest) -> Any:  # noqa: E741
+            u, v = w - rw, l - rl
+            return FORMULAS[name][1](SimpleNamespace(w=w, l=l, u=u, v=v, d=u - v, **rest))
 
         at = tuple(mp.mpf(float(x[i].detach())) for x in leaves)
         assert abs(float(found[i].detach()) - formula(*at)) < 1e-10
@@ -144,7 +129,7 @@ def test_no_pair_depends_on_another(name: str) -> None:
 
     def run(chosen: Tensor, rejected: Tensor) -> Tensor:
         both = replace(pairs, chosen=chosen, rejected=rejected)
-        return load(name)(both, **parameters(name))
+        return LOSSES.load(name)(both, **parameters(name))
 
     jacobian = torch.autograd.functional.jacobian(run, tuple(leaves))[0]
     assert torch.equal(jacobian, jacobian.diagonal().diag())
@@ -155,20 +140,16 @@ def test_no_pair_depends_on_another(name: str) -> None:
 def test_finite_at_any_margin(name: str) -> None:
     size = torch.tensor([0.0, 1.0, 100.0, 1e4])
     zero = torch.zeros(4)
-    chosen, rejected, ref_chosen, ref_rejected = (
-        torch.cat(x)
-        for x in (
-            (-size, zero, zero, -size),
-            (zero, -size, -size, zero),
-            (zero, zero, -size, -size),
-            (-size, -size, zero, zero),
-        )
-    )
+    chosen = torch.cat([-size, zero, zero, -size])
+    rejected = torch.cat([zero, -size, -size, zero])
+    ref_chosen = torch.cat([zero, zero, -size, -size])
+    ref_rejected = torch.cat([-size, -size, zero, zero])
     values = [chosen.requires_grad_(), rejected.requires_grad_()]
     count = torch.full_like(ref_chosen, 3)
     reward = torch.tensor([1.0, 0.0, 1.0, 0.0]).repeat_interleave(4)
     pairs = Pairs(*values, ref_chosen, ref_rejected, count, count, reward, reward.flip(0))
-    losses = load(name)(pairs, **{**parameters(name), **({} if name == "sft" else {"beta": 1.0})})
+    beta = {} if name == "sft" else {"beta": 1.0}
+    losses = LOSSES.load(name)(pairs, **{**parameters(name), **beta})
     losses.sum().backward()
     assert losses.isfinite().all()
     for value in values:
@@ -178,11 +159,11 @@ def test_finite_at_any_margin(name: str) -> None:
 
 def test_any_loss_on_sums_can_look_at_means() -> None:
     pairs = random_pairs()
-    for name in (name for name in LOSSES if not load(name).averaged and name != "sft"):
+    for name in (name for name in LOSSES if not LOSSES.load(name).averaged and name != "sft"):
         (member,) = PreferenceLoss(name, average_logps=True, **parameters(name)).terms
         found = member(pairs)
-        assert torch.equal(found, load(name)(pairs.per_token(), **parameters(name)))
-        assert not torch.equal(found, load(name)(pairs, **parameters(name)))
+        assert torch.equal(found, LOSSES.load(name)(pairs.per_token(), **parameters(name)))
+        assert not torch.equal(found, LOSSES.load(name)(pairs, **parameters(name)))
 
 
 def test_parameters_of_a_mix() -> None:

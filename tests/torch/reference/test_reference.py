@@ -21,7 +21,6 @@ from packstore.testing import random_examples
 from packstore.torch import (
     PackedDataLoader,
     PackedDataset,
-    open_side,
     packed_logps,
     use_packed_attention,
     write_ref_logps,
@@ -53,18 +52,9 @@ def model_of(kit: SimpleNamespace, dtype: torch.dtype = torch.float32) -> Any:
     return use_packed_attention(kit.tiny_model(dtype=dtype))
 
 
-def values(url: str) -> dict[int, list[float]]:
-    found = {}
-    for batch in open_side(url).iter_batches():
-        found |= dict(zip(*(c.to_pylist() for c in batch.columns), strict=True))
-    return found
-
-
-def same_files(a: str, b: str) -> bool:
-    names = [sorted(p.relative_to(f) for p in Path(f).rglob("*") if p.is_file()) for f in (a, b)]
-    return names[0] == names[1] and all(
-        Path(a, n).read_bytes() == Path(b, n).read_bytes() for n in names[0]
-    )
+def files(folder: str) -> dict[str, bytes]:
+    paths = [path for path in Path(folder).rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
 @pytest.mark.parametrize(
@@ -163,7 +153,7 @@ def test_a_killed_run_goes_on(
     counting = Batches(10**9)
     write_ref_logps(model, pairs, out, progress=counting)
     assert 0 < counting.done < len(pairs)
-    assert same_files(out, str(tmp_path / "whole"))
+    assert files(out) == files(str(tmp_path / "whole"))
 
 
 def on_rank(task: dict[str, Any]) -> int:
@@ -188,7 +178,7 @@ def test_two_ranks_give_the_bytes_of_one(
     assert len(list(Path(task["out"]).glob("parts-*/*"))) >= 3
     assert launch(__file__, task, 2, tmp_path) == [N, N]
     on_rank({**task, "out": str(tmp_path / "one")})
-    assert same_files(str(tmp_path / "two"), str(tmp_path / "one"))
+    assert files(str(tmp_path / "two")) == files(str(tmp_path / "one"))
 
 
 def test_its_provenance(kit: SimpleNamespace, pairs: Dataset, tmp_path: Path) -> None:

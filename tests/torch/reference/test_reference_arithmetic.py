@@ -127,26 +127,22 @@ def test_auto_is_bf16_where_kernels_want_it(
 ) -> None:
     cuda, cpu = torch.device("cuda:0"), torch.device("cpu")
     caplog.set_level(logging.INFO, logger="packstore")
-    for asked in ("auto", "none"):
-        assert choose_precision(asked, cpu, torch.float32) == "none"  # type: ignore[arg-type]
-        assert choose_precision(asked, cuda, torch.bfloat16) == "none"  # type: ignore[arg-type]
-        assert choose_precision(asked, cuda, torch.float64) == "none"  # type: ignore[arg-type]
-    assert choose_precision("bf16", cpu, torch.float32) == "bf16"
+    for device, weights in ((cpu, torch.float32), (cuda, torch.bfloat16), (cuda, torch.float64)):
+        assert choose_precision("auto", device, weights) == "none"
+        assert choose_precision("none", device, weights) == "none"
+        assert choose_precision("bf16", device, weights) == "bf16"
     with gpu.context() as around:
         around.setattr(torch, "is_autocast_enabled", lambda kind: kind == "cuda")
         assert choose_precision("auto", cuda, torch.float32) == "none"
     assert not caplog.records
-    assert choose_precision("auto", cuda, torch.float32) == "bf16"
-    assert choose_precision("bf16", cuda, torch.float32) == "bf16"
-    assert [r.levelname for r in caplog.records] == ["INFO"]
+    for asked, chosen in (("auto", "bf16"), ("bf16", "bf16"), ("none", "none")) * 2:
+        assert choose_precision(asked, cuda, torch.float32) == chosen  # type: ignore[arg-type]
+    assert [r.levelname for r in caplog.records] == ["INFO", "WARNING"]  # once
     assert "mixed_precision 'auto' is 'bf16'" in caplog.text
-    assert choose_precision("none", cuda, torch.float32) == "none"
-    assert [r.levelname for r in caplog.records] == ["INFO", "WARNING"]
     assert "1,300 kernel launches a layer" in caplog.text
     flash.capability.cache_clear()
     gpu.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
-    for asked in ("auto", "none"):
-        assert choose_precision(asked, cuda, torch.float32) == "none"  # type: ignore[arg-type]
+    assert choose_precision("auto", cuda, torch.float32) == "none"
     assert len(caplog.records) == 2
 
 
