@@ -75,7 +75,7 @@ def visible(text: str) -> str:
     A terminal would execute them: clear the screen, set the clipboard, hide text, or show the rest
     of the line in another order.
     """
-    return _CONTROL.sub(lambda found: _escaped(ord(found[0])), text)
+    return _CONTROL.sub(lambda match: _escaped(ord(match[0])), text)
 
 
 def _escaped(code: int) -> str:
@@ -122,10 +122,9 @@ def logins(url: str) -> list[Login]:
 
 def display(url: str) -> str:
     """Returns the URL without user, password and query string, for messages and manifests."""
-    parts = logins(spelled(url))
     return "::".join(
         scheme + (rest.partition("?")[0] if scheme and rest else rest or "***")
-        for scheme, _, rest, _ in parts
+        for scheme, _, rest, _ in logins(spelled(url))
     )
 
 
@@ -146,8 +145,7 @@ def _login(part: str) -> Login:
 
 
 def _one_line(text: str, limit: int = 600) -> str:
-    text = spelled(text)
-    flat = "".join(c if c.isprintable() else " " for c in text)
+    flat = "".join(c if c.isprintable() else " " for c in spelled(text))
     return flat if len(flat) <= limit else flat[: limit - 1] + "…"
 
 

@@ -53,9 +53,8 @@ def read_yaml(path: str | PathLike[str]) -> dict[str, Any]:
     except yaml.YAMLError as error:
         raise ConfigError(sentence(str(path), "it must be YAML", str(error))) from error
     if not isinstance(settings, Mapping):
-        raise ConfigError(
-            sentence(str(path), "it must hold settings, name: value", quote(settings))
-        )
+        rule = "it must hold settings, name: value"
+        raise ConfigError(sentence(str(path), rule, quote(settings)))
     return {n: tuple(v) if isinstance(v, list) else v for n, v in settings.items()}
 
 

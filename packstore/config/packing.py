@@ -70,21 +70,17 @@ class TokenizeConfig(SizeConfig):
         object.__setattr__(self, "on", answers_of(self.on))
         for name in self.fields:
             if name not in FIELD_NAMES:
-                raise UnknownNameError(
-                    f"unknown field {name!r} in `fields`; choose from: {', '.join(FIELD_NAMES)}."
-                )
+                known = ", ".join(FIELD_NAMES)
+                raise UnknownNameError(f"unknown field {name!r} in `fields`; choose from: {known}.")
         for name, value in self.template_variables.items():
+            where = f"setting template_variables, {name}"
             if name in RESERVED_VARIABLES:
-                raise ConfigError(
-                    f"setting template_variables must leave {name} out: it comes from the records."
-                )
+                raise ConfigError(f"{where}, must be left out: it comes from the records.")
             try:
                 json.dumps(value, allow_nan=False)
             except (TypeError, ValueError) as error:
-                raise ConfigError(
-                    f"setting template_variables must hold JSON values; found {quote(value)} as "
-                    f"{name} ({error})."
-                ) from error
+                text = f"must be a JSON value; found {quote(value)} ({error})"
+                raise ConfigError(f"{where}, {text}.") from error
 
     @property
     def sequence_limit(self) -> int:
@@ -162,8 +158,7 @@ class PackConfig(TokenizeConfig, SelectConfig, PlanConfig, WriteConfig, RunConfi
     def needing_records(self) -> tuple[str, ...]:
         """Returns the names of changed settings that take effect only when tokenizing."""
         kept = {*SizeConfig.names(), "kind", "max_length", "overlong"}
-        usual = PackConfig()
-        names = (name for name in TokenizeConfig.names() if name not in kept)
+        usual, names = PackConfig(), [n for n in TokenizeConfig.names() if n not in kept]
         return tuple(name for name in names if getattr(self, name) != getattr(usual, name))
 
     def recorded(self) -> dict[str, Any]:

@@ -34,9 +34,7 @@ class BatchConfig(Settings):
         if self.packs_per_batch is not None and self.tokens_per_batch is not None:
             raise ConfigError("give packs_per_batch or tokens_per_batch, not both.")
         if self.examples_per_step is not None and self.accumulation != 1:
-            raise ConfigError(
-                "examples_per_step decides how many batches a step has; omit accumulation."
-            )
+            raise ConfigError("give examples_per_step or accumulation, not both.")
 
     @property
     def width(self) -> int:
@@ -101,7 +99,6 @@ class RetryConfig(Settings):
                 try:  # the command line passes numbers as text
                     given[name] = msgspec.convert(value, hint, strict=False)
                 except msgspec.ValidationError:
-                    raise ConfigError(
-                        f"storage option {option} must be a number; found {quote(value)}."
-                    ) from None
+                    text = f"storage option {option} must be a number; found {quote(value)}."
+                    raise ConfigError(text) from None
         return cls(**given), rest

@@ -58,8 +58,6 @@ def answers_of(given: Mapping[str, str]) -> dict[str, str]:
     check_names(given, choices, "docs/tokenizing.md", "reason")
     for name, answer in given.items():
         if answer not in choices[name]:
-            allowed = ", ".join(choices[name])
-            raise ConfigError(
-                f"setting on, {name}, must be one of: {allowed}; found {quote(answer)}."
-            )
+            rule = f"must be one of: {', '.join(choices[name])}"
+            raise ConfigError(f"setting on, {name}, {rule}; found {quote(answer)}.")
     return {name: given.get(name, answers[0]) for name, answers in choices.items()}

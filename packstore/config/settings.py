@@ -64,12 +64,11 @@ class Settings:
                 value = tuple(value)
                 object.__setattr__(self, item.name, value)
             if not _fits(value, hint):
-                raise ConfigError(
-                    f"setting {item.name} must be {_spell(hint)}; found {quote(value)}."
-                )
-            for name, (text, holds) in RANGES.items():
-                bound = item.metadata.get(name)
-                if bound is not None and value is not None and not holds(value, bound):
+                rule = _spell(hint)
+                raise ConfigError(f"setting {item.name} must be {rule}; found {quote(value)}.")
+            for name in RANGES.keys() & item.metadata if value is not None else ():
+                (text, holds), bound = RANGES[name], item.metadata[name]
+                if not holds(value, bound):
                     raise ConfigError(f"setting {item.name} must be {text} {bound}; found {value}.")
 
     @classmethod
@@ -89,8 +88,7 @@ class Settings:
         base = {} if config is None else {name: getattr(config, name) for name in cls.names()}
         given = {**base, **settings}
         for item in dataclasses.fields(cls):
-            required = item.default is item.default_factory is dataclasses.MISSING
-            if required and item.name not in given:
+            if item.name not in given and item.default is item.default_factory:  # both missing
                 raise ConfigError(f"setting {item.name} must be given: {item.metadata['help']}.")
         return cls(**given)
 
@@ -122,10 +120,8 @@ def fingerprint(value: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-@functools.cache
-def _hints(kind: Any) -> dict[str, Any]:
-    """The types of the fields of a class, cached as resolving them is slow."""
-    return typing.get_type_hints(kind)
+_hints = functools.cache(typing.get_type_hints)
+"""The types of the fields of a class; resolving them is slow."""
 
 
 def _fits(value: Any, hint: Any) -> bool:

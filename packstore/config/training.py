@@ -6,14 +6,14 @@ by a YAML file with the same names, or by both.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any, Literal
 
 from packstore.config.job import read_yaml
 from packstore.config.settings import Settings, check_names, setting
-from packstore.errors import ConfigError, quote, sentence
+from packstore.errors import ConfigError, UnknownNameError, sentence
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,42 +113,38 @@ class TrainConfig(
         super().__post_init__()
         for name in self.names():
             if getattr(self, name) == "":
-                raise ConfigError(
-                    f"setting {name} must not be empty; leave it out for its default."
-                )
+                raise ConfigError(f"setting {name} must not be empty; leave it out.")
         if self.validation is None:
             for name in ("eval_every", "validation_ref_logps"):
                 if getattr(self, name) is not None:
-                    where, remedy = f"setting {name}", "Give validation, or leave it out"
-                    raise ConfigError(sentence(where, "it needs a validation set", "none", remedy))
+                    rule, remedy = "it needs a validation set", "Give validation, or leave it out"
+                    raise ConfigError(sentence(f"setting {name}", rule, "none", remedy))
         if self.lora:
             lora_settings(self.lora)
 
 
-LORA: Mapping[str, Any] = {"rank": None, "alpha": 16.0, "dropout": 0.0, "targets": ()}
-"""Members of the setting `lora`, with their defaults; `rank` is required."""
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig(Settings):
+    """Members of the setting `lora`."""
+
+    LISTED_BY = "docs/training.md"
+
+    rank: int = setting(..., "of the two matrices", low=1)
+    alpha: float = setting(16.0, "scale, over the rank")
+    dropout: float = setting(0.0, "of the input of an adapter", low=0, below=1)
+    targets: tuple[str, ...] = setting((), "names of layers; default: all linear ones")
 
 
 def lora_settings(given: Mapping[str, Any]) -> dict[str, Any]:
     """Returns all members of the setting `lora`."""
-    check_names(given, LORA, "docs/training.md")
-    lora = {**LORA, **given}
-    if isinstance(lora["targets"], str):
-        lora["targets"] = lora["targets"].split(",")
-    rules: dict[str, tuple[str, Callable[[Any], bool]]] = {
-        "rank": ("a whole number of at least 1", lambda x: type(x) is int and x >= 1),
-        "alpha": ("a number", lambda x: type(x) in (int, float)),
-        "dropout": ("a number of at least 0 and below 1", lambda x: 0 <= x < 1),
-        "targets": ("a list of names", lambda x: all(isinstance(name, str) for name in x)),
-    }
-    for name, (needed, holds) in rules.items():
-        try:
-            right = holds(lora[name])
-        except TypeError:
-            right = False
-        if not right:
-            raise ConfigError(f"setting lora: {name} must be {needed}; found {quote(lora[name])}.")
-    return lora
+    targets = given.get("targets", ())
+    named = targets.split(",") if isinstance(targets, str) else targets
+    try:
+        return LoraConfig.of(**{**given, "targets": named}).recorded()
+    except UnknownNameError:
+        raise
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("setting ", "setting lora: ", 1)) from None
 
 
 def read_settings(path: str | PathLike[str]) -> dict[str, Any]:

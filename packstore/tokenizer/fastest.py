@@ -163,14 +163,10 @@ class EngineWatch:
                 e.take(np.flatnonzero(e.example_ids == number)) for e in (examples, expected)
             )
             if not all(np.array_equal(getattr(fast, n), getattr(slow, n)) for n in _COMPARED):
-                error = WrongEngineError(
-                    sentence(
-                        sample.where(i),
-                        f"tokenizer engine {FAST} must give the ids of the reference",
-                        _difference(tokenizer, fast, slow),
-                        f"Remove it from the environment (pip uninstall {FAST})",
-                    )
-                )
+                rule = f"tokenizer engine {FAST} must give the ids of the reference"
+                other = _difference(tokenizer, fast, slow)
+                remedy = f"Remove it from the environment (pip uninstall {FAST})"
+                error = WrongEngineError(sentence(sample.where(i), rule, other, remedy))
                 error.tokenizer = tokenizer.sha256
                 raise error
 

@@ -14,7 +14,7 @@ from packstore.errors import TokenizerError, sentence
 from packstore.format.arrays import Examples, Int64, Rows, Tally, example_id, to_offsets
 from packstore.tokenizer.encode import assemble
 from packstore.tokenizer.records.fields import (
-    carried_values,
+    carried,
     check_feedback,
     feedback_field,
     names_of,
@@ -137,13 +137,18 @@ class RecordTokenizer:
     def _prepare(self, block: _Block, i: int, value: object) -> None:
         """Adds record `i` to the block."""
         parsed = check_responses(parse_record(value, self.kind, self.config), self.config)
-        carried = carried_values(value, self.carry) if isinstance(value, dict) else []
+        values = []
+        if isinstance(value, dict):
+            values = [carried(value, name, type_name) for name, type_name in self.carry.items()]
         if isinstance(parsed.prompt, np.ndarray):
             events: list[str] = []
             sides = (parsed.prompt, parsed.responses, parsed.supervised)
             block.ids.update(enumerate(id_sequences(*sides, self.tokenizer), len(block.rewards)))
         else:
-            drafts, events = draft_record(parsed, self._needed(), self.config)
+            if self.tokenizer is None:
+                must = "it must be given, as the records hold text"
+                raise TokenizerError(sentence("setting tokenizer", must, "none"))
+            drafts, events = draft_record(parsed, self.tokenizer, self.config)
             block.drafts += drafts
         if events or parsed.events:
             block.events[i] = [*parsed.events, *events]
@@ -155,13 +160,7 @@ class RecordTokenizer:
         block.records.append(i)
         block.counts.append(len(parsed.responses))
         block.rewards += parsed.rewards
-        block.carried.append(carried)
-
-    def _needed(self) -> Tokenizer:
-        if self.tokenizer is None:
-            must = "it must be given, as the records hold text"
-            raise TokenizerError(sentence("setting tokenizer", must, "none"))
-        return self.tokenizer
+        block.carried.append(values)
 
     def _judge(self, block: _Block, sequences: Sequences, firsts: Int64) -> Sequences:
         """Refuses records by the policies, and truncates overlong ones if set."""

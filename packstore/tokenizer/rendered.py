@@ -79,9 +79,13 @@ def draft_plain(record: object, hint: str, mode: Mode, unicode: bool) -> tuple[D
 def check_responses(parsed: Parsed, config: TokenizeConfig) -> Parsed:
     """Strips thinking if so configured, and refuses empty and identical responses."""
     if config.thinking == "strip":
-        prompt, *responses = [_strip(part) for part in (parsed.prompt, *parsed.responses)]
-        prompt = parsed.prompt if isinstance(prompt, str) else prompt
-        parsed = replace(parsed, prompt=prompt, responses=responses)
+        parts: list[Any] = [parsed.prompt, *parsed.responses]
+        for i, part in enumerate(parts):
+            if isinstance(part, list):
+                parts[i] = without_thinking(part)
+            elif isinstance(part, str) and i:
+                parts[i] = strip_thinking(part)
+        parsed = replace(parsed, prompt=parts[0], responses=parts[1:])
     if config.on["empty_side"] != "keep":
         for i, response in enumerate(parsed.responses):
             if _is_empty(response):
@@ -175,14 +179,8 @@ def _draft_messages(
     variables = {**config.template_variables, **(parsed.variables or {})}
     template = tokenizer.template_for(parsed.tools, variables)
     if template is None:
-        raise TokenizerError(
-            sentence(
-                f"tokenizer {tokenizer.name}",
-                "chat messages need a chat template",
-                "none",
-                "Set chat_template: a Jinja file, chatml or plain",
-            )
-        )
+        rule, remedy = "chat messages need a chat template", "Set it: a Jinja file, chatml or plain"
+        raise TokenizerError(sentence(f"tokenizer {tokenizer.name}", rule, "none", remedy))
     drafts: list[Draft] = []
     events: list[str] = []
     written = template.written_prompt
@@ -311,12 +309,6 @@ def _surrogate(text: str) -> str:
     except UnicodeEncodeError as error:
         return text[error.start]
     return ""
-
-
-def _strip(part: Any) -> Any:
-    if isinstance(part, str):
-        return strip_thinking(part)
-    return part if _is_ids(part) else without_thinking(part)
 
 
 def _is_same(a: Any, b: Any) -> bool:

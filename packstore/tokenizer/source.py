@@ -12,14 +12,7 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
-from packstore.errors import (
-    CompatibilityError,
-    TokenizerError,
-    display,
-    quote,
-    sentence,
-    spelled,
-)
+from packstore.errors import CompatibilityError, TokenizerError, display, quote, sentence, spelled
 from packstore.tokenizer.chat.builtin_templates import BUILTIN
 from packstore.tokenizer.engines import ENGINES, Engine
 from packstore.tokenizer.tokenizer import Tokenizer
@@ -103,21 +96,16 @@ def load_tokenizer(source: object, *, chat_template: str | None = None) -> Token
     elif hasattr(source, "to_str"):
         files = _Files("tokenizers.Tokenizer", source.to_str().encode())
     else:
+        rule = "it must be a path or a tokenizers.Tokenizer"
+        remedy = "Save it, e.g. tokenizer.save_pretrained(FOLDER), and give the folder"
         raise TokenizerError(
-            sentence(
-                "tokenizer",
-                "it must be a path or a tokenizers.Tokenizer",
-                f"an object of type {type(source).__name__}",
-                "Save it, e.g. tokenizer.save_pretrained(FOLDER), and give the folder",
-            )
+            sentence(where, rule, f"an object of type {type(source).__name__}", remedy)
         )
     engine_name = "tokenizers" if files.payload.lstrip()[:1] == b"{" else "sentencepiece"
     engine = ENGINES.load(engine_name)(files.payload, where)
     if dropout := getattr(engine, "dropout", 0.0):
-        log.warning(
-            "%s: its BPE dropout of %g is switched off: the same text always gets the same ids",
-            *(where, dropout),
-        )
+        text = "%s: its BPE dropout of %g is switched off: the same text always gets the same ids"
+        log.warning(text, where, dropout)
     tokenizer = Tokenizer(
         name=files.name,
         engine_name=engine_name,
@@ -155,14 +143,9 @@ def recorded_tokenizer(
             raise
         raise TokenizerError(f"{error} {do}.") from error
     if recorded.get("sha256") not in (None, tokenizer.sha256):
-        raise CompatibilityError(
-            sentence(
-                str(chosen),
-                f"must be the tokenizer that {where} was packed with",
-                f"sha256 {tokenizer.sha256[:12]}…, recorded {recorded['sha256'][:12]}…",
-                do,
-            )
-        )
+        rule = f"must be the tokenizer that {where} was packed with"
+        hashes = f"sha256 {tokenizer.sha256[:12]}…, recorded {recorded['sha256'][:12]}…"
+        raise CompatibilityError(sentence(str(chosen), rule, hashes, do))
     return tokenizer
 
 
@@ -191,10 +174,8 @@ def _from_path(path: Path) -> _Files:
             must = f"the folder must hold one of {', '.join(FILE_NAMES)}"
             raise TokenizerError(sentence(f"tokenizer {path}", must))
     files = _Files(spelled(file.name), _read(file))
-    files.settings = {
-        **files.read_json(folder / "special_tokens_map.json"),
-        **files.read_json(folder / "tokenizer_config.json"),
-    }
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        files.settings |= files.read_json(folder / name)
     files.read_templates(folder)
     return files
 

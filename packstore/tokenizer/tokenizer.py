@@ -101,11 +101,6 @@ class Tokenizer:
         return self._id(self.eos_token)
 
     @property
-    def pad_id(self) -> int | None:
-        """Id of `pad_token`."""
-        return self._id(self.pad_token)
-
-    @property
     def unk_id(self) -> int | None:
         """Id of `unk_token`."""
         return self._id(self.unk_token)
@@ -118,16 +113,14 @@ class Tokenizer:
     @cached_property
     def template(self) -> ChatTemplate | None:
         """The compiled chat template."""
-        if self.chat_template is None:
-            return None
-        return ChatTemplate(self.chat_template, self._token_strings())
+        text = self.chat_template
+        return None if text is None else ChatTemplate(text, self._token_strings())
 
     @cached_property
     def tool_use_template(self) -> ChatTemplate | None:
         """The compiled chat template for records with tools, if it differs."""
-        if self.tool_template is None:
-            return None
-        return ChatTemplate(self.tool_template, self._token_strings())
+        text = self.tool_template
+        return None if text is None else ChatTemplate(text, self._token_strings())
 
     def template_for(self, tools: Tools, variables: Mapping[str, Any]) -> ChatTemplate | None:
         """Returns the chat template of a record with these tools and variables, as transformers."""
@@ -193,11 +186,16 @@ class Tokenizer:
     def provenance(self) -> dict[str, Any]:
         """Returns the manifest's record of the tokenizer and its chat template, as JSON values."""
         template, for_tools = self.chat_template, self.tool_template
+        template_sha256, tools_sha256 = (
+            text and hashlib.sha256(text.encode()).hexdigest() for text in (template, for_tools)
+        )
+        ids, offsets = self.engine.encode_batch(PROBES, control=True)
+        probes = [row.tolist() for row in np.split(ids, offsets[1:-1])]
         return {
             "name": self.name,
             "sha256": self.sha256,
             "vocab_sha256": self.vocab_sha256,
-            "probe_sha256": self._probe_sha256(),
+            "probe_sha256": probe_sha256(probes),
             "files": dict(self.files),
             "engine": self.engine_name,
             "engine_version": self.engine.version,
@@ -205,20 +203,15 @@ class Tokenizer:
             **self._token_strings(),
             "bos_id": self.bos_id,
             "eos_id": self.eos_id,
-            "pad_id": self.pad_id,
+            "pad_id": self._id(self.pad_token),
             "unk_id": self.unk_id,
             "adds_bos": self.adds_bos,
             "chat_template": template,
-            "chat_template_sha256": template and hashlib.sha256(template.encode()).hexdigest(),
+            "chat_template_sha256": template_sha256,
             "tool_use_template": for_tools,
-            "tool_use_template_sha256": for_tools
-            and hashlib.sha256(for_tools.encode()).hexdigest(),
+            "tool_use_template_sha256": tools_sha256,
             "chat_template_date": TEMPLATE_DATE,
         }
-
-    def _probe_sha256(self) -> str:
-        ids, offsets = self.engine.encode_batch(PROBES, control=True)
-        return probe_sha256([row.tolist() for row in np.split(ids, offsets[1:-1])])
 
     def _token_strings(self) -> dict[str, str | None]:
         names = ("bos_token", "eos_token", "pad_token", "unk_token")

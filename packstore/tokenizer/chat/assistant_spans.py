@@ -44,8 +44,7 @@ def render_turns(
         spans = [(max(a, begin), b) for a, b in spans if b > begin]
     else:
         text = template.render(messages, tools)
-        finder = Finder(template, messages, tools, text, prompts)
-        spans = finder.spans(turns)
+        spans = Finder(template, messages, tools, text, prompts).spans(turns)
     if not spans:
         raise Refused("unsupervised", "the template marks no words of the assistant")
     return text, spans[-1:] if last_only else spans
@@ -216,13 +215,9 @@ def is_plain(template: ChatTemplate, messages: list[Message], text: str) -> bool
             if start < 0 or not words:
                 return False
         end = start + len(words)
-        if _may_be_chance(template, words):
+        if len(words) <= SHORT and words.strip() in template.source:
             return False
     return True
-
-
-def _may_be_chance(template: ChatTemplate, words: str) -> bool:
-    return len(words) <= SHORT and words.strip() in template.source
 
 
 def left_out(

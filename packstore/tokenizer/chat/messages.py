@@ -82,12 +82,8 @@ def normalize_messages(value: object) -> list[Message]:
 
 def parsed_json(messages: object) -> object:
     """Parses messages that are JSON text, as in text columns."""
-    if isinstance(messages, str) and messages.lstrip()[:1] in ("[", "{"):
-        try:
-            return json.loads(messages)
-        except (ValueError, RecursionError) as error:
-            raise Refused("wrong_type", f"messages must be a list: {error}") from None
-    return messages
+    is_json = isinstance(messages, str) and messages.lstrip()[:1] in ("[", "{")
+    return _json(str(messages), "messages") if is_json else messages
 
 
 def normalize_tools(value: object) -> Tools:
@@ -111,8 +107,7 @@ def normalize_variables(value: object) -> dict[str, Any] | None:
     if value is None:
         return None
     if not isinstance(value, dict):
-        must = "chat_template_kwargs must be an object"
-        raise Refused("wrong_type", f"{must}, found {quote(value)}")
+        raise Refused("wrong_type", f"chat_template_kwargs must be an object, found {quote(value)}")
     for name in value:
         if not isinstance(name, str) or name in RESERVED_VARIABLES:
             raise Refused("wrong_type", f"chat_template_kwargs must not hold {quote(name)}")
@@ -225,8 +220,8 @@ def _without_nulls(value: dict[str, Any]) -> dict[str, Any]:
 def _json(text: str, what: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError as error:
-        raise Refused("wrong_type", f"{what} must be JSON: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise Refused("wrong_type", f"{what} must be JSON: {error}") from None
 
 
 def split_messages(dialogues: Sequence[list[Message]]) -> tuple[list[Message], list[list[Message]]]:

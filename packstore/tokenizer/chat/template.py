@@ -17,13 +17,7 @@ from jinja2.parser import Parser
 from jinja2.visitor import NodeTransformer
 
 from packstore.errors import TokenizerError, sentence
-from packstore.tokenizer.chat.sandbox import (
-    DEADLINE,
-    MAX_RENDERED,
-    MAX_SOURCE,
-    Sandbox,
-    as_json,
-)
+from packstore.tokenizer.chat.sandbox import DEADLINE, MAX_RENDERED, MAX_SOURCE, Sandbox, as_json
 from packstore.tokenizer.control import free_characters
 from packstore.tokenizer.refusals import Refused
 
@@ -85,15 +79,16 @@ class ChatTemplate:
         talk = [{"role": r, "content": c} for r, c in zip(roles, words, strict=True)]
         environment = self._compiled.environment
         tree = environment.parse(self.source)
-        marks = mark_outputs(tree, self.source + "".join(words))
+        outputs = sum(1 for _ in tree.find_all(nodes.Output))
+        marks = free_characters(self.source + "".join(words), outputs)
+        _Marks(marks).visit(tree)
         try:
             before = self.render(talk[:3])
             if before != self.render(talk[:3], prompt=True):
                 return ""
             whole = self.render(talk)
-            marked = self._render(
-                talk, None, environment.from_string(tree), add_generation_prompt=False
-            )
+            with_marks = environment.from_string(tree)
+            marked = self._render(talk, None, with_marks, add_generation_prompt=False)
         except Refused:
             return ""
         text, end = written_last(marked, marks)
@@ -200,7 +195,8 @@ class ChatTemplate:
         environment = Sandbox(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
         )
-        environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+        date = datetime.fromisoformat(TEMPLATE_DATE)
+        environment.globals |= {"raise_exception": _raise_exception, "strftime_now": date.strftime}
         try:
             return environment.from_string(self.source)
         except (TemplateError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -209,16 +205,11 @@ class ChatTemplate:
             raise TokenizerError(sentence(where, "it must be valid Jinja", str(error))) from error
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("source", "tokens", "variables")
-        return {name: self.__dict__[name] for name in names}
+        return {name: self.__dict__[name] for name in ("source", "tokens", "variables")}
 
 
 def _raise_exception(message: str) -> None:
     raise TemplateError(message)
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.fromisoformat(TEMPLATE_DATE).strftime(pattern)
 
 
 class _Marks(NodeTransformer):
@@ -235,13 +226,6 @@ class _Marks(NodeTransformer):
         return node  # captured text may be changed before it is written
 
     visit_CallBlock = visit_FilterBlock = visit_AssignBlock = visit_Macro
-
-
-def mark_outputs(tree: nodes.Template, taken: str) -> list[str]:
-    """Marks the outputs of a template, in place."""
-    marks = free_characters(taken, sum(1 for _ in tree.find_all(nodes.Output)))
-    _Marks(marks).visit(tree)
-    return marks
 
 
 def written_last(text: str, marks: Sequence[str]) -> tuple[str, str]:

@@ -55,6 +55,7 @@ class TokenizersEngine:
     """
 
     version = tokenizers.__version__
+    dropout = 0.0
 
     def __init__(self, payload: bytes, where: str) -> None:
         self._where = where
@@ -64,7 +65,10 @@ class TokenizersEngine:
             # Otherwise these would truncate, pad, and draw other ids at every call, silently.
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
-            self.dropout = _without_dropout(self._tokenizer)
+            model = self._tokenizer.model
+            if dropout := getattr(model, "dropout", None):
+                self.dropout = float(dropout)
+                model.dropout = None
             self._find_specials()
             self._check_growth()
         self._load()
@@ -161,12 +165,3 @@ class TokenizersEngine:
     def _find_specials(self) -> None:
         added = self._tokenizer.get_added_tokens_decoder()
         self.specials = {token.content: i for i, token in added.items() if token.special}
-
-
-def _without_dropout(tokenizer: tokenizers.Tokenizer) -> float:
-    """Disables BPE dropout; returns its former value."""
-    model = tokenizer.model
-    before = getattr(model, "dropout", None) or 0.0
-    if before:
-        model.dropout = None
-    return float(before)

@@ -170,18 +170,15 @@ def typed_carry(config: TokenizeConfig, records: Sequence[object]) -> tuple[str,
 
     Mixed integers and floats are ``float64``; a column without values is ``string``.
     """
-    types = parse_carry(config)
-    return tuple(
-        entry if ":" in entry else f"{entry}:{_type_of(entry, records)}"
-        for entry, _ in zip(config.carry, types, strict=True)
-    )
-
-
-def _type_of(name: str, records: Sequence[object]) -> str:
-    kinds = {type(record.get(name)) for record in records if isinstance(record, Mapping)}
-    if kinds & {int, float} and bool not in kinds:
-        return "float64" if float in kinds else "int64"
-    return "bool" if bool in kinds else "string"
+    parse_carry(config)
+    typed = []
+    for entry in config.carry:
+        kinds = {type(record.get(entry)) for record in records if isinstance(record, Mapping)}
+        inferred = "bool" if bool in kinds else "string"
+        if kinds & {int, float} and bool not in kinds:
+            inferred = "float64" if float in kinds else "int64"
+        typed.append(entry if ":" in entry else f"{entry}:{inferred}")
+    return tuple(typed)
 
 
 def parse_carry(config: TokenizeConfig) -> dict[str, str]:
@@ -199,11 +196,6 @@ def parse_carry(config: TokenizeConfig) -> dict[str, str]:
     return types
 
 
-def carried_values(record: Mapping[str, Any], types: Mapping[str, str]) -> list[Any]:
-    """Returns the carried values of one record."""
-    return [_carried(record, name, type_name) for name, type_name in types.items()]
-
-
 def to_columns(rows: Sequence[Sequence[Any]], types: Mapping[str, str]) -> dict[str, Column]:
     """Converts the values of all records to columns."""
     columns: dict[str, Column] = {}
@@ -214,7 +206,8 @@ def to_columns(rows: Sequence[Sequence[Any]], types: Mapping[str, str]) -> dict[
     return columns
 
 
-def _carried(record: Mapping[str, Any], name: str, type_name: str) -> Any:
+def carried(record: Mapping[str, Any], name: str, type_name: str) -> Any:
+    """Returns a carried value of a record."""
     value: Any = record.get(name)
     if value is None:
         raise Refused("missing_field", f"no field {name!r} to carry")

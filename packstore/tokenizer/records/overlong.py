@@ -45,7 +45,7 @@ def fit(sequences: list[Tokens], config: TokenizeConfig, specials: frozenset[int
         while cut <= most and _padded(lengths - left_out - cut * stored, multiple) > size:
             cut += 1
         if cut <= most:
-            return [_cut_prompt(s, head, cut) for s in sequences]
+            return [_without(s, head, head + cut, "truncated_prompt") for s in sequences]
     if config.overlong == "truncate_response":
         limit = _common_limit(lengths, config.sequence_limit, size + int(left_out.sum()))
         while limit > 0 and _padded(np.minimum(lengths, limit) - left_out, multiple) > size:
@@ -70,14 +70,10 @@ def _prompt_length(tokens: Tokens) -> int:
     return int(np.argmax(tokens.supervised)) if tokens.supervised.any() else len(tokens.ids)
 
 
-def _cut_prompt(tokens: Tokens, head: int, cut: int) -> Tokens:
-    gone = slice(head, head + cut)
-    return replace(
-        tokens,
-        ids=np.delete(tokens.ids, gone),
-        supervised=np.delete(tokens.supervised, gone),
-        events=[*tokens.events, "truncated_prompt"],
-    )
+def _without(tokens: Tokens, start: int, end: int, event: str) -> Tokens:
+    gone = slice(start, end)
+    ids, supervised = np.delete(tokens.ids, gone), np.delete(tokens.supervised, gone)
+    return Tokens(ids, supervised, tokens.head, [*tokens.events, event])
 
 
 def _common_limit(lengths: np.ndarray, limit: int, budget: int) -> int:
@@ -105,10 +101,5 @@ def _cut_response(tokens: Tokens, limit: int, specials: frozenset[int]) -> Token
     kept = max(limit - tail, 0)
     if not tokens.supervised[:kept].any():
         return None
-    turn_end = slice(max(end - tail, kept), end)
-    return replace(
-        tokens,
-        ids=np.concatenate([tokens.ids[:kept], tokens.ids[turn_end]]),
-        supervised=np.concatenate([tokens.supervised[:kept], tokens.supervised[turn_end]]),
-        events=[*tokens.events, "truncated_response"],
-    )
+    answered = replace(tokens, ids=tokens.ids[:end], supervised=tokens.supervised[:end])
+    return _without(answered, kept, max(end - tail, kept), "truncated_response")

@@ -130,11 +130,6 @@ def common_prefix(a: Int32, b: Int32) -> int:
     return int(np.argmax(differ)) if differ.any() else n
 
 
-def starts_with(ids: Int32, token: int | None) -> bool:
-    """Returns True if the first id is `token`."""
-    return len(ids) > 0 and int(ids[0]) == token
-
-
 def unwrapped(value: Any) -> Any:
     """Returns a tensor as an array, a scalar of numpy or torch as a number, the rest as it is."""
     if not hasattr(value, "__array__"):
@@ -165,9 +160,7 @@ def _whole_numbers(value: object) -> Any:
         array = np.asarray(value if isinstance(value, list | np.ndarray) else None)
     except ValueError:  # lists of different lengths
         return None
-    if array.ndim == 1 and (array.dtype.kind in "iu" or not len(array)):
-        return array
-    return None
+    return array if array.ndim == 1 and (array.dtype.kind in "iu" or not len(array)) else None
 
 
 def supervised_ids(ids: Int32, labels: object, name: str) -> Bool:
@@ -216,6 +209,6 @@ def id_sequences(
             if len(ids) and ids.max() >= tokenizer.vocab_size:
                 detail = f"id {ids.max()} in a vocabulary of {tokenizer.vocab_size}"
                 raise Refused("wrong_type", detail)
-            head = int(starts_with(ids, tokenizer.bos_id))
+            head = int(len(ids) > 0 and ids[0] == tokenizer.bos_id)
         sequences.append(Tokens(ids, on, head))
     return sequences

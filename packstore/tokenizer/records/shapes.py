@@ -109,14 +109,14 @@ def _parse_ranked(fields: Fields) -> Parsed:
     prompt = fields.need("prompt")
     responses, scores = _values(fields.need("responses")), _values(fields.need("scores"))
     if not isinstance(responses, list) or len(responses) < 2:
-        raise Refused("wrong_type", f"responses must be a list of at least 2, {_size(responses)}")
-    if not isinstance(scores, list) or len(scores) != len(responses):
-        raise Refused("wrong_type", f"scores must be {len(responses)} numbers, {_size(scores)}")
-    rewards = [number(score, "a score") for score in scores]
+        must = "responses must be a list of at least 2"
+        raise Refused("wrong_type", f"{must}, found {quote(responses)}")
     labels = _values(fields.get("response_labels")) or [None] * len(responses)
-    if not isinstance(labels, list) or len(labels) != len(responses):
-        must = f"response_labels must be {len(responses)} lists"
-        raise Refused("wrong_type", f"{must}, {_size(labels)}")
+    for name, values in (("scores", scores), ("response_labels", labels)):
+        if not isinstance(values, list) or len(values) != len(responses):
+            must = f"{name} must be a list of {len(responses)}"
+            raise Refused("wrong_type", f"{must}, found {quote(values)}")
+    rewards = [number(score, "a score") for score in scores]
     return _assemble(fields, prompt, responses, rewards, labels)
 
 
@@ -140,24 +140,17 @@ def _parse_sft(fields: Fields) -> Parsed:
         if labels is mask is None:
             raise fields.missing("labels")
         on = supervised_ids(ids, labels, "input_ids") if mask is None else masked_ids(ids, mask)
-        return Parsed(
-            prompt=np.empty(0, np.int32),
-            responses=[ids],
-            rewards=[1.0],
-            supervised=[on],
-            fields=fields.used,
-        )
+        whole: Any = {"prompt": ids[:0], "responses": [ids], "supervised": [on]}
+        return Parsed(**whole, rewards=[1.0], fields=fields.used)
     if (messages := fields.get("messages")) is None:
         if (response := fields.get("response")) is None:
             raise fields.missing("messages")
         return _assemble(fields, fields.need("prompt"), [response], [1.0])
-    dialogue = _with_system(fields, normalize_messages(parsed_json(messages)))
-    tools = normalize_tools(fields.get("tools"))
     return Parsed(
         prompt=[],
-        responses=[dialogue],
+        responses=[_with_system(fields, normalize_messages(parsed_json(messages)))],
         rewards=[1.0],
-        tools=tools,
+        tools=normalize_tools(fields.get("tools")),
         variables=normalize_variables(fields.get("chat_template_kwargs")),
         fields=fields.used,
     )
@@ -277,10 +270,6 @@ def _values(value: Any) -> Any:
     return [*map(unwrapped, value)] if isinstance(value, list | np.ndarray) else value
 
 
-def _size(value: object) -> str:
-    return f"found {len(value)}" if isinstance(value, list) else f"found {quote(value)}"
-
-
 def record_keys(parsed: Parsed) -> tuple[int, int]:
     """Returns 64-bit hashes of the prompt and of the record, without rewards.
 
@@ -293,14 +282,11 @@ def record_keys(parsed: Parsed) -> tuple[int, int]:
         whole.append(parsed.variables)
     prompt: Any = parsed.prompt
     if len(prompt) == 0 and isinstance(prompt, list):
-        prompt = _before_answer(parsed.responses[0])
+        first: Any = parsed.responses[0]
+        roles = [message["role"] for message in first]
+        prompt = first[: roles.index("assistant")] if "assistant" in roles else []
     record = _hash(whole)
     return (_hash([prompt, parsed.tools]) if len(prompt) else record), record
-
-
-def _before_answer(messages: Any) -> Any:
-    roles = [message["role"] for message in messages]
-    return messages[: roles.index("assistant")] if "assistant" in roles else []
 
 
 def _hash(parts: list[Any]) -> int:
