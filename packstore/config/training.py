@@ -129,7 +129,7 @@ class LoraConfig(Settings):
 
     LISTED_BY = "docs/training.md"
 
-    rank: int = setting(..., "of the two matrices", low=1)
+    rank: int = setting(..., "size of the two matrices between", low=1)
     alpha: float = setting(16.0, "scale, over the rank")
     dropout: float = setting(0.0, "of the input of an adapter", low=0, below=1)
     targets: tuple[str, ...] = setting((), "names of layers; default: all linear ones")

@@ -88,8 +88,11 @@ def test_examples_of_configs_run(
         ({**MUST, "examples_per_step": 0}, "examples_per_step must be at least 1; found 0"),
         ({**MUST, "epochs": 1.5}, "setting epochs must be a whole number; found 1.5"),
         ({**MUST, "dtype": "fp8"}, "setting dtype must be one of: float32, bfloat16, float64"),
-        ({**MUST, "lora": {"alpha": 2}}, "setting lora: rank must be a whole number .* found None"),
-        ({**MUST, "lora": {"rank": 2, "dropout": 1}}, "lora: dropout must be .* below 1; found 1"),
+        ({**MUST, "lora": {"alpha": 2}}, "setting lora: rank must be given: size of"),
+        (
+            {**MUST, "lora": {"rank": 2, "dropout": 1}},
+            "setting lora: dropout must be below 1; found 1",
+        ),
         ({**MUST, "lora": {"rnk": 2}}, "unknown setting 'rnk'.*mean 'rank'"),
         ({**MUST, "loss": {"dpo": "x"}}, "setting loss must be a string or a mapping"),
         ({**MUST, "eval_every": 5}, "setting eval_every: it needs a validation set"),
