@@ -1,6 +1,4 @@
-"""Reads the user's input as a stream of blocks.
-
-    source -> expand -> read -> Block (-> a worker) -> parse -> Rows
+"""Reads the user's input as a stream of blocks: source -> files -> blocks -> (workers) -> rows.
 
 One process reads, decompresses, hashes and cuts; :meth:`Block.parse` runs in workers. The cuts do
 not depend on the number of workers, and do not affect records or ordinals.
@@ -58,10 +56,9 @@ class Input:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Block:
-    """A part of one input, at least one record long, for error texts with its place. Picklable.
+    """A part of one input, at least one record long; picklable.
 
-    `first` is the ordinal of its first line, row or item (the `unit`), from 0; `payload` is the
-    argument of the format's `parse`.
+    `first`: ordinal, from 0, of its first line, row or item (`unit`); `payload`: what is parsed.
     """
 
     source: int
@@ -73,24 +70,17 @@ class Block:
     payload: Any = field(repr=False)
 
     def parse(self) -> Rows:
-        """Parses the payload into records."""
+        """Returns its records."""
         ordinals, values = FORMATS.load(self.format).parse(self.payload, self.path, self.first)
         return Rows(self.source, self.path, self.unit, ordinals, values)
 
 
 class InputReader:
-    """Iterates over the blocks of all inputs, in order.
+    """Iterates over the blocks, of about `block_bytes`, of all inputs, in order.
 
-    Args:
-        source: a path, glob, folder or URL, or a list of them; an Arrow table, a Polars frame, or
-            an iterable of records.
-        storage_options: for the fsspec filesystem of `source`.
-        config: `fields` and `carry` decide which CSV columns are not text.
-        block_bytes: approximate bytes of a block.
-
-    Attributes:
-        inputs, paths: the input files (none if it is in memory), and the path of each ordinal.
-        ends: True if the input is known to be finite: files, tables, and objects with a length.
+    `source`: a path, glob, folder or URL, or a list of them; an Arrow table, a Polars frame, or an
+    iterable of records. `inputs` are its files, `paths` those of each ordinal; `ends`: it is known
+    to be finite. `config`: `fields` and `carry` decide which CSV columns are not text.
     """
 
     def __init__(

@@ -1,8 +1,4 @@
-"""Parts of an input file, and the formats: functions that read and parse them.
-
-One process reads: :attr:`Format.read` cuts a file into payloads and inspects records as little as
-possible. Workers parse: :attr:`Format.parse` turns a payload into records.
-"""
+"""Parts of an input file, and the formats: one process reads and cuts, workers parse."""
 
 from __future__ import annotations
 
@@ -59,9 +55,8 @@ class ReadOptions(NamedTuple):
 class Format:
     """Reader and parser of a file format; both raise :class:`InputError`.
 
-    `read`: ``(stream, path, options)`` -> pieces, in order, to the end of the stream, which must be
-    seekable if `random_access`. `parse`: ``(payload, path, first)`` -> ordinals and values of the
-    records of a piece. `unit` of the ordinals: ``line``, ``row`` or ``item``.
+    `read` ``(stream, path, options)`` yields pieces to the end of the stream, which is seekable if
+    `random_access`; `parse` ``(payload, path, first)`` returns ordinals and values of a piece.
     """
 
     unit: str

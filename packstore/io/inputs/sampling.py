@@ -1,8 +1,4 @@
-"""Draws a sample of the input: blocks spread over all of it, chosen by a seed.
-
-The whole input is read, which also counts its records; only the sampled blocks are kept and
-tokenized.
-"""
+"""Draws a sample: blocks spread over all of the input, which is read to its end, by a seed."""
 
 from __future__ import annotations
 
@@ -26,10 +22,9 @@ class Sampling:
     """Figures of a sample.
 
     Attributes:
-        records, total: number in the sample, and in the whole input; None: only its start was read.
+        records, total: in the sample, and in the whole input; None: only its start was read.
         places: number of blocks or row groups; the records in each are neighbours.
         run, last_run: neighbouring blocks from which each place was drawn, and the last one.
-        seed: of the draw.
     """
 
     records: int

@@ -72,12 +72,12 @@ def is_s3fs(fs: Any) -> bool:
 
 def put_file(fs: Any, local_path: str, path: str) -> None:
     """Uploads a file, a few parts in memory at a time."""
-    options: dict[str, dict[str, Any]] = {
-        "s3fs": {"chunksize": PART_BYTES, "max_concurrency": PARTS_AT_ONCE},
-        "gcsfs": {"chunksize": PART_BYTES},
-        "adlfs": {"max_concurrency": PARTS_AT_ONCE},
-    }
-    fs.put_file(local_path, path, **options.get(_client(fs), {}))
+    client, options = _client(fs), dict[str, int]()
+    if client in ("s3fs", "gcsfs"):
+        options["chunksize"] = PART_BYTES
+    if client in ("s3fs", "adlfs"):
+        options["max_concurrency"] = PARTS_AT_ONCE
+    fs.put_file(local_path, path, **options)
 
 
 def put_bytes(fs: Any, path: str, data: bytes, **how: Any) -> None:

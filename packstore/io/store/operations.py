@@ -37,7 +37,7 @@ class Upload(NamedTuple):
 def list_folder(location: Location, folder: str) -> list[ListedFile]:
     """Lists the files directly in a folder that is no link, hidden ones included, by name."""
     fs, full = location.filesystem(folder)
-    if location.local_path is not None and os.path.islink(full):
+    if location.local_path and os.path.islink(full):
         return []
     entries = location.request("list", folder, partial(clients.ls, fs, full))
     files = [(name, e) for name, e in entries if e["type"] != "directory"]

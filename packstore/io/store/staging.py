@@ -24,9 +24,8 @@ BESIDE = ("..",)
 class Staging:
     """Local files that are moved or uploaded to a place once they are complete; a context manager.
 
-    In a local place they are in a hidden folder in the first of its `folders`, which are made, so
-    that each is moved by one rename; for other stores in one of the system's temporary folders.
-    `durable`: they become files of a local place, and must be synced before.
+    In a local place they lie in a hidden folder in the first of its `folders`, which are made, so
+    that one rename moves each, and are synced before (`durable`); else in a temporary folder.
     """
 
     def __init__(self, location: Location, folders: tuple[str, ...] = ("",)) -> None:

@@ -35,7 +35,6 @@ BUCKETS = tuple(scheme for scheme, extra in EXTRAS.items() if extra != "http")
 """URL schemes of object stores with buckets (containers)."""
 
 _NAME = re.compile(r"key|secret|token|pass|cred|sas|auth|connection|headers|cookie|sig", re.I)
-_HIDDEN = "***"
 # Patterns of secrets in messages of clients that were not given as options: they came from the
 # environment, a profile, or a signed URL.
 _FORMS = re.compile(
@@ -45,8 +44,6 @@ _FORMS = re.compile(
     r"(?P<value>(?<=://)[^/\s]+(?=@)|(?<!://)[^&;\s'\",)]+)",
     re.I,
 )
-
-_PAYER = "if its bucket lets the requester pay, add the storage option requester_pays=true"
 
 
 def named_place(url: str) -> str:
@@ -72,7 +69,21 @@ def as_storage_errors(verb: str, url: str, options: Mapping[str, Any]) -> Iterat
     except PackstoreError:
         raise
     except Exception as error:
-        raise _storage_error(error, verb, url, options) from Secrets(url, options).hide_in(error)
+        secrets, cause, code = Secrets(url, options), _cause_of(error), _code_of(error)
+        scheme = url.partition("://")[0]
+        if cause is None:
+            text = (error.strerror if isinstance(error, OSError) else None) or str(error)
+            text = secrets.hide(text) or "no further text"
+            cause = Cause(f"{type(error).__name__}: {text}")
+        elif cause.what == "no such file or folder" and verb == "write" and scheme in BUCKETS:
+            cause = NO_BUCKET  # a put needs nothing else to exist
+        elif cause is DENIED and EXTRAS.get(scheme) in ("s3", "gcs"):
+            payer = "if its bucket lets the requester pay, add requester_pays=true"
+            cause = cause._replace(do=f"{cause.do}; {payer}")
+        what = f"{cause.what} ({code})" if code and cause.do else cause.what
+        named = StorageError(sentence(display(url), f"cannot {verb}", what, cause.do))
+        named.passing = cause.passing
+        raise named from secrets.hide_in(error)
 
 
 def missing_filesystem(url: str, error: ImportError) -> MissingExtraError:
@@ -91,25 +102,6 @@ def means_exists(error: BaseException) -> bool:
     return exists or _code_of(error) in ("PreconditionFailed", "412")
 
 
-def _storage_error(
-    error: Exception, verb: str, url: str, options: Mapping[str, Any]
-) -> StorageError:
-    cause, code = _cause_of(error), _code_of(error)
-    scheme = url.partition("://")[0]
-    if cause is None:
-        text = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        text = Secrets(url, options).hide(text)
-        cause = Cause(f"{type(error).__name__}: {text or 'no further text'}")
-    elif cause.what == "no such file or folder" and verb == "write" and scheme in BUCKETS:
-        cause = NO_BUCKET  # a put needs nothing else to exist
-    elif cause is DENIED and EXTRAS.get(scheme) in ("s3", "gcs"):
-        cause = cause._replace(do=f"{cause.do}; {_PAYER}")
-    what = f"{cause.what} ({code})" if code and cause.do else cause.what
-    named = StorageError(sentence(display(url), f"cannot {verb}", what, cause.do))
-    named.passing = cause.passing
-    return named
-
-
 class Secrets:
     """The secrets in the URL and the storage options of a location."""
 
@@ -121,19 +113,16 @@ class Secrets:
     def hide(self, text: str) -> str:
         """Returns `text` with every secret replaced."""
         for secret in self._texts:
-            text = text.replace(secret, _HIDDEN)
-        return _FORMS.sub(lambda m: m["name"] + _HIDDEN, text)
+            text = text.replace(secret, "***")
+        return _FORMS.sub(r"\g<name>***", text)
 
     def hide_in(self, error: BaseException) -> BaseException:
         """Returns the error; if it or a cause has secrets, a copy of its builtin kind without."""
-        link: BaseException | None = error
-        while link is not None:
-            if self.hide(str(link)) != str(link):
-                kinds = (k for k in type(error).__mro__ if k.__module__ == "builtins")
-                kind = next((k for k in kinds if issubclass(k, OSError)), Exception)
-                return kind(f"{type(error).__name__}: {self.hide(str(error))}")
-            link = link.__cause__ or link.__context__
-        return error
+        if all(self.hide(str(link)) == str(link) for link in _chain(error)):
+            return error
+        kinds = (k for k in type(error).__mro__ if k.__module__ == "builtins")
+        kind = next((k for k in kinds if issubclass(k, OSError)), Exception)
+        return kind(f"{type(error).__name__}: {self.hide(str(error))}")
 
 
 def _of_url(url: str) -> Iterator[str]:
