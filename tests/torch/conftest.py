@@ -1,4 +1,4 @@
-"""Random packs, tiny random models, and the plain attention that everything is compared with."""
+"""Random packs, datasets of them, and tiny random models of every family."""
 
 from __future__ import annotations
 
@@ -20,12 +20,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers import (
-    CONFIG_MAPPING,
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AttentionInterface,
-    AttentionMaskInterface,
-)
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
 from packstore import Dataset, open
 from packstore.config import PackConfig
@@ -54,30 +49,6 @@ def packed(examples: Examples, sizes: Sequence[int], layout: str) -> Packs:
 def row(pairs: int = 2, layout: str = "concat", kind: str = "preference", seed: int = 0) -> Any:
     """A batch of one pack with so many random examples."""
     return collate(packed(random_examples(pairs, seed=seed, kind=kind), [pairs], layout), kind)
-
-
-def plain_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float,
-    sliding_window: int | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """softmax(q k^T) v over one whole sequence, in the dtype of the model."""
-    group = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(group, 1) for x in (key, value))
-    scores = query @ key.transpose(-1, -2) * scaling
-    back = torch.arange(query.shape[2])[:, None] - torch.arange(key.shape[2])
-    seen = (back >= 0) & (back < (sliding_window or len(back)))
-    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
-    return (weights @ value).transpose(1, 2), None
-
-
-AttentionInterface.register("plain_for_tests", plain_attention)
-AttentionMaskInterface.register("plain_for_tests", lambda *_, **__: None)
 
 
 WINDOWED = ["sliding_attention", "full_attention"]

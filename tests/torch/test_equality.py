@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from itertools import product
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from gradients import recompute_layers, take_gradients
-from ranks import launch
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from packstore.format import Examples, to_offsets
 from packstore.pack.fill import fill
@@ -87,23 +82,17 @@ def share(packing: str, layout: str, parts: int) -> Iterator[PackedBatch]:
         yield batch.replace(ref_logps=ref)
 
 
-def step(
-    model: Any, policy: Callable[[PackedBatch], Tensor], cell: Cell, rank: int = 0, world: int = 1
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss and gradients of the step in one cell of the matrix, on one rank."""
+def step(model: Any, policy: Callable[[PackedBatch], Tensor], cell: Cell) -> Any:
+    """Loss and gradients of the step in one cell of the matrix."""
     packing, accumulation, layout, backend = cell
     use_packed_attention(model, backend)
-    batches = list(share(packing, layout, accumulation * world))[rank::world]
+    batches = list(share(packing, layout, accumulation))
     loss_fn = PreferenceLoss("dpo", beta=BETA, sft_weight=SFT_WEIGHT)
-    divisor = count_step(batches, loss_fn).averaged(world)
-    total = torch.zeros((), dtype=torch.float64)
-    for i, batch in enumerate(batches):
-        last = i == len(batches) - 1
-        with nullcontext() if last or world == 1 else policy.no_sync():  # type: ignore[attr-defined]
-            out = loss_fn(policy(batch), batch, divisor=divisor)
-            out.loss.backward()
-        total += out.loss.detach()
-    return total, take_gradients(model)
+    divisor = count_step(batches, loss_fn)
+    losses = [loss_fn(policy(batch), batch, divisor=divisor).loss for batch in batches]
+    for loss in losses:
+        loss.backward()
+    return sum(loss.detach() for loss in losses), take_gradients(model)
 
 
 def assert_equal(found: Any, expected: Any, limit: float, what: Any) -> None:
@@ -113,33 +102,15 @@ def assert_equal(found: Any, expected: Any, limit: float, what: Any) -> None:
         assert gradient.abs().max() > 1e-6, parameter
 
 
-def on_rank(model: Any) -> dict[Cell, Any]:
-    """The cells of a backend on one of several ranks, under DDP."""
-    policy = DistributedDataParallel(PackedPolicy(use_packed_attention(model)))
-    where = dist.get_rank(), dist.get_world_size()
-    return {cell: step(model, policy, cell, *where) for cell in CELLS if cell[-1] == "sdpa"}
-
-
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mistral"])
 def test_every_way_to_pack(kit: SimpleNamespace, name: str) -> None:
     """Packs, accumulation, layout and backend, in float64, with an SFT term."""
     model = kit.tiny_model(name)
-    expected = expected_step(model, "plain_for_tests")
+    expected = expected_step(model, "sdpa")
     policy = PackedPolicy(use_packed_attention(model))
     assert len(CELLS) == 40
     for cell in CELLS if name == "llama" else CELLS[12:28]:
         assert_equal(step(model, policy, cell), expected, 1e-9, cell)
-
-
-@pytest.mark.slow  # tests/torch/losses/test_step_divisor.py has two processes as well
-def test_two_processes(kit: SimpleNamespace, tmp_path: Path) -> None:
-    model = kit.tiny_model()
-    ranks = launch(__file__, model, 2, tmp_path)
-    expected = expected_step(model, "plain_for_tests")
-    for cell in ranks[0]:
-        loss = (ranks[0][cell][0] + ranks[1][cell][0]) / 2
-        for rank in ranks:
-            assert_equal((loss, rank[cell][1]), expected, 1e-9, cell)
 
 
 @LAYOUTS

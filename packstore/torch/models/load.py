@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from packstore.errors import BackendError, ConfigError, quote, sentence
+from packstore.errors import BackendError, ConfigError, quote
 from packstore.registry import missing_extra
 from packstore.torch.models.model import Model, use_packed_attention
 from packstore.torch.models.unwrap import unwrapped
@@ -38,7 +38,7 @@ def load_model(
     """
     name = os.fspath(path)
     if is_adapter(name):
-        base = load_model(adapter_base(name), dtype=dtype, attention=attention)
+        base = load_model(_adapter_base(name), dtype=dtype, attention=attention)
         return add_adapter(base, name, trainable)
     try:
         from transformers import AutoModelForCausalLM
@@ -105,10 +105,8 @@ def checkpoint_gradients(model: Any) -> None:
 def compile_layers(model: Model, **options: Any) -> Model:
     """Compiles each decoder layer of `model` in place, at its first call.
 
-    Half to two thirds of the time of a small model on a GPU goes to elementwise kernels between its
-    matrix products, which the compiler fuses. Layers share their graphs: one for training and one
-    without gradients, for each kind of layer and each layout of the data. Sizes are dynamic.
-
+    The compiler fuses the elementwise kernels between matrix products. Layers share their graphs,
+    of dynamic sizes: one for training and one without gradients, for each kind of layer and layout.
     Attention by `torch_varlen`, or by `auto` where it chooses that, is part of the graph; other
     backends run outside it. Weights and their names stay. Call it after :func:`check_isolation`,
     whose small batches would be compiled too, and before DDP or FSDP wrap the model.
@@ -143,12 +141,12 @@ def is_adapter(path: str | PathLike[str]) -> bool:
     return Path(path, ADAPTER_FILE).is_file()
 
 
-def adapter_base(path: str | PathLike[str]) -> str:
+def _adapter_base(path: str) -> str:
     """Returns the folder or hub name of the model that an adapter was trained on."""
     file = Path(path, ADAPTER_FILE)
     base = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
-        raise ConfigError(sentence(str(file), "it must name base_model_name_or_path", "none"))
+        raise ConfigError(f"{file}: it must name base_model_name_or_path; found none.")
     return base
 
 
@@ -161,7 +159,7 @@ def add_adapter(model: Any, path: str, trainable: bool) -> Any:
             return peft.PeftModel.from_pretrained(model, path, is_trainable=trainable)
     except (OSError, ValueError, RuntimeError, UserWarning) as error:
         raise ConfigError(
-            f"adapter {path}: it must be an adapter of {adapter_base(path)}; "
+            f"adapter {path}: it must be an adapter of {_adapter_base(path)}; "
             f"found {quote(str(error), 200)}."
         ) from error
 

@@ -5,10 +5,10 @@ layer. For attention backends that is an ordinary layout: each run of a rank's t
 segment, whose keys are its sequence up to the run's last token. So every backend and both layouts
 work unchanged. A rank copies the keys that its queries see, about one row.
 
-The two collectives differentiate the sum of the losses of all ranks. All ranks of a group get the
-same sums and the same loss, which that sum counts once per rank. So average gradients of parameters
-over the group, as DDP and FSDP do: they then equal those of one process. For counts and divisors a
-group is one rank.
+Its gradient is that of the sum of the losses of all ranks. All ranks of a group get the same sums
+and the same loss, which that sum counts once per rank. So average gradients of parameters over the
+group, as DDP and FSDP do: they then equal those of one process. For counts and divisors a group is
+one rank.
 """
 
 from __future__ import annotations
@@ -249,28 +249,12 @@ def reduce_segment_sums(logps: Tensor, group: Any = None) -> Tensor:
         `[S]` in nats, the same on all ranks. Its gradient is summed over the ranks: average the
         gradients of parameters over the group, or divide the loss by its size and sum them.
     """
-    return _AllReduce.apply(logps, group)  # type: ignore[no-untyped-call, no-any-return]
+    return gather_rows(logps[None], group).sum(0)
 
 
 def gather_rows(rows: Tensor, group: Any = None) -> Tensor:
     """Gathers the rows `[n, ...]` of all ranks: `[ranks * n, ...]`; differentiable."""
     return _AllGather.apply(rows, group)  # type: ignore[no-untyped-call, no-any-return]
-
-
-class _AllReduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        total = values.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        total = grad.clone()
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
 
 
 class _AllGather(torch.autograd.Function):

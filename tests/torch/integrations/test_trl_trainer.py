@@ -64,7 +64,7 @@ def plain_losses(kit: SimpleNamespace, steps: list[list[dict[str, Any]]]) -> lis
     """DPO by plain descent, one unpacked sequence at a time, through the model's own attention."""
     model, ref = kit.tiny_model(), kit.tiny_model()
     for one in (model, ref):
-        one.set_attn_implementation("plain_for_tests")
+        one.set_attn_implementation("sdpa")
 
     def logp(of: Any, record: dict[str, Any], name: str) -> Tensor:
         prompt, ids = record["prompt_ids"], record[f"{name}_ids"]

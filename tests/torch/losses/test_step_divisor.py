@@ -155,7 +155,7 @@ def test_one_process(kit: SimpleNamespace, tmp_path: Path, name: str) -> None:
     kind = LOSSES[name][0]
     model = use_packed_attention(kit.tiny_model())
     plain = kit.tiny_model()
-    plain.set_attn_implementation("plain_for_tests")
+    plain.set_attn_implementation("sdpa")
     data = PackedDataset(stored(kit, tmp_path, kind))
     loader = PackedDataLoader(data, accumulation=7, tail="pad")
     number = 0
@@ -181,7 +181,7 @@ def test_two_processes(kit: SimpleNamespace, tmp_path: Path) -> None:
     urls = {kind: stored(kit, tmp_path, kind).url for kind in ("preference", "sft", "ranked")}
     ranks = launch(__file__, {"model": kit.tiny_model(), "urls": urls}, 2, tmp_path)
     plain = kit.tiny_model()
-    plain.set_attn_implementation("plain_for_tests")
+    plain.set_attn_implementation("sdpa")
     for (name, steps), of_first in ranks[0].items():
         of_second = ranks[1][name, steps]
         assert len(of_first) == len(of_second) > 0
