@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from packstore.format import Int64, Packs, PackSizes
-from packstore.format.seeds import permutation
 
 
 class MemoryPacks:
@@ -33,7 +32,7 @@ class MemoryPacks:
         return len(self.rows)
 
     def set_epoch(self, epoch: int) -> None:
-        self.order = permutation(len(self), self.seed, epoch)
+        self.order = np.random.default_rng([self.seed, epoch]).permutation(len(self))
 
     def sources(self, indices: Int64) -> Int64:
         return self.order[indices] % 3

@@ -86,20 +86,15 @@ def test_derived_columns(
     assert type(batch.max_seqlen) is type(batch.max_seqlen_k) is int
 
 
-@pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
-def test_packs_one_by_one_or_together(kit: SimpleNamespace, layout: str) -> None:
-    packs = kit.packed(EXAMPLES, [1, 3, 2], layout)
-    rows = [packs.row(i) for i in range(3)]
-    assert_batches_equal(collate(rows, "preference"), collate(packs, "preference"))
-    first = kit.packed(EXAMPLES.take(np.arange(4)), [1, 3], layout)
-    assert_batches_equal(collate([first, rows[2]], "preference"), collate(packs, "preference"))
-
-
 @pytest.mark.parametrize("kind", ["preference", "ranked"])
 @pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
 def test_rows_of_row_groups(kit: SimpleNamespace, kind: str, layout: str) -> None:
     """Fields that are computed later: the same batch, however it travels."""
-    packs = kit.packed(random_examples(6, seed=2, kind=kind), [1, 3, 2], layout)
+    examples = random_examples(6, seed=2, kind=kind)
+    packs = kit.packed(examples, [1, 3, 2], layout)
+    first = kit.packed(examples.take(np.arange(4)), [1, 3], layout)
+    for parts in ([packs.row(i) for i in range(3)], [first, packs.row(2)]):
+        assert_batches_equal(collate(parts, kind), collate(packs, kind))
     order = [2, 0, 1]
     rows = [packs.row(i) for i in order]
     expected = collate([packs.row(i) for i in order], kind, fillers=1)
@@ -201,14 +196,16 @@ def test_flash_and_megatron_inputs(kit: SimpleNamespace) -> None:
 
 @pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
 def test_padded_inputs_are_the_sequences(kit: SimpleNamespace, layout: str) -> None:
-    batch = collate(kit.packed(EXAMPLES, [2, 4], layout), "preference")
-    padded = batch.model_inputs("padded")
-    assert padded["input_ids"].shape == (12, batch.max_seqlen_k)
-    for i in range(12):
-        ids = EXAMPLES.input_ids[slice(*EXAMPLES.sequence_offsets[i : i + 2])].tolist()
-        assert padded["input_ids"][i].tolist() == ids + [0] * (batch.max_seqlen_k - len(ids))
-        assert padded["attention_mask"][i].sum() == len(ids)
-    assert torch.equal(batch.unpad(padded["input_ids"]), batch.input_ids)
+    """Without the padding that segments declare."""
+    plain = collate(kit.packed(EXAMPLES, [2, 4], layout), "preference")
+    for batch in (plain, pad_segments(plain, 8)):
+        padded = batch.model_inputs("padded")
+        assert padded["input_ids"].shape == (12, batch.max_seqlen_k)
+        for i in range(12):
+            ids = EXAMPLES.input_ids[slice(*EXAMPLES.sequence_offsets[i : i + 2])].tolist()
+            assert padded["input_ids"][i].tolist() == ids + [0] * (batch.max_seqlen_k - len(ids))
+            assert padded["attention_mask"][i].sum() == len(ids)
+        assert torch.equal(batch.unpad(padded["input_ids"]), batch.input_ids)
 
 
 def test_refusals(kit: SimpleNamespace) -> None:
@@ -261,15 +258,3 @@ def test_megatron_knows_real_and_padded_segments(kit: SimpleNamespace) -> None:
     assert (
         elsewhere["cu_seqlens_argmin"].device.type == elsewhere["max_seqlen"].device.type == "cpu"
     )
-
-
-@pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
-def test_padded_inputs_leave_declared_padding_out(kit: SimpleNamespace, layout: str) -> None:
-    plain = collate(kit.packed(EXAMPLES, [2, 4], layout), "preference")
-    batch = pad_segments(plain, 8)
-    inputs, expected = batch.model_inputs("padded"), plain.model_inputs("padded")
-    assert torch.equal(inputs["attention_mask"].sum(1), expected["attention_mask"].sum(1))
-    width = plain.max_seqlen_k
-    assert torch.equal(inputs["input_ids"][:, :width], expected["input_ids"])
-    assert not inputs["input_ids"][:, width:].any()
-    assert torch.equal(batch.unpad(inputs["input_ids"]), batch.input_ids)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
+import multiprocessing
 import re
-import signal
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,12 +15,11 @@ from typing import Any
 
 import pytest
 
+from packstore import Dataset
 from packstore.config import ReadConfig
 from packstore.errors import IntegrityError, StorageError, WorkerError
-from packstore.io.dataset.dataset import Dataset
 from packstore.testing import random_examples
 from packstore.torch import PackedDataLoader, PackedDataset, PreferenceLoss, count_step
-from packstore.torch.data.stream import StoredPacks
 
 pytest.importorskip("aiohttp", reason="fsspec reads http with it")
 
@@ -42,51 +40,36 @@ class Server:
         again: Counter[tuple[str, int]] = Counter()
         lock = threading.Lock()
 
-        class Handler(BaseHTTPRequestHandler):
+        class Handler(SimpleHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 
-            def do_HEAD(handler) -> None:
-                handler.do_GET()
+            def __init__(handler, *args: Any) -> None:
+                super().__init__(*args, directory=str(folder))
 
             def do_GET(handler) -> None:
-                path = folder / handler.path.strip("/")
-                if path.is_dir():
-                    rows = (f'<a href="{p.name}">{p.name}</a>' for p in path.iterdir())
-                    handler.answer(200, "\n".join(rows).encode(), {"Content-Type": "text/html"})
-                elif not path.is_file():
-                    handler.answer(404, b"")
-                else:
-                    handler.give(path)
-
-            def give(handler, path: Path) -> None:
-                data, found = (
-                    path.read_bytes(),
-                    re.fullmatch(r"bytes=(\d+)-(\d+)", handler.headers.get("Range", "")),
-                )
-                if not found:
-                    handler.answer(200, data, {"Accept-Ranges": "bytes"})
+                path = Path(handler.translate_path(handler.path))
+                place = re.fullmatch(r"bytes=(\d+)-(\d+)", handler.headers.get("Range", ""))
+                if not place or not path.is_file():
+                    super().do_GET()
                     return
-                start, end = int(found[1]), min(int(found[2]) + 1, len(data))
+                data = path.read_bytes()
+                start, end = int(place[1]), min(int(place[2]) + 1, len(data))
                 with lock:
                     self.ranges[path.name] += 1
                     again[path.name, start] += 1
                     fault = self.fault(path.name, self.ranges[path.name], again[path.name, start])
-                if isinstance(fault, int):
-                    handler.answer(fault, b"")
-                    return
-                part = data[start:end]
-                if fault is not None:
+                part = b"" if isinstance(fault, int) else data[start:end]
+                if isinstance(fault, bytes):
                     part = fault + part[len(fault) :]
-                handler.answer(206, part, {"Content-Range": f"bytes {start}-{end - 1}/{len(data)}"})
-
-            def answer(handler, status: int, data: bytes, headers: Any = ()) -> None:
-                handler.send_response(status)
-                for name, value in dict(headers).items():
-                    handler.send_header(name, value)
-                handler.send_header("Content-Length", str(len(data)))
+                handler.send_response(fault if isinstance(fault, int) else 206)
+                handler.send_header("Content-Range", f"bytes {start}-{end - 1}/{len(data)}")
+                handler.send_header("Content-Length", str(len(part)))
                 handler.end_headers()
-                if handler.command != "HEAD":
-                    handler.wfile.write(data)
+                handler.wfile.write(part)
+
+            def end_headers(handler) -> None:
+                handler.send_header("Accept-Ranges", "bytes")
+                super().end_headers()
 
             def log_message(handler, *_: Any) -> None:
                 pass
@@ -249,18 +232,13 @@ def test_nothing_readable_is_an_error(stored: Dataset) -> None:
         ids(stored.url, on_error="quarantine")
 
 
-class DeadlyPacks(StoredPacks):
-    """Ends the process that reads it at its fourth batch, as the out-of-memory killer does."""
-
-    def read(self, batches: Any) -> Iterator[Any]:
-        for i, packs in enumerate(super().read(batches)):
-            if i == 3:
-                os.kill(os.getpid(), signal.SIGKILL)
-            yield packs
-
-
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_worker_that_is_killed_is_named(stored: Dataset) -> None:
-    loader = PackedDataLoader(PackedDataset(DeadlyPacks(stored, lanes=4)), num_workers=1)
+    """As the out-of-memory killer does it."""
+    loader = PackedDataLoader(PackedDataset(stored), num_workers=1, prefetch=1)
+    batches = iter(loader)
+    next(batches)
+    (worker,) = multiprocessing.active_children()
+    worker.kill()
     with pytest.raises(WorkerError, match=r"^PackedDataLoader: workers must live .*\(pid"):
-        list(loader)
+        list(batches)

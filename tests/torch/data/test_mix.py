@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from packstore import Dataset
 from packstore.errors import CompatibilityError, ConfigError
-from packstore.io.dataset.dataset import Dataset
 from packstore.io.side.side import SideWriter
 from packstore.testing import random_examples
 from packstore.torch import PackedDataLoader, PackedDataset

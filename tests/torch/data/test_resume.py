@@ -17,9 +17,18 @@ from memory_packs import MemoryPacks
 from ranks import launch
 from torch.utils.data import DataLoader
 
-from packstore.io.dataset.dataset import Dataset
+from packstore import Dataset
 from packstore.testing import random_examples
 from packstore.torch import PackedDataLoader, PackedDataset
+
+pytestmark = [  # of worker processes, maybe more than there are cores
+    pytest.mark.filterwarnings(f"ignore:{message}")
+    for message in (
+        "This process .* is multi-thr",
+        "This DataLoader will cr",
+        ".set_vital. is depr",
+    )
+]
 
 N = 41
 LANES = 12
@@ -150,18 +159,6 @@ def stored(kit: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> Da
     return data
 
 
-def forks(test: Any) -> Any:
-    """A test with worker processes, maybe more than there are cores."""
-    for message in (
-        "This process .* is multi-thr",
-        "This DataLoader will cr",
-        ".set_vital. is depr",
-    ):
-        test = pytest.mark.filterwarnings(f"ignore:{message}")(test)
-    return test
-
-
-@forks
 def test_workers_and_ranks_change_together(stored: Dataset) -> None:
     """A state does not know of workers: the same batches follow with more, fewer or none."""
     every = sorted(i for packs in stored.iter_packs() for i in packs.example_ids.tolist())
@@ -174,7 +171,6 @@ def test_workers_and_ranks_change_together(stored: Dataset) -> None:
         assert sorted(i for part in (*first, *more) for i in real(part)) == every
 
 
-@forks
 def test_workers_that_live_on(stored: Dataset) -> None:
     """A persistent loader sees new epochs and states, also one inside a balanced step."""
 
@@ -203,7 +199,6 @@ def ids(packs: Any) -> list[list[int]]:
     return [p.example_ids.tolist() for p in packs]
 
 
-@forks
 @pytest.mark.parametrize("persistent", [False, True])
 def test_a_plain_torch_loader_with_workers(stored: Dataset, persistent: bool) -> None:
     """Epochs and positions reach the workers of torch's loader, each position once."""
@@ -222,7 +217,6 @@ def test_a_plain_torch_loader_with_workers(stored: Dataset, persistent: bool) ->
     assert len(ids(plain)) == len(data) > len(rest)
 
 
-@forks
 @pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
 def test_stateful_data_loader(stored: Dataset, workers: int, persistent: bool) -> None:
     """Its state is taken in the workers; with it, the same packs follow in the same order."""

@@ -14,9 +14,8 @@ import pytest
 import torch
 
 import packstore
+from packstore import Dataset
 from packstore.errors import CompatibilityError, ConfigError
-from packstore.io.dataset.dataset import Dataset
-from packstore.io.side import side as side_module
 from packstore.io.side.side import SideWriter
 from packstore.torch import PackedDataLoader, PackedDataset
 
@@ -79,12 +78,8 @@ def assert_joined(batch: Any) -> None:
     assert batch.columns["name"].tolist() == [f"n{i}" for i in ids]
 
 
-@pytest.mark.parametrize("mapped", [False, True])
 @pytest.mark.parametrize("which", ["first", "again"])
-def test_joined_by_id_also_after_repacking(
-    packed: SimpleNamespace, which: str, mapped: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(side_module, "MAPPED_BYTES", 0 if mapped else 1 << 20)
+def test_joined_by_id_also_after_repacking(packed: SimpleNamespace, which: str) -> None:
     ds = getattr(packed, which)
     stream = PackedDataset(ds, lanes=4, side=[packed.side])
     assert (len(stream), stream.kind) == (len(ds), "preference")

@@ -12,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_packs import MemoryPacks
 
-import packstore.torch.data.steps as steps_module
 from packstore.config import BatchConfig
 from packstore.errors import ConfigError
-from packstore.format.arrays import PackSizes
+from packstore.format import PackSizes
 from packstore.testing import random_examples
 from packstore.torch import PackedDataLoader, PackedDataset
 from packstore.torch.data.position import Position, Unseen
@@ -106,26 +105,46 @@ def reference(tokens: list[int], examples: list[int], world: int, c: BatchConfig
     return out
 
 
+def cut_as_in_plain_loops(
+    tokens: list[int], examples: list[int], mode: dict[str, Any], world: int
+) -> list[Any]:
+    """The steps, after the comparison."""
+    config, stream = BatchConfig.of(**mode), Sizes(tokens, examples)
+    cutter = StepCutter(stream, Unseen(len(tokens), Position()), config, world)  # type: ignore[arg-type]
+    steps = list(cutter)
+    cuts = [[list(range(a, b)) for a, b in itertools.pairwise(step.edges)] for step in steps]
+    assert cuts == reference(tokens, examples, world, config)
+    return steps
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        {"packs_per_batch": 3, "accumulation": 2},
+        {"tokens_per_batch": 500, "accumulation": 3, "tail": "drop"},
+        {"examples_per_step": 60, "tokens_per_batch": 500},
+        {"examples_per_step": 30_000},  # more packs than are looked up at once
+    ],
+    ids=str,
+)
+def test_steps_of_many_packs(mode: dict[str, Any]) -> None:
+    """Their sizes are looked up in windows, which must not show."""
+    rng = np.random.default_rng(0)
+    tokens, examples = rng.integers(1, LONGEST, 15_000), rng.integers(1, 10, 15_000)
+    assert cut_as_in_plain_loops(tokens.tolist(), examples.tolist(), mode, 3)
+
+
 @given(
     st.lists(st.tuples(st.integers(1, LONGEST), st.integers(1, 9)), min_size=1, max_size=60),
     CONFIGS,
     st.integers(1, 4),
-    st.sampled_from([5, 4096]),
 )
-@settings(max_examples=300, deadline=None)
-def test_steps_and_ranks(
-    sizes: list[tuple[int, int]], mode: dict[str, Any], world: int, window: int
-) -> None:
-    """Cut as in plain loops, whatever the window; each pack to one rank, all ranks as many batches,
-    none over its tokens."""
+@settings(max_examples=200, deadline=None)
+def test_steps_and_ranks(sizes: list[tuple[int, int]], mode: dict[str, Any], world: int) -> None:
+    """Cut as in plain loops; each pack to one rank, all ranks as many batches, none over its
+    tokens."""
     tokens, examples = [list(column) for column in zip(*sizes, strict=True)]
-    config, stream = BatchConfig.of(**mode), Sizes(tokens, examples)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(steps_module, "WINDOW", window)
-        cutter = StepCutter(stream, Unseen(len(tokens), Position()), config, world)  # type: ignore[arg-type]
-        steps = list(cutter)
-    cuts = [[list(range(a, b)) for a, b in itertools.pairwise(step.edges)] for step in steps]
-    assert cuts == reference(tokens, examples, world, config)
+    config, steps = BatchConfig.of(**mode), cut_as_in_plain_loops(tokens, examples, mode, world)
     for step in steps:
         assert step.examples == sum(examples[step.start : step.stop])
         shares = [assign_ranks(step, rank, world, config) for rank in range(world)]

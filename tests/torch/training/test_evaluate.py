@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import polars
 import pytest
 import torch
@@ -26,6 +27,7 @@ from packstore.torch import PreferenceLoss, evaluate, use_packed_attention
 
 N, BETA = 41, 0.3
 SOURCES = ("forum", "wiki", "rare")
+SIDES = ("chosen", "rejected")
 
 
 def record(i: int) -> dict[str, Any]:
@@ -75,8 +77,7 @@ def plain_figures(policy: Any, reference: Any, rows: list[dict[str, Any]]) -> di
     sums: dict[Any, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for row in rows:
         logps = [
-            [plain_logp(m, row["prompt"], row[side]) for side in ("chosen", "rejected")]
-            for m in (policy, reference)
+            [plain_logp(m, row["prompt"], row[side]) for side in SIDES] for m in (policy, reference)
         ]
         u, v = (BETA * (logps[0][k] - logps[1][k]) for k in (0, 1))
         figures = {
@@ -131,33 +132,23 @@ def test_it_equals_a_plain_loop(
 def test_a_row_for_each_example(kit: SimpleNamespace, pairs: Dataset) -> None:
     policy, reference = models(kit)
     rows = [record(i) for i in range(N)]
-    logps = [
-        [plain_logp(model, row["prompt"], row[side]) for side in ("chosen", "rejected")]
-        for model in (policy, reference)
-        for row in rows
-    ]
-    exact = torch.tensor(logps, dtype=torch.float64)
-    chosen, rejected = BETA * (exact[:N] - exact[N:]).T
-    expected = {
-        "loss": -logsigmoid(chosen - rejected),
-        "rewards/chosen": chosen,
-        "rewards/rejected": rejected,
-        "rewards/margins": chosen - rejected,
-    }
+    plain = [plain_figures(policy, reference, [row])[None] for row in rows]
     for model in (policy, reference):
         use_packed_attention(model)
-    loss = PreferenceLoss("dpo", beta=BETA)
-    given: dict[str, Any] = {"loss": loss, "reference": reference, "packs_per_batch": 4}
-    found = evaluate(policy, pairs, rows=True, **given)
+    given: dict[str, Any] = {"loss": PreferenceLoss("dpo", beta=BETA), "reference": reference}
+    found = evaluate(policy, pairs, rows=True, packs_per_batch=4, **given)
     frame = polars.from_arrow(found["rows"])
     # The examples were shuffled before they were packed: ids are places in the input.
     assert frame["example_id"].to_list() == list(range(N))
     assert frame["source"].to_list() == [row["source"] for row in rows]
-    for name, values in expected.items():
-        assert frame[name].to_list() == pytest.approx(values.tolist(), abs=1e-9), name
+    for name in ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins"):
+        values = [figures[name] for figures in plain]
+        assert frame[name].to_list() == pytest.approx(values, abs=1e-9), name
         assert frame[name].mean() == pytest.approx(found["metrics"][name], abs=1e-9)
-    for name, values in (("logps", exact[:N]), ("ref_logps", exact[N:])):
-        assert torch.tensor(frame[name].to_list()).sub(values).abs().max() < 1e-5
+    logps = np.array([[figures[f"logps/{side}"] for side in SIDES] for figures in plain])
+    rewards = np.array([[figures[f"rewards/{side}"] for side in SIDES] for figures in plain])
+    assert np.abs(np.array(frame["logps"].to_list()) - logps).max() < 1e-5
+    assert np.abs(np.array(frame["ref_logps"].to_list()) - (logps - rewards / BETA)).max() < 1e-5
     assert "rows" not in evaluate(policy, pairs, **given)
 
 
