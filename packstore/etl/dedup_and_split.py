@@ -44,7 +44,10 @@ class Selection:
     def __call__(self, examples: Examples, tally: Tally) -> list[Examples]:
         """Returns the examples of each part; counts dropped ones in `tally`."""
         if self._config.dedup != "none" and examples.num_examples:
-            new = self._new(examples)
+            if self._repeated is None:
+                new = self._seen.add(dedup_keys(examples, self._config))
+            else:
+                new = ~np.isin(examples.example_ids, self._repeated)
             for i in np.flatnonzero(~new).tolist():
                 source, ordinal = divmod(int(examples.example_ids[i]), 1 << SOURCE_SHIFT)
                 where = place_of(self._paths[source], ordinal)
@@ -57,12 +60,6 @@ class Selection:
         drawn = mixed(_keys(examples)[:, 0] ^ self._salt)
         held = drawn < np.uint64(int(self._config.validation_fraction * 2.0**63) * 2)
         return [examples.take(np.flatnonzero(~held)), examples.take(np.flatnonzero(held))]
-
-    def _new(self, examples: Examples) -> Bool:
-        """Returns bool `[E]`: True for the first example with its key."""
-        if self._repeated is None:
-            return self._seen.add(dedup_keys(examples, self._config))
-        return ~np.isin(examples.example_ids, self._repeated)
 
 
 class Seen:

@@ -121,28 +121,25 @@ def pack_into(
     progress: Progress | None,
 ) -> None:
     """Packs into open jobs; again with the reference if a faster way to encode gives wrong ids."""
-    work = partial(_pack, jobs, source, source_options, tokenizer, config, progress)
+    warm_up(config)
+    opening = partial(open_examples, source, tokenizer, config, dict(source_options))
     try:
-        work()
+        _pack(jobs, opening(), config, progress)
     except WrongEngineError as error:
         if isinstance(source, Iterator):  # read only once
             raise
         log.warning("%s All records are tokenized again, with the reference.", error)
         misread(error.tokenizer)
-        work()
+        _pack(jobs, opening(), config, progress)
 
 
 def _pack(
     jobs: Mapping[str | None, WriteJob],
-    source: Any,
-    source_options: Mapping[str, Any],
-    tokenizer: Any,
+    reader: ExampleReader,
     config: PackConfig,
     progress: Progress | None,
 ) -> None:
     """Packs and commits the dataset of each part, see :func:`parts_of`."""
-    warm_up(config)
-    reader = open_examples(source, tokenizer, config, dict(source_options))
     config = replace(config, partitions=reader.partitions)
     for job in jobs.values():
         job.check_fits(reader.kind, reader.carry, reader.provenance)

@@ -67,8 +67,8 @@ class Spill:
         self.num_examples += examples.num_examples
 
     def lengths(self) -> Int32:
-        """Returns int32 `[E]`, the lengths passed to :meth:`append`."""
-        return np.fromfile(self._lengths, np.int32) if self.num_examples else np.empty(0, np.int32)
+        """Returns the lengths passed to :meth:`append`, of at least one example: int32 `[E]`."""
+        return np.fromfile(self._lengths, np.int32)
 
     def packs(self, packing: Plan, config: PackConfig) -> Iterator[Packs]:
         """Yields the packs in plan order, about a row group at a time. Can be called only once."""
@@ -80,8 +80,6 @@ class Spill:
 
     def _buckets(self, order: Int32, offsets: Int64) -> Iterator[tuple[Examples, Int32, Int64]]:
         """Yields examples of neighbouring packs, their order in these, and the packs' offsets."""
-        if not self.num_examples:
-            return
         if len(self._segments) == 1:
             yield self._segments[0].examples(), order, offsets
             return

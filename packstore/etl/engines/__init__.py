@@ -16,9 +16,6 @@ Engine = Callable[[Callable[[Any], Any], Iterable[Any], int | None], Iterator[An
 
 ENGINES: Registry[Engine] = Registry(
     "engine",
-    {
-        "local": "packstore.etl.engines.local:run",
-        "ray": "packstore.etl.engines.ray:run",
-    },
+    {"local": "packstore.etl.engines.local:run", "ray": "packstore.etl.engines.ray:run"},
     extras={"ray": "ray"},
 )
