@@ -52,72 +52,54 @@ def test_duplicates_are_those_that_dedup_leaves_out(
     assert findings(records, tokenizer)[check].records == packed.manifest.records.dropped[reason]
 
 
-def test_rewards_against_the_sides(tokenizer: Path) -> None:
-    rewards = {"chosen_reward": 1, "rejected_reward": 4}
-    fair = {"chosen_reward": 2, "rejected_reward": 2}
-    found = findings([PAIR | {"rejected": "Nay."}, PAIR | rewards, PAIR | fair], tokenizer)
-    assert found["reward_reversed"].records == 1
-    assert found["reward_reversed"].level == "problem"
-    assert "item 2" in found["reward_reversed"].examples[0]
+DIALOGUE = {
+    "prompt": [{"role": "user", "content": "Say yes."}],
+    "chosen": [{"role": "assistant", "content": "Yes."}],
+    "rejected": [{"role": "assistant", "content": "No."}],
+}
+BLANK = DIALOGUE | {"prompt": [{"role": "user", "content": " "}]}
+IDS = {"prompt": [1], "chosen": [2, 4], "rejected": [3, 4]}
+RATED = PAIR | {"chosen_reward": 2, "rejected_reward": 2}
+REVERSED = PAIR | {"chosen_reward": 1, "rejected_reward": 4}
+
+
+def answer(prompt: str, response: str) -> dict[str, str]:
+    return {"prompt": prompt, "response": response}
 
 
 @pytest.mark.parametrize(
-    "empty",
+    ("check", "good", "bad", "template"),
     [
-        {"prompt": "", "chosen": "Yes.", "rejected": "No."},
-        {"prompt": " \n", "chosen": "Yes.", "rejected": "No."},
-        {"prompt": "", "response": "Yes."},
-        {"prompt": [1], "chosen": [2, 4], "rejected": [3, 4]},
-        {
-            "prompt": [{"role": "user", "content": " "}],
-            "chosen": [{"role": "assistant", "content": "Yes."}],
-            "rejected": [{"role": "assistant", "content": "No."}],
-        },
+        ("reward_reversed", RATED, REVERSED, None),
+        ("empty_prompt", PAIR, PAIR | {"prompt": ""}, None),
+        ("empty_prompt", PAIR, PAIR | {"prompt": " \n"}, None),
+        ("empty_prompt", answer("Say. ", "Yes."), answer("", "Yes."), None),
+        ("empty_prompt", IDS, IDS | {"prompt": []}, None),
+        ("empty_prompt", DIALOGUE, BLANK, "plain"),
+        ("glued_prompt", answer("Who?", " Many."), answer("Who?", "Many."), None),
+        ("glued_prompt", answer("Who?\n", "Many."), answer("Say", "yes"), None),
+        ("glued_prompt", answer("谁？", "很多。"), answer("Say", "yes"), None),
+        ("glued_prompt", answer("<|assistant|>", "Many."), answer("Say", "yes"), None),
+        ("glued_prompt", PAIR, PAIR | {"prompt": "Who?", "chosen": " Many."}, None),
+        ("marker_no_token", PAIR, DIALOGUE, "chatml"),
     ],
 )
-def test_empty_prompts(tokenizer: Path, empty: dict[str, Any]) -> None:
-    full = json.loads(json.dumps(empty).replace('""', '"Say."').replace('" "', '"Say."'))
-    if isinstance(empty["prompt"], list) and empty["prompt"][0] == 1:
-        full, empty = empty, empty | {"prompt": []}
-    full["prompt"] = "Say yes.\n" if full["prompt"] == " \n" else full["prompt"]
-    settings = {"chat_template": "plain"}
-    found = findings([full, empty], tokenizer, **settings)
-    assert found["empty_prompt"].records == 1
-    assert "item 2" in found["empty_prompt"].examples[0]
-    assert "empty_prompt" not in findings([full], tokenizer, **settings)
-
-
-def test_prompts_glued_to_answers(tokenizer: Path) -> None:
-    glued = [
-        {"prompt": "Who sang on Broadway?", "chosen": "Many did.", "rejected": " None."},
-        {"prompt": "Say", "response": "yes"},
-    ]
-    apart = [
-        {"prompt": "Who?", "chosen": " Many.", "rejected": "\nNone."},
-        {"prompt": "Who?\n", "chosen": "Many.", "rejected": "None."},
-        {"prompt": "谁？", "chosen": "很多。", "rejected": "没有。"},
-        {"prompt": "<|assistant|>", "chosen": "Many.", "rejected": "None."},
-    ]
-    for record in glued:
-        assert findings([record], tokenizer)["glued_prompt"].records == 1
-    assert "glued_prompt" not in findings(apart, tokenizer)
-
-
-CHAT = {
-    "messages": [
-        {"role": "user", "content": "Say yes."},
-        {"role": "assistant", "content": "Yes."},
-    ]
-}
+def test_records_that_read_wrongly(
+    check: str, good: Any, bad: Any, template: str | None, tokenizer: Path
+) -> None:
+    """The second of two is named, and the first is well."""
+    finding = findings([good, bad], tokenizer, chat_template=template)[check]
+    assert finding.records == 1
+    assert finding.level == ("remark" if check in ("empty_prompt", "glued_prompt") else "problem")
+    assert "item 2" in finding.examples[0]
+    assert check not in findings([good], tokenizer, chat_template=template)
 
 
 def test_markers_that_are_no_tokens(tokenizer: Path) -> None:
-    found = findings([CHAT, CHAT], tokenizer, chat_template="chatml")
-    assert found["marker_no_token"].records == 2
-    assert found["marker_no_token"].level == "problem"
-    assert "<|im_start|>" in found["marker_no_token"].examples[0]
-    assert "marker_no_token" not in findings([CHAT], tokenizer, chat_template="plain")
-    assert "marker_no_token" not in findings([PAIR], tokenizer, chat_template="chatml")
+    finding = findings([DIALOGUE, DIALOGUE], tokenizer, chat_template="chatml")["marker_no_token"]
+    assert finding.records == 2
+    assert "<|im_start|>" in finding.examples[0]
+    assert "marker_no_token" not in findings([DIALOGUE], tokenizer, chat_template="plain")
 
 
 def test_every_place_is_told_as_the_reader_tells_it(tokenizer: Path, tmp_path: Path) -> None:

@@ -206,23 +206,6 @@ def test_records_of_any_format_give_the_same_bytes(
         assert other.totals == made[0].totals
 
 
-def test_sft_and_ranked(do_pack: Pack) -> None:
-    sft = [{"prompt": r["prompt"], "response": r["chosen"]} for r in PAIRS]
-    ranked = [
-        {
-            "prompt": r["prompt"],
-            "responses": [r["chosen"], r["rejected"], "Pardon?"][: 2 + i % 2],
-            "scores": [2.0, 1.0, 0.5][: 2 + i % 2],
-        }
-        for i, r in enumerate(PAIRS)
-    ]
-    assert do_pack(sft).manifest.kind == "sft"
-    dataset = do_pack(ranked, layout="shared_prefix")
-    assert dataset.manifest.kind == "ranked"
-    assert dataset.verify().ok
-    assert dataset.manifest.totals.sequences == 150
-
-
 def test_counts_add_up_and_too_many_drops_fail(do_pack: Pack) -> None:
     bad = [
         {"prompt": "a", "chosen": "same", "rejected": "same"},

@@ -9,16 +9,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 import packstore
 from packstore.errors import DatasetNotFoundError, MissingExtraError, PackstoreError
 from packstore.io.store.staging import Staging
-
-if TYPE_CHECKING:  # workers import this file, and find a folder of that name
-    pass
 
 ray = pytest.importorskip("ray", reason="ray is not installed (extra: ray)")
 
