@@ -19,9 +19,8 @@ from packstore.config import (
     TokenizeConfig,
     WriteConfig,
 )
-from packstore.errors import ConfigError, MissingExtraError, UnknownNameError, sentence
+from packstore.errors import ConfigError, UnknownNameError, sentence
 from packstore.format import Examples, seeds
-from packstore.registry import Registry
 from packstore.testing import assert_examples_equal, random_examples
 
 
@@ -42,19 +41,6 @@ def test_a_sentence_is_one_line(where: str, found: str) -> None:
     text = sentence(where, "must hold", found, "Do this")
     assert text.isprintable()
     assert len(text.splitlines()) == 1
-
-
-def test_registry_names_the_choices() -> None:
-    registry: Registry[object] = Registry(
-        "thing",
-        {"alpha": "packstore.format.seeds:keys", "beta": "no_such_module:x"},
-        {"beta": "extra"},
-    )
-    assert registry.load("alpha") is seeds.keys
-    with pytest.raises(UnknownNameError, match=r"one of: alpha, beta\. Did you mean 'alpha'"):
-        registry.load("alhpa")
-    with pytest.raises(MissingExtraError, match=r"pip install 'packstore\[extra\]'"):
-        registry.load("beta")
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,81 +25,58 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def write(name: str, content: str | bytes) -> Callable[[], None]:
-    data = content.encode() if isinstance(content, str) else content
-    return lambda: Path(name).write_bytes(data) and None  # type: ignore[func-returns-value]
-
-
-def broken_gzip() -> None:
-    lines = LINES.copy()
-    lines[16] = '{"prompt": "broken\n'
-    Path("bad.jsonl.gz").write_bytes(gzip.compress("".join(lines).encode()))
-
-
-def truncated_gzip() -> None:
-    data = gzip.compress("".join(LINES).encode())
-    Path("bad.jsonl.gz").write_bytes(data[: len(data) // 2])
-
-
 def dataset_there() -> None:
     assert main(["pack", "good.jsonl", "there", "--tokenizer", "tokenizer.json"]) == 0
 
 
-def one(**fields: object) -> str:
-    return json.dumps({**GOOD, **fields}) + "\n"
+def one(**fields: object) -> bytes:
+    return json.dumps({**GOOD, **fields}).encode() + b"\n"
 
 
-def nothing() -> None:
-    pass
+FIRST = LINES[0].encode()
+BROKEN = "".join([*LINES[:16], '{"prompt": "broken\n', *LINES[17:]]).encode()
+CUT = gzip.compress("".join(LINES).encode())[:200]
 
-
-CASES: dict[str, tuple[Callable[[], None], list[str], list[str]]] = {
-    "missing file": (nothing, ["nowhere.jsonl"], ["nowhere.jsonl"]),
-    "unknown suffix": (write("bad.docx", "x"), ["bad.docx"], ["bad.docx", ".jsonl"]),
+CASES: dict[str, tuple[bytes | None, list[str], list[str]]] = {
+    # content of the file, arguments, parts of the message
+    "missing file": (None, ["nowhere.jsonl"], ["nowhere.jsonl"]),
+    "unknown suffix": (b"x", ["bad.docx"], ["bad.docx", ".jsonl"]),
     "missing field": (
-        write("bad.jsonl", LINES[0] + json.dumps({"prompt": "p", "chosen": "c"}) + "\n"),
+        FIRST + b'{"prompt": "p", "chosen": "c"}\n',
         ["bad.jsonl"],
         ["bad.jsonl, line 2", "rejected"],
     ),
-    "wrong type everywhere": (
-        write("bad.jsonl", one(prompt=7)),
-        ["bad.jsonl"],
-        ["bad.jsonl, line 1", "wrong_type"],
-    ),
-    "broken JSON in a gzip": (broken_gzip, ["bad.jsonl.gz"], ["bad.jsonl.gz, line 17"]),
-    "truncated gzip": (truncated_gzip, ["bad.jsonl.gz"], ["bad.jsonl.gz", "compressed"]),
-    "invalid UTF-8": (
-        write("bad.jsonl", LINES[0].encode() + b'{"prompt": "\xff"}\n'),
-        ["bad.jsonl"],
-        ["bad.jsonl, line 2"],
-    ),
-    "empty file": (write("bad.jsonl", ""), ["bad.jsonl"], ["bad.jsonl", "no records"]),
-    "garbage parquet": (write("bad.parquet", "PAR1 nope"), ["bad.parquet"], ["bad.parquet"]),
+    "wrong type everywhere": (one(prompt=7), ["bad.jsonl"], ["bad.jsonl, line 1", "wrong_type"]),
+    "broken JSON in a gzip": (gzip.compress(BROKEN), ["bad.jsonl.gz"], ["bad.jsonl.gz, line 17"]),
+    "truncated gzip": (CUT, ["bad.jsonl.gz"], ["bad.jsonl.gz", "compressed"]),
+    "invalid UTF-8": (FIRST + b'{"prompt": "\xff"}\n', ["bad.jsonl"], ["bad.jsonl, line 2"]),
+    "empty file": (b"", ["bad.jsonl"], ["bad.jsonl", "no records"]),
+    "garbage parquet": (b"PAR1 nope", ["bad.parquet"], ["bad.parquet"]),
     "unknown strategy": (
-        nothing,
-        ["good.jsonl", "--strategy", "bestest"],
-        ["unknown strategy 'bestest'", "pool"],
+        None,
+        ["good.jsonl", "--strategy", "pol"],
+        ["unknown strategy 'pol'; choose one of: pool, ", "Did you mean 'pool'?"],
     ),
     "no chat template": (
-        write("bad.jsonl", one(prompt=[{"role": "user", "content": "hi"}])),
+        one(prompt=[{"role": "user", "content": "hi"}]),
         ["bad.jsonl"],
         ["chat template"],
     ),
     "pack size smaller than every pair": (
-        nothing,
+        None,
         ["good.jsonl", "--pack-size", "8"],
         ["40 of 40 dropped: 40 overlong", "Raise pack_size"],
     ),
-    "unknown store": (nothing, ["nope://bucket/x.jsonl"], ["nope://bucket/x.jsonl"]),
+    "unknown store": (None, ["nope://bucket/x.jsonl"], ["nope://bucket/x.jsonl"]),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_bad_input(case: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    prepare, arguments, texts = CASES[case]
-    prepare()
-    given = [] if "--tokenizer" in arguments else ["--tokenizer", "tokenizer.json"]
-    code = main(["pack", arguments[0], "out", *arguments[1:], *given])
+    content, arguments, texts = CASES[case]
+    if content is not None:
+        Path(arguments[0]).write_bytes(content)
+    code = main(["pack", arguments[0], "out", *arguments[1:], "--tokenizer", "tokenizer.json"])
     check(code, capsys.readouterr().err, texts)
     assert not Path("out").exists()
 

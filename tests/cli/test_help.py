@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import re
+from pathlib import Path
 
 import pytest
+from small_jobs import write_jsonl, write_tokenizer
 
-from packstore import cli
+import packstore
 from packstore.cli import COMMANDS, main
-from packstore.cli.common import read_settings
 from packstore.config import PackConfig
 
 
@@ -57,25 +57,32 @@ def test_the_front_page_has_an_example_of_every_command(
         assert not re.search(r"^  -.*\S {2,}\S.*\n {24}|^ {24}.*\n {24}", flags, re.M), name
 
 
-def test_flags_reach_the_settings() -> None:
-    args = cli.parser(["pack"]).parse_args(
-        ["pack", "a", "b", "c", "--pack-size", "512", "--field", "prompt=q", "--carry", "x",
-         "--carry", "y:int64", "--no-append-eos", "--max-drop-rate", "0.1",
-         "--template-variable", "enable_thinking=false", "--storage-option", "key=12"]
-    )  # fmt: skip
-    assert args.places == ["a", "b", "c"]
-    assert args.storage_option == {"key": "12"}
-    assert read_settings(args, PackConfig) == {
+def test_flags_reach_the_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_tokenizer(tmp_path / "t.json")
+    record = {"q": "a", "chosen": " b c", "rejected": " d", "x": "e", "y": 1}
+    for name in "ab":
+        write_jsonl(tmp_path / f"{name}.jsonl", [record])
+    assert main(
+        ["pack", "a.jsonl", "b.jsonl", "out", "--tokenizer", "t.json", "--pack-size", "512",
+         "--field", "prompt=q", "--carry", "x", "--carry", "y:int64", "--no-append-eos",
+         "--template-variable", "enable_thinking=false", "--storage-option", "auto_mkdir=true"]
+    ) == 0  # fmt: skip
+    manifest = packstore.open("out").manifest
+    assert manifest.records.packed == 2
+    expected = {
         "pack_size": 512,
         "fields": {"prompt": "q"},
-        "carry": ("x", "y:int64"),
+        "carry": ["x:string", "y:int64"],
         "template_variables": {"enable_thinking": False},
         "append_eos": False,
-        "max_drop_rate": 0.1,
+        "add_bos": None,
     }
-    (subs,) = (
-        a for a in cli.parser(["pack"])._actions if isinstance(a, argparse._SubParsersAction)
-    )
-    flags = {option for action in subs.choices["pack"]._actions for option in action.option_strings}
+    assert expected.items() <= manifest.provenance["settings"].items()
+    with pytest.raises(SystemExit):
+        main(["pack", "--help"])
+    flags = re.findall(r"--[\w-]+", capsys.readouterr().out)
     for name, field in PackConfig.__dataclass_fields__.items():
         assert "--" + field.metadata.get("flag", name).replace("_", "-") in flags

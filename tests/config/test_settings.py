@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from small_jobs import trained_tokenizer, write_jsonl
+from small_jobs import trained_tokenizer
 from tokenizers import Tokenizer
 
 import packstore
 from packstore.config import PackConfig
 from packstore.errors import ConfigError
-from packstore.tokenizer import load_tokenizer
 
 PAIRS: list[dict[str, Any]] = [
     {"prompt": f"What is {i}? ", "chosen": f"It is {i}.", "rejected": "No idea.", "id": i}
@@ -25,13 +22,6 @@ PAIRS: list[dict[str, Any]] = [
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
     return trained_tokenizer([p["prompt"] + p["chosen"] for p in PAIRS])
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    path = tmp_path / "pairs.jsonl"
-    write_jsonl(path, PAIRS)
-    return path
 
 
 NEED_RECORDS: dict[str, Any] = {
@@ -46,20 +36,16 @@ NEED_RECORDS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", NEED_RECORDS)
-def test_a_dataset_is_packed_anew_without_tokenizing(
-    name: str, source: Path, tmp_path: Path, tokenizer: Tokenizer
-) -> None:
-    packed = packstore.pack(str(source), str(tmp_path / "packed"), tokenizer)
-    with pytest.raises(ConfigError, match=rf"packed: {name} must be left out"):
-        packstore.pack(packed, str(tmp_path / "anew"), **{name: NEED_RECORDS[name]})
+def test_a_dataset_is_packed_anew_without_tokenizing(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    packed = packstore.pack(PAIRS, str(tmp_path / "packed"), tokenizer)
+    for name, value in NEED_RECORDS.items():
+        with pytest.raises(ConfigError, match=rf"packed: {name} must be left out"):
+            packstore.pack(packed, str(tmp_path / "anew"), **{name: value})
     assert not (tmp_path / "anew").exists()
 
 
-def test_given_at_its_default_it_is_no_setting(
-    source: Path, tmp_path: Path, tokenizer: Tokenizer
-) -> None:
-    packed = packstore.pack(str(source), str(tmp_path / "packed"), tokenizer, add_bos=False)
+def test_given_at_its_default_it_is_no_setting(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    packed = packstore.pack(PAIRS, str(tmp_path / "packed"), tokenizer, add_bos=False)
     usual = PackConfig()
     given = {name: getattr(usual, name) for name in NEED_RECORDS}
     anew = packstore.pack(packed, str(tmp_path / "anew"), pack_size=512, **given)
@@ -71,22 +57,18 @@ def test_given_at_its_default_it_is_no_setting(
 
 
 def test_bpe_dropout_is_switched_off(
-    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+    tokenizer: Tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     wild = Tokenizer.from_str(tokenizer.to_str())
     wild.model.dropout = 0.5
-    texts = [p["prompt"] for p in PAIRS]
-    with caplog.at_level(logging.WARNING, "packstore"):
-        loaded = load_tokenizer(wild)
-    assert "BPE dropout of 0.5 is switched off" in caplog.text
-    found = [loaded.engine.encode_batch(texts, control=False)[0] for _ in range(2)]
-    wanted = load_tokenizer(tokenizer).engine.encode_batch(texts, control=False)[0]
-    assert np.array_equal(found[0], wanted)
-    assert np.array_equal(found[1], wanted)
+    ids = []
+    for name, given in (("plain", tokenizer), ("wild", wild), ("again", wild)):
+        caplog.clear()
+        (group,) = packstore.pack(PAIRS, str(tmp_path / name), given).iter_packs()
+        ids.append(group.input_ids.tolist())
+        assert ("BPE dropout of 0.5 is switched off" in caplog.text) == (given is wild)
+    assert ids == [ids[0]] * 3
     assert wild.model.dropout == 0.5  # the caller's own stays as it is
-    caplog.clear()
-    load_tokenizer(tokenizer)
-    assert "dropout" not in caplog.text
 
 
 @pytest.mark.parametrize(

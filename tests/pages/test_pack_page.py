@@ -8,18 +8,20 @@ import re
 import shutil
 import subprocess
 from base64 import b64encode
+from collections.abc import Callable
 from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from small_jobs import trained_tokenizer
 from tokenizers import Tokenizer, decoders, models
 
+import packstore
 from packstore import Dataset
 from packstore.cli import main
-from packstore.pages import frame, packs
-from packstore.pages.packs import PackReader
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
@@ -51,10 +53,14 @@ class Elements(HTMLParser):
         self._inside = ""
 
 
-def written(dataset: Dataset, folder: Path) -> str:
+def written(dataset: Dataset, folder: Path, *flags: str) -> str:
     page = folder / "page.html"
-    assert main(["show", dataset.url, "--count", "9", "--html", str(page)]) == 0
+    assert main(["show", dataset.url, "--count", "9", "--html", str(page), *flags]) == 0
     return page.read_text(encoding="utf-8")
+
+
+def data_of(page: str) -> Any:
+    return json.loads(Elements(page).texts["data"])
 
 
 def test_no_element_comes_from_a_record(
@@ -86,72 +92,88 @@ def test_the_policy_permits_the_script_and_style_of_the_page_only(
     assert "unsafe" not in found.policy
     assert "connect-src" not in found.policy
     assert not re.search(r"""(src|href|style|on\w+)=["']""", page.partition("<body>")[2])
-    script = frame.asset("packs.js")
-    assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", script)
+    dangerous = r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\("
+    assert not re.search(dangerous, found.texts["script"])
 
 
-def test_titles_of_pages_are_text() -> None:
-    page = frame.page("<b>\u202e\x1b", "<i>", [frame.table(["<u>"], [["<s>"]])])
-    assert {"b", "i", "u", "s"} & {tag for tag, _ in Elements(page).tags} == set()
-    assert r"&lt;b&gt;\u202e\x1b" in page
+def test_titles_and_tables_of_pages_are_text(hostile: Dataset, tmp_path: Path) -> None:
+    place, file = tmp_path / "<b>\u202e", tmp_path / "stats.html"
+    shutil.copytree(hostile.url, place)
+    assert main(["stats", str(place), "--by", "note", "--html", str(file)]) == 0
+    page = file.read_text(encoding="utf-8")
+    assert {"b", "img", "script"} & {tag for tag, _ in Elements(page).tags} == set()
+    assert r"&lt;b&gt;\u202e" in page
+    assert "&lt;/script&gt;&lt;script&gt;" in page
 
 
 @pytest.mark.parametrize("made", ["hostile", "harmless"])
-def test_a_pack_is_drawn_as_it_is_stored(made: str, request: pytest.FixtureRequest) -> None:
+def test_a_pack_is_drawn_as_it_is_stored(
+    made: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
     dataset: Dataset = request.getfixturevalue(made)
-    reader = PackReader(dataset, lambda ids: "".join(f"{i}," for i in ids))
-    number = 0
-    for group in dataset.iter_packs():
-        for row in range(len(group)):
-            pack, drawn = group.row(row), reader.pack(number)
-            signed = np.array(drawn["ids"])
-            assert np.array_equal(np.where(signed < 0, ~signed, signed), pack.input_ids)
-            assert np.array_equal(signed >= 0, pack.supervised)
-            assert "".join(drawn["texts"]) == "".join(f"{i}," for i in pack.input_ids)
-            assert [s["start"] for s in drawn["sequences"]] == pack.seq_boundaries[:-1].tolist()
-            assert [s["length"] for s in drawn["sequences"]] == pack.lengths.tolist()
-            assert [s["side"] for s in drawn["sequences"][:2]] == ["chosen", "rejected"]
-            first = divmod(int(drawn["sequences"][0]["id"]), 1 << 40)
-            assert f"{'ab'[first[0]]}.jsonl, line {first[1] + 1}" in drawn["sequences"][0]["place"]
-            number += 1
-    assert number == len(dataset) > 2
+    embedded = data_of(written(dataset, tmp_path, "--ids", "--count", "99"))["embedded"]
+    rows = [group.row(i) for group in dataset.iter_packs() for i in range(len(group))]
+    assert len(rows) > 2
+    for pack, drawn in zip(rows, embedded, strict=True):
+        signed = np.array(drawn["ids"])
+        assert np.array_equal(np.where(signed < 0, ~signed, signed), pack.input_ids)
+        assert np.array_equal(signed >= 0, pack.supervised)
+        assert drawn["texts"] == [f"{i} " for i in pack.input_ids]
+        assert [s["start"] for s in drawn["sequences"]] == pack.seq_boundaries[:-1].tolist()
+        assert [s["length"] for s in drawn["sequences"]] == pack.lengths.tolist()
+        assert [s["side"] for s in drawn["sequences"][:2]] == ["chosen", "rejected"]
+        first = divmod(int(drawn["sequences"][0]["id"]), 1 << 40)
+        assert f"{'ab'[first[0]]}.jsonl, line {first[1] + 1}" in drawn["sequences"][0]["place"]
 
 
+@pytest.mark.parametrize(
+    ("answer", "number", "pack_size", "text"),
+    [
+        ([5], 301, 8, "holds packs 0 to 299 of the 301 asked for: at most 300 packs, and 20 MB"),
+        ([31_000_000] * 800_000, 2, 1 << 20, "holds packs 0 to 0 of the 2 asked for"),
+    ],
+    ids=["packs", "bytes"],
+)
 def test_a_page_is_bounded_and_says_so(
-    harmless: Dataset, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, answer: list[int], number: int, pack_size: int, text: str
 ) -> None:
-    reader = PackReader(harmless, None)
-    one = len(frame.embedded(reader.pack(0)))
-    monkeypatch.setattr(packs, "MOST_BYTES", one + 1)
-    page, left = packs.pack_page(reader, range(2))
-    assert left.startswith("The page holds packs 0 to 0 of the 2 asked for: at most 300 packs")
-    assert left in page
-    monkeypatch.setattr(packs, "MOST_PACKS", 1)
-    monkeypatch.setattr(packs, "MOST_BYTES", 1 << 30)
-    assert packs.pack_page(reader, range(2))[1] == left.replace("300", "1").replace(
-        " 0 MB", " 1073 MB"
-    )
-    assert packs.pack_page(reader, range(1))[1] == ""
+    record = {"prompt": [1, 2], "chosen": answer, "rejected": [4]}
+    dataset = packstore.pack([record] * number, tmp_path / "made", pack_size=pack_size)
+    assert len(dataset) == number
+    assert text in data_of(written(dataset, tmp_path, "--ids", "--count", "400"))["note"]
+    assert "holds" not in data_of(written(dataset, tmp_path, "--ids", "--count", "1"))["note"]
 
 
-def test_tokens_of_one_character_share_its_text(hostile: Dataset) -> None:
-    tokenizer = Tokenizer.from_file(str(Path(hostile.url).parent / "tokenizer.json"))
-    ids = tokenizer.encode("word 語🙂!").ids
-    found = PackReader(hostile, tokenizer.decode).texts(ids)
-    assert "".join(filter(None, found)) == "word 語🙂!"
-    assert found.count(None) == 3 - 1 + 4 - 1
-    half = PackReader(hostile, tokenizer.decode).texts(tokenizer.encode("語").ids[:2])
-    assert half == ["\ufffd", "\ufffd"]
+def bytes_as_tokens() -> Tokenizer:
+    return trained_tokenizer(["a word and another word"] * 9)
 
 
-def test_the_space_before_a_word_is_kept_if_the_decoder_drops_the_first(
-    hostile: Dataset,
+def metaspace() -> Tokenizer:
+    made = Tokenizer(models.WordLevel({"▁one": 0, "▁two": 1, "?": 2}, "?"))
+    made.decoder = decoders.Metaspace()
+    return made
+
+
+@pytest.mark.parametrize(
+    ("made", "text", "size", "texts"),
+    [
+        # Tokens of one character share its text; of half a character, none has one.
+        (bytes_as_tokens, "語🙂!", 8, ["語", None, None, "🙂", None, None, None, "!"]),
+        (bytes_as_tokens, "語", 2, ["\ufffd", "\ufffd"]),
+        # The space before a word is kept if the decoder drops that of the first.
+        (metaspace, None, 2, [" one", " two"]),
+    ],
+)
+def test_texts_of_tokens(
+    made: Callable[[], Tokenizer], text: str, size: int, texts: list[str | None], tmp_path: Path
 ) -> None:
-    model = models.WordLevel({"▁one": 0, "▁two": 1, "?": 2}, "?")
-    tokenizer = Tokenizer(model)
-    tokenizer.decoder = decoders.Metaspace()
-    assert tokenizer.decode([0]) == "one"
-    assert PackReader(hostile, tokenizer.decode).texts([0, 1]) == [" one", " two"]
+    tokenizer = made()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    ids = [0, 1] if text is None else tokenizer.encode(text).ids[:size]
+    record = {"prompt": [0], "chosen": ids, "rejected": [1, 1]}
+    dataset = packstore.pack([record], tmp_path / "made", str(tmp_path / "tokenizer.json"))
+    (pack,) = data_of(written(dataset, tmp_path))["embedded"]
+    assert pack["texts"][1 : 1 + size] == texts
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium: apt-get install chromium")
@@ -173,7 +195,7 @@ def test_a_browser_makes_no_element_of_a_record(hostile: Dataset, tmp_path: Path
     assert tags.count("article") == len(hostile.read_packs(0).row(0).lengths)
     drawn = re.search(r'<div class="tokens".*?</div>', done.stdout, re.DOTALL)
     assert drawn is not None
-    (pack,) = json.loads(Elements(done.stdout).texts["data"])["embedded"][:1]
+    pack = data_of(done.stdout)["embedded"][0]
     own = pack["sequences"][0]
     on = [i for i in range(own["start"], own["stop"]) if pack["ids"][i] >= 0]
     text = "".join(pack["texts"][i] or "" for i in on)

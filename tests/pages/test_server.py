@@ -4,38 +4,46 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
-from tokenizers import Tokenizer
 
 from packstore import Dataset
 from packstore.cli import main
-from packstore.pages.packs import PackReader
-from packstore.pages.server import PackServer
+
+
+class Address(NamedTuple):
+    port: int
+    root: str
 
 
 @pytest.fixture(scope="module")
-def server(hostile: Dataset) -> Iterator[PackServer]:
-    tokenizer = Tokenizer.from_file(str(Path(hostile.url).parent / "tokenizer.json"))
-    with PackServer(PackReader(hostile, tokenizer.decode)) as made:
-        thread = threading.Thread(target=made.serve_forever, args=(0.01,))
-        thread.start()
-        yield made
-        made.shutdown()
-        thread.join()
+def server(hostile: Dataset) -> Iterator[Address]:
+    """A server, which Ctrl-C ends in one line, whatever it was asked."""
+    command = [sys.executable, "-m", "packstore", "view", hostile.url, "--no-browser"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8"
+    ) as process:
+        assert process.stdout is not None
+        told = re.match(r"http://127\.0\.0\.1:(\d+)(/.*/) ", process.stdout.readline())
+        assert told is not None
+        yield Address(int(told[1]), told[2])
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=60) == ("\nended\n", "")
+    assert process.returncode == 0
 
 
 def ask(
-    server: PackServer, path: str, method: str = "GET", **headers: str
+    server: Address, path: str, method: str = "GET", **headers: str
 ) -> tuple[int, http.client.HTTPMessage, bytes]:
-    connection = http.client.HTTPConnection(*server.server_address[:2], timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
     connection.putrequest(method, path, skip_host="Host" in headers)
     for name, value in headers.items():
         connection.putheader(name, value)
@@ -46,7 +54,7 @@ def ask(
     return answer.status, answer.headers, body
 
 
-def test_the_page_and_a_pack(server: PackServer) -> None:
+def test_the_page_and_a_pack(server: Address, hostile: Dataset, tmp_path: Path) -> None:
     status, headers, page = ask(server, server.root)
     assert status == 200
     assert b"connect-src 'self'" in page
@@ -54,7 +62,11 @@ def test_the_page_and_a_pack(server: PackServer) -> None:
     assert headers["Cross-Origin-Resource-Policy"] == "same-origin"
     status, headers, body = ask(server, f"{server.root}packs/1")
     assert (status, headers["Content-Type"]) == (200, "application/json")
-    assert json.loads(body) == server.reader.pack(1)
+    file = tmp_path / "page.html"
+    assert main(["show", hostile.url, "--pack", "1", "--html", str(file)]) == 0
+    written = re.search(r'id="data">(.*?)</script>', file.read_text(encoding="utf-8"), re.DOTALL)
+    assert written is not None
+    assert [json.loads(body)] == json.loads(written[1])["embedded"]
 
 
 @pytest.mark.parametrize(
@@ -67,12 +79,12 @@ def test_the_page_and_a_pack(server: PackServer) -> None:
         ("", 403),
     ],
 )
-def test_a_page_of_a_rebound_name_gets_nothing(server: PackServer, host: str, status: int) -> None:
+def test_a_page_of_a_rebound_name_gets_nothing(server: Address, host: str, status: int) -> None:
     assert ask(server, server.root, Host=host)[0] == status
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS"])
-def test_only_get(server: PackServer, method: str) -> None:
+def test_only_get(server: Address, method: str) -> None:
     status, headers, _ = ask(server, server.root, method)
     assert (status, headers["Allow"]) == (405, "GET")
 
@@ -80,53 +92,28 @@ def test_only_get(server: PackServer, method: str) -> None:
 @pytest.mark.parametrize(
     "path",
     [
-        "/",
-        "/packs/0",
-        "/wrong-path-of-22-letters/packs/0",
-        "ROOT../../../../etc/passwd",
-        "ROOT%2e%2e/%2e%2e/etc/passwd",
-        "ROOTpacks/../../../etc/passwd",
-        "ROOTpacks/-1",
-        "ROOTpacks/9999999999999999999999",
-        "ROOTstyle.css",
+        *("/", "/packs/0", "/wrong-path-of-22-letters/packs/0", "ROOT../../../../etc/passwd"),
+        *("ROOT%2e%2e/%2e%2e/etc/passwd", "ROOTpacks/../../../etc/passwd", "ROOTpacks/-1"),
+        *("ROOTpacks/9999999999999999999999", "ROOTstyle.css"),
     ],
 )
-def test_other_paths_are_not_there(server: PackServer, path: str) -> None:
+def test_other_paths_are_not_there(server: Address, path: str) -> None:
     raw = path.replace("ROOT", server.root).encode().decode("latin-1")
-    connection = socket.create_connection(server.server_address[:2], timeout=20)
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=20)
     connection.sendall(f"GET {raw} HTTP/1.0\r\nHost: localhost\r\n\r\n".encode("latin-1"))
     with connection, connection.makefile("rb") as answer:
         assert answer.read().split(b"\r\n")[0].split()[1] == b"404"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have one loopback address")
-def test_no_other_address_is_bound(server: PackServer) -> None:
-    assert server.server_address[0] == "127.0.0.1"
+def test_no_other_address_is_bound(server: Address) -> None:
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.2", server.server_port), timeout=5)
+        socket.create_connection(("127.0.0.2", server.port), timeout=5)
 
 
 def test_a_taken_port_is_an_error(
-    server: PackServer, hostile: Dataset, capsys: pytest.CaptureFixture[str]
+    server: Address, hostile: Dataset, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for port in (server.server_port, 70000):
+    for port in (server.port, 70000):
         assert main(["view", hostile.url, "--no-browser", "--port", str(port)]) == 1
         assert f"port {port} of 127.0.0.1" in capsys.readouterr().err
-
-
-def test_ctrl_c_ends_it_in_one_line(hostile: Dataset) -> None:
-    command = [sys.executable, "-m", "packstore", "view", hostile.url, "--no-browser"]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8"
-    )
-    with process:
-        assert process.stdout is not None
-        address = process.stdout.readline().split()[0]
-        host, _, path = address.removeprefix("http://").partition("/")
-        connection = http.client.HTTPConnection(host, timeout=20)
-        connection.request("GET", f"/{path}packs/0")
-        assert json.loads(connection.getresponse().read())["number"] == 0
-        connection.close()
-        process.send_signal(signal.SIGINT)
-        out, error = process.communicate(timeout=60)
-    assert (process.returncode, out, error) == (0, "\nended\n", "")
