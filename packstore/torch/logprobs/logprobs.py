@@ -49,10 +49,10 @@ def segment_logps(
         chunk_size: with `hidden`, number of logits held at once; default: 2^21 (8 MiB) on a CPU,
             2^26 (256 MiB) elsewhere.
         keep_logits: with `hidden`, keep the float32 logits of the supervised tokens for the
-            backward pass: three head products instead of four, and 4 bytes for each logit. Without
-            effect where the head is frozen, which takes two.
-        backend: with `hidden`, what computes the elementwise passes: `eager` (torch), or `triton`,
-            a kernel for each pass. Triton is for CUDA devices; float64 inputs always take `eager`.
+            backward pass: three head products, not four, and 4 bytes a logit; a frozen head takes
+            two anyhow.
+        backend: with `hidden`, what computes the elementwise passes: `eager` (torch), or `triton`
+            on CUDA devices, one kernel a pass; float64 inputs always take `eager`.
 
     Returns:
         `[S]`, float32 (float64 from float64 inputs). Computed and summed in at least float32; a GPU

@@ -116,11 +116,10 @@ class ExampleRows:
 
     Columns of the table, with a row for each example, by ascending `example_id`:
 
-    - `example_id`: as in the dataset;
+    - `example_id`, and the carried columns named by `carry`;
     - `logps`, `ref_logps`: of its responses, in their order, in nats; the second with a reference;
     - `loss`, and but for the loss ``sft`` `rewards/chosen`, `rewards/rejected`, `rewards/margins`:
-      see :meth:`PreferenceLoss.per_example`;
-    - the carried columns, whose names are `carry`.
+      see :meth:`PreferenceLoss.per_example`.
     """
 
     def __init__(self, loss_fn: PreferenceLoss, carry: Iterable[str]) -> None:

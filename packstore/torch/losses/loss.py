@@ -32,15 +32,12 @@ class LossOutput:
     Attributes:
         loss: ``loss_sum`` plus the weighted SFT term and router losses, each divided by its count
             over the whole optimizer step, or by the given divisor. Call ``backward()`` on it.
-        loss_sum: sum of the losses of all pairs.
-        count: number of pairs.
-        sft_sum: sum of the SFT term, or None.
-        sft_count: count of the SFT term, or None.
+        loss_sum, count: sum of the losses of all pairs, and their number.
+        sft_sum, sft_count: the same of the SFT term, or None.
         metrics: name -> (sum, count), without gradient; :class:`~packstore.torch.Metrics` adds
             them over batches and ranks.
-        router_sum: sum over examples of the load-balancing loss of experts, which of an example is
-            the mean over its sequences; or None.
-        router_count: number of examples, or None.
+        router_sum, router_count: sum over examples of the load-balancing loss of experts, each the
+            mean over an example's sequences, and their number; or None.
     """
 
     loss: Tensor
@@ -63,13 +60,11 @@ class PreferenceLoss:
         name: name of the loss; or a mix, name -> weight, as in ``{"dpo": 0.8, "bco_pair": 0.2}``,
             or name -> ``{"weight": 0.8, "beta": 0.1}`` with parameters for that member alone.
         sft_weight: weight of an added likelihood loss of the best response; 0: none.
-        sft_average: how that loss (and the loss ``sft``) averages: ``token``, the mean over all
-            tokens; ``sequence_sum``, the sum over each sequence, averaged over sequences;
-            ``sequence_mean``, the mean over each sequence, averaged over sequences.
+        sft_average: how that loss (and the loss ``sft``) averages: ``token``, over all tokens;
+            ``sequence_sum`` and ``sequence_mean``, sums or means of sequences, over sequences.
         average_logps: compare means over tokens where the loss compares sums.
-        pairs: kind ``ranked`` only: ``best_vs_rest``, ``all`` pairs, or ``adjacent`` ranks.
-            Responses of equal reward are never compared. Weights are per pair: an example with more
-            responses has more pairs.
+        pairs: kind ``ranked`` only: ``best_vs_rest``, ``all`` pairs, or ``adjacent`` ranks; never
+            responses of equal reward. An example with more responses has more pairs.
         reduction: ``sum``; or ``pack_mean``, the mean over the pairs of each pack, averaged over
             packs, which is biased: a pair weighs more, the fewer share its pack (0.5 to 3.3 on real
             data). It exists only to reproduce NeMo-Aligner.
@@ -230,7 +225,8 @@ class PreferenceLoss:
         chosen, rejected, example, _ = self._pairs(batch, logps)
         pairs = sums.take(chosen, rejected)
         losses = self._total([member(pairs) for member in self.terms])
-        values = torch.stack([losses, self._beta * pairs.u, self._beta * pairs.v], 1)
+        beta = self.terms[0].parameters["beta"]
+        values = torch.stack([losses, beta * pairs.u, beta * pairs.v], 1)
         total = values.new_zeros(len(best), 3).index_add(0, example, values)
         count = values.new_zeros(len(best)).index_add(0, example, torch.ones_like(losses))
         mean = total / count[:, None]
@@ -347,22 +343,14 @@ class PreferenceLoss:
         example = torch.arange(len(best), device=best.device)
         return self._reduce(losses, weights, example, batch)
 
-    @property
-    def _beta(self) -> float:
-        """Beta of the first member, which scales the rewards."""
-        return self.terms[0].parameters["beta"]
-
     def _metrics(self, pairs: Pairs, weights: Tensor) -> dict[str, SumAndCount]:
-        """Rewards are ``beta * (policy - reference)``, summed over tokens.
-
-        If the first member compares means over tokens, those are added.
-        """
+        """Log-probs and rewards, ``beta * (policy - reference)``; of means too if a loss sees them."""
         values = {"logps/chosen": pairs.chosen, "logps/rejected": pairs.rejected}
-        seen = {"rewards": pairs}
+        seen, beta = {"rewards": pairs}, self.terms[0].parameters["beta"]
         if self.terms[0].averaged:
             seen["rewards_per_token"] = pairs.per_token()
         for name, each in seen.items():
-            u, v, d = self._beta * each.u, self._beta * each.v, self._beta * each.d
+            u, v, d = beta * each.u, beta * each.v, beta * each.d
             values |= {
                 f"{name}/chosen": u,
                 f"{name}/rejected": v,
@@ -384,9 +372,8 @@ def count_step(
     """Counts an optimizer step, over its batches and all ranks; a collective call.
 
     Args:
-        batches: this rank's batches of the step; one suffices if its loader counted the step.
-            An empty list is fine on a rank without work in an uneven step, as long as the ranks
-            with batches call this too.
+        batches: this rank's batches of the step, maybe none; one suffices if its loader counted
+            the step.
         loss_fn: the loss.
         group: the data-parallel process group; default: all ranks, if torch.distributed runs.
         device: device that the group communicates from, which with NCCL is the rank's GPU;

@@ -82,9 +82,8 @@ def write_ref_logps(
         model: a model from :func:`~packstore.torch.models.load.load_model`, whole on every rank.
         dataset: a dataset of any kind and layout.
         url: destination of the side dataset: a local folder or an fsspec URL that all ranks reach.
-        mixed_precision: ``bf16`` runs under bfloat16 autocast, as training with that setting does;
-            ``none`` keeps the autocast that is active around this call, if any; ``auto``: the
-            choice of training, see
+        mixed_precision: as in training: ``bf16`` runs under bfloat16 autocast, ``none`` keeps the
+            autocast around this call; ``auto``: see
             :func:`~packstore.torch.reference.arithmetic.choose_precision`.
         overwrite: replace an existing side dataset.
         storage_options: options of the fsspec filesystem of `url`.
