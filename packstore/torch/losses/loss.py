@@ -344,7 +344,7 @@ class PreferenceLoss:
         return self._reduce(losses, weights, example, batch)
 
     def _metrics(self, pairs: Pairs, weights: Tensor) -> dict[str, SumAndCount]:
-        """Log-probs and rewards, ``beta * (policy - reference)``; of means too if a loss sees them."""
+        """Log-probs and rewards, ``beta * (policy - reference)``; of means too if the loss is."""
         values = {"logps/chosen": pairs.chosen, "logps/rejected": pairs.rejected}
         seen, beta = {"rewards": pairs}, self.terms[0].parameters["beta"]
         if self.terms[0].averaged:
