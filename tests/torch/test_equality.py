@@ -139,29 +139,6 @@ def test_gradient_checkpointing_and_a_config_that_caches(kit: SimpleNamespace, l
     assert all(torch.equal(recomputed[name], gradients[name]) for name in gradients)
 
 
-@LAYOUTS
-@pytest.mark.parametrize("backend", ["reference", "sdpa"])
-@pytest.mark.parametrize("name", ["llama", "mistral"])
-def test_no_segment_sees_another(
-    kit: SimpleNamespace, name: str, backend: str, layout: str
-) -> None:
-    model = use_packed_attention(kit.tiny_model(name), backend)
-    packs = kit.packed(EXAMPLES, [2, 4], layout)
-    batch = collate(packs, "preference")
-    shared = np.maximum.reduceat(packs.segment_offsets, np.arange(0, 12, 2)).repeat(2)
-    with torch.no_grad():
-        before = segment_logps(batch, logits=model(**batch.model_inputs()).logits)
-        for segment in range(batch.num_segments):
-            other = torch.where(
-                (batch.segment_ids == segment) & (batch.position_ids >= int(shared[segment])),
-                (batch.input_ids + 7) % kit.VOCAB,
-                batch.input_ids,
-            )
-            logits = model(**{**batch.model_inputs(), "input_ids": other[None]}).logits
-            moved = segment_logps(batch, logits=logits) != before
-            assert moved.nonzero().flatten().tolist() == [segment]
-
-
 def test_padded_inputs_of_an_unchanged_model_give_the_same_loss(kit: SimpleNamespace) -> None:
     model = kit.tiny_model()
     loss_fn = PreferenceLoss("dpo", beta=BETA)

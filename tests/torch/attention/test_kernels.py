@@ -214,16 +214,6 @@ def test_the_call_means_the_same_as_reference(
             assert seen["deterministic"] is (heads == 4)
 
 
-@pytest.mark.parametrize("heads", [1, 4])
-def test_torch_2_11_gets_grouped_queries_without_a_keyword(
-    kit: SimpleNamespace, on_cpu: None, monkeypatch: pytest.MonkeyPatch, heads: int
-) -> None:
-    monkeypatch.setattr(varlen, "varlen_attn", varlen_attn_2_11)
-    monkeypatch.setattr(torch_varlen, "GROUPS", {})
-    for window in (None, 3):
-        compare(torch_varlen.attend, heads, kit.row(5).layout, Settings(0.3, window))
-
-
 def test_gradients_of_copies_are_summed_in_float32() -> None:
     """256 + 1 + ... + 1: with bfloat16 sums each 1 is lost."""
     index = torch.tensor([1] * 9 + [0])
@@ -231,21 +221,6 @@ def test_gradients_of_copies_are_summed_in_float32() -> None:
     found = torch_varlen.summed(grad, index, torch.zeros(3, 1, 1, dtype=torch.bfloat16))
     assert found.flatten().tolist() == [5, 264, 0]
     assert found.dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("backend", KERNELS)
-@pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
-def test_models_run_through_it(
-    kit: SimpleNamespace,
-    stand_in: Callable[[str], Any],
-    new_backend: Callable[[Any], str],
-    backend: str,
-    layout: str,
-) -> None:
-    model, inputs = kit.tiny_model("mistral"), kit.row(5, layout).model_inputs()
-    expected = use_packed_attention(model, "reference")(**inputs).logits
-    found = use_packed_attention(model, new_backend(stand_in(backend)))(**inputs).logits
-    assert (found - expected).abs().max() < 1e-11
 
 
 @pytest.mark.parametrize("backend", KERNELS)

@@ -144,6 +144,8 @@ def test_the_model_generates_with_its_own_attention(kit: SimpleNamespace) -> Non
     expected = own.generate(prompt, **settings)
     model = use_packed_attention(own)
     model(**batch_of(kit).model_inputs())
+    with pytest.raises(BackendError, match=r"to generate, .*set_attn_implementation\('sdpa'\)"):
+        model.generate(prompt, **settings)
     model.set_attn_implementation("sdpa")
     assert torch.equal(model.generate(prompt, **settings), expected)
 
