@@ -123,11 +123,13 @@ class Examples:
         if not parts:
             return cls.empty()
         keys = [p.keys for p in parts if p.keys is not None]
+        lengths = [p.lengths for p in parts], [p.num_responses for p in parts]
+        sequence_offsets, example_offsets = (to_offsets(np.concatenate(x)) for x in lengths)
         return cls(
             input_ids=np.concatenate([p.input_ids for p in parts]),
             supervised=np.concatenate([p.supervised for p in parts]),
-            sequence_offsets=concat_offsets([p.sequence_offsets for p in parts]),
-            example_offsets=concat_offsets([p.example_offsets for p in parts]),
+            sequence_offsets=sequence_offsets,
+            example_offsets=example_offsets,
             reward=np.concatenate([p.reward for p in parts]),
             example_ids=np.concatenate([p.example_ids for p in parts]),
             columns={n: np.concatenate([p.columns[n] for p in parts]) for n in parts[0].columns},
@@ -370,15 +372,6 @@ def to_offsets(lengths: npt.NDArray[np.integer]) -> Int64:
     return offsets
 
 
-def concat_offsets(parts: Sequence[Int64]) -> Int64:
-    """Returns the offsets of concatenated ragged arrays."""
-    flat = np.concatenate(parts)
-    steps = np.diff(flat)
-    inside = np.ones(len(steps), np.bool_)
-    inside[np.cumsum([len(p) for p in parts[:-1]], dtype=np.int64) - 1] = False
-    return to_offsets(steps[inside])
-
-
 def ragged_indices(offsets: Int64, rows: Int32 | Int64) -> Int64:
     """Returns the positions of all elements of `rows` of a ragged array, row by row: int64."""
     return range_indices(offsets[rows], _row_lengths(offsets, rows))
@@ -406,17 +399,17 @@ kind ``sft``.
 
 def count_packs(packs: Packs, kind: str) -> Int64:
     """Counts the columns of :data:`COUNTS` for each pack: int64 `[P, 4]`."""
-    segments, examples = to_offsets(packs.segment_lengths), to_offsets(packs.num_responses)
+    segments, starts = to_offsets(packs.segment_lengths), to_offsets(packs.num_responses)[:-1]
     supervised = np.add.reduceat(packs.supervised, segments[:-1], dtype=np.int64)
-    of_examples = count_examples(supervised, packs.reward, examples[:-1], kind)
+    if kind == "ranked":
+        of_examples = _count_ranked(supervised, packs.reward, starts)
+    else:
+        pairs = np.full(len(starts), int(kind == "preference"), np.int64)
+        of_examples = np.stack([supervised[starts], pairs, pairs, pairs], axis=1)
     return np.add.reduceat(of_examples, packs.example_offsets[:-1], axis=0)
 
 
-def count_examples(supervised: Int64, rewards: Float32, starts: Int64, kind: str) -> Int64:
-    """Counts them for each example, int64 `[E, 4]`; `starts`: its first sequence, int64 `[E]`."""
-    if kind != "ranked":
-        pairs = np.full(len(starts), int(kind == "preference"), np.int64)
-        return np.stack([supervised[starts], pairs, pairs, pairs], axis=1)
+def _count_ranked(supervised: Int64, rewards: Float32, starts: Int64) -> Int64:
     sequences = np.arange(len(rewards))
     example = np.searchsorted(starts, sequences, side="right") - 1
     order = np.lexsort((-rewards, example))

@@ -118,7 +118,11 @@ def to_arrow(packs: Packs, schema: pa.Schema) -> pa.RecordBatch:
         values["labels"] = (packs.labels, packs.token_offsets)
     else:
         values["label_spans"] = _spans(packs.supervised, packs.token_offsets)
-    arrays = [_list_array(*values[f.name], f.type) for f in schema]
+    arrays = []
+    for field in schema:
+        column, offsets = values[field.name]
+        flat, starts = as_arrow(column, field.type.value_type), as_arrow(offsets, pa.int32())
+        arrays.append(pa.ListArray.from_arrays(starts, flat, type=field.type))
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
@@ -141,7 +145,11 @@ def from_arrow(
 
     def column(name: str, type_: pa.DataType | None, rule: str, expected: Int64) -> Any:
         values, rows = flat_column(batch, name, type_)
-        _same_rows(rule, name, rows, expected)
+        if not np.array_equal(rows, expected):
+            own, needed = np.diff(rows), np.diff(expected)
+            row = int(np.argmax(own != needed))
+            must = f"column {name} must have {needed[row]} elements there [{rule}]"
+            raise FormatError(sentence(f"row {row}", must, str(own[row])))
         return values
 
     lengths = column("lengths", pa.int32(), "columns-agree", sequences)
@@ -204,20 +212,6 @@ def _runs(spans: Int32, span_offsets: Int64, token_offsets: Int64) -> Int64:
             "label_spans must hold ordered start, end pairs inside their pack [spans-ordered]."
         )
     return np.diff(flat, prepend=0, append=token_offsets[-1])
-
-
-def _same_rows(rule: str, name: str, offsets: Int64, expected: Int64) -> None:
-    """Refuses a column whose row lengths differ from those of the other columns."""
-    if not np.array_equal(offsets, expected):
-        lengths, needed = np.diff(offsets), np.diff(expected)
-        row = int(np.argmax(lengths != needed))
-        must = f"column {name} must have {needed[row]} elements there [{rule}]"
-        raise FormatError(sentence(f"row {row}", must, str(lengths[row])))
-
-
-def _list_array(values: Column, offsets: Int64, type_: pa.DataType) -> pa.ListArray:
-    flat = as_arrow(values, type_.value_type)
-    return pa.ListArray.from_arrays(as_arrow(offsets, pa.int32()), flat, type=type_)
 
 
 def flat_column(batch: pa.RecordBatch, name: str, value: pa.DataType | None) -> tuple[Any, Int64]:

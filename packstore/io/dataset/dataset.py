@@ -118,9 +118,7 @@ class Dataset:
     def pack_index(self) -> PackSizes:
         """Sizes of all packs, in file order; 56 bytes per pack, read at first use.
 
-        Raises:
-            StorageError: a file is missing, or the store refuses.
-            IntegrityError: a checksum does not match.
+        Raises like :meth:`read_packs`.
         """
         return self._sizes.all()
 
@@ -187,9 +185,8 @@ class Dataset:
     def verify(self, progress: Progress | None = None, jobs: int | None = None) -> VerifyReport:
         """Reads the whole dataset, checks every hash, invariant and count; returns all problems.
 
-        Args:
-            progress: called after each shard.
-            jobs: shards read in parallel; default: number of processors, at most 4.
+        `progress` is called after each shard; `jobs` are read in parallel, by default one for each
+        processor, at most 4.
         """
         return verify(self.location, self.manifest, progress, jobs)
 

@@ -33,9 +33,7 @@ class PackOrder:
 
     Args:
         group_rows: int64 `[G]`, rows of each row group, in file order.
-        seed: source of the shuffle.
-        epoch: each epoch has its own order.
-        lanes: see above; part of the position, as another number changes the order.
+        seed, epoch, lanes: see above; another number of any gives another order.
         shuffle: False: file order, with no lanes.
         strata: int64 `[packs]` in file order, such as the examples of each pack; default: none.
     """

@@ -143,15 +143,10 @@ class ReadAhead:
         if self._dataset.is_mapped:
             # Decoding in a second thread would cost more in GIL switches than it saves.
             self._dataset.expect(group)
-        elif not self._is_fork:
+        elif os.getpid() == self._pid:  # a fork has none of the threads
             pool = self._fetchers
             fetched = None if pool is None else pool.submit(self._fetch, group)
             entry.job = self._decoder.submit(self._read, group, fetched)
-
-    @property
-    def _is_fork(self) -> bool:
-        """True in a process that was forked meanwhile, which has none of the threads."""
-        return os.getpid() != self._pid
 
     def _next_batch(self) -> list[Packs]:
         places = self._planned.popleft()
@@ -165,7 +160,10 @@ class ReadAhead:
         entry = self._open[group]
         if not entry.is_read:
             job, entry.job, entry.is_read = entry.job, None, True
-            entry.packs = self._read(group) if job is None or self._is_fork else job.result()
+            if job is None or os.getpid() != self._pid:
+                entry.packs = self._read(group)
+            else:
+                entry.packs = job.result()
             self._ahead -= entry.bytes
             if self._config.on_error == "quarantine":
                 self._good = entry.packs or self._good

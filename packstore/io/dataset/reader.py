@@ -13,6 +13,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
@@ -138,7 +139,7 @@ class ShardReader:
     def expect(self, group: int) -> None:
         """Makes the system prefetch row group `group` of a mapped file from disk; never raises."""
         with contextlib.suppress(PackstoreError, *DECODER_ERRORS):
-            local.will_read(self._path or "", *self._file().range(group))
+            local.will_read(self._path, *self._file().range(group))
 
     def decode(self, group: int, fetched: Fetched) -> Packs:
         """Verifies and decodes the bytes of row group `group`."""
@@ -180,8 +181,13 @@ class ShardReader:
         """Returns the footer, checked against the manifest; reads it once."""
         with self._lock:
             if self._opened is None:
+                # Its hash is verified first: a damaged footer can crash the parser.
+                size, good = self.shard.bytes, partial(_has_sha256, self.shard.footer_sha256)
+                footer = self._cached(size - self.shard.footer_bytes, size, good)
+                if not good(footer):
+                    raise IntegrityError("its footer must have the sha256 that the manifest tells")
                 kind = ArrowFile if self._manifest.file_format == "arrow" else ParquetShard
-                file = kind(self._footer(), self.shard)
+                file = kind(footer, self.shard)
                 expected, groups = self._manifest.stored_schema, len(self.shard.row_groups)
                 if not file.schema.equals(expected) or file.schema.metadata != expected.metadata:
                     raise IntegrityError("its schema must be the one that the manifest declares")
@@ -190,22 +196,10 @@ class ShardReader:
                 self._opened = file
             return self._opened
 
-    def _footer(self) -> bytes:
-        """Reads the footer and verifies its hash: a damaged footer can crash the parser."""
-        size, sha256 = self.shard.bytes, self.shard.footer_sha256
-
-        def good(data: bytes) -> bool:
-            return hashlib.sha256(data).hexdigest() == sha256
-
-        footer = self._cached(size - self.shard.footer_bytes, size, good)
-        if not good(footer):
-            raise IntegrityError("its footer must have the sha256 that the manifest tells")
-        return footer
-
     @property
-    def _path(self) -> str | None:
+    def _path(self) -> str:
         root = self._location.local_path
-        return None if root is None else os.path.join(root, self.shard.path)
+        return "" if root is None else os.path.join(root, self.shard.path)
 
     def _cached(self, start: int, end: int, good: Callable[[bytes], bool]) -> bytes:
         if self._cache is None:
@@ -244,6 +238,10 @@ class ShardReader:
             raise IntegrityError(sentence(place, must, str(error), _REMEDY)) from error
 
 
+def _has_sha256(sha256: str, data: bytes) -> bool:
+    return hashlib.sha256(data).hexdigest() == sha256
+
+
 # Row groups are freed in another order than they were decoded. An allocator would keep the gaps,
 # so that the process grows; memory from the system is zeroed, a fifth of the time of decoding.
 KEPT_BYTES = 32 << 20
@@ -256,11 +254,10 @@ _waiting: list[mmap.mmap] = []
 def pooled_array(n: int) -> Int32:
     """Returns an uninitialized int32 array `[n]`; its memory is reused after its last view."""
     size = max(-(-4 * n // _UNIT), 1) * _UNIT
-    try:
+    memory = None
+    with contextlib.suppress(IndexError):  # another thread may take the last one
         memory = _waiting.pop()
-    except IndexError:
-        memory = mmap.mmap(-1, size, **_PRIVATE)
-    if len(memory) < size:
+    if memory is None or len(memory) < size:
         memory = mmap.mmap(-1, size, **_PRIVATE)
     array = np.frombuffer(memory, np.int32, n)
     # The base of all views is `array`, not the mmap, so it is finalized after the last view.

@@ -200,15 +200,12 @@ def _arrays_of_packs(
 def _whole_sequences(packs: Packs) -> Int32:
     """Returns the signed ids of all sequences, each with the leading tokens that it shares."""
     starts, lengths = to_offsets(packs.segment_lengths)[:-1], packs.lengths
-    examples = to_offsets(packs.num_responses)[:-1]
-    first = np.repeat(starts[examples], packs.num_responses)
-    omitted = packs.segment_offsets
+    firsts, omitted = starts[to_offsets(packs.num_responses)[:-1]], packs.segment_offsets
+    first = np.repeat(firsts, packs.num_responses)
     place = np.arange(int(lengths.sum())) - np.repeat(to_offsets(lengths)[:-1], lengths)
     shared = place < np.repeat(omitted, lengths)
     base = np.where(shared, np.repeat(first, lengths), np.repeat(starts - omitted, lengths))
-    source = place + base
-    whole: Int32 = packs.signed_ids[source]
-    return whole
+    return np.asarray(packs.signed_ids[place + base])
 
 
 def _lists(values: Any, offsets: Int64) -> Any:

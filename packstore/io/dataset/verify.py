@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
+from functools import partial
 
 import numpy as np
 
@@ -86,13 +86,15 @@ def verify(
     if manifest.pack_index is not None:
         with whole.noting():
             index = PackIndex(location, manifest, manifest.pack_index)
-    for done, checked in enumerate(_each_shard(location, manifest, index, jobs), 1):
-        whole.problems += checked.problems
-        whole.example_ids += checked.example_ids
-        whole.bytes += checked.bytes
-        whole.counter.merge(checked.counter)
-        if progress is not None:
-            progress("verify", done, len(manifest.shards), "shards")
+    numbers, check = range(len(manifest.shards)), partial(_check_shard, location, manifest, index)
+    with ThreadPoolExecutor(jobs or min(JOBS, os.cpu_count() or 1)) as pool:
+        for done, checked in enumerate(pool.map(check, numbers), 1):
+            whole.problems += checked.problems
+            whole.example_ids += checked.example_ids
+            whole.bytes += checked.bytes
+            whole.counter.merge(checked.counter)
+            if progress is not None:
+                progress("verify", done, len(numbers), "shards")
     totals = whole.counter.totals(whole.bytes)
     if not whole.problems:
         real = whole.counter.statistics(manifest.pack_size, manifest.statistics.planning)
@@ -107,22 +109,8 @@ def verify(
     return VerifyReport(where, tuple(whole.problems), totals, len(manifest.shards))
 
 
-def _each_shard(
-    location: Location, manifest: Manifest, index: PackIndex | None, jobs: int | None
-) -> Iterator[_Checked]:
-    threads = jobs or min(JOBS, os.cpu_count() or 1)
-    waiting: deque[Future[_Checked]] = deque()
-    with ThreadPoolExecutor(threads) as pool:
-        for number in range(len(manifest.shards)):
-            if len(waiting) == 2 * threads:
-                yield waiting.popleft().result()
-            waiting.append(pool.submit(_check_shard, location, manifest, number, index))
-        while waiting:
-            yield waiting.popleft().result()
-
-
 def _check_shard(
-    location: Location, manifest: Manifest, number: int, index: PackIndex | None
+    location: Location, manifest: Manifest, index: PackIndex | None, number: int
 ) -> _Checked:
     shard, checked = manifest.shards[number], _Checked()
     where = location.join(shard.path).display
