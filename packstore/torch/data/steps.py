@@ -36,65 +36,45 @@ class Window:
         """Sizes of all packs of the window."""
         return self._stream.sizes(self._indices)
 
-    @cached_property
-    def offsets(self) -> Int64:
-        """Examples before each pack, int64 `[packs + 1]`."""
-        return to_offsets(self.sizes.examples)
 
-    @cached_property
-    def count_offsets(self) -> Int64 | None:
-        """Loss counts before each pack, int64 `[packs + 1, 4]`; None if unknown."""
-        counts = self.sizes.counts
-        return None if counts is None else np.pad(counts, ((1, 0), (0, 0))).cumsum(axis=0)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class Step:
     """One optimizer step, as positions among the packs not yet yielded; see :class:`Unseen`.
 
     Attributes:
         edges: batch ``g``, over all ranks, has the positions ``edges[g] .. edges[g + 1]``.
-        window: the window that contains the step.
+        start, stop: position of its first pack, and after its last one.
     """
 
-    edges: list[int]
-    window: Window
+    def __init__(self, edges: list[int], window: Window) -> None:
+        self.edges, self.start, self.stop = edges, edges[0], edges[-1]
+        self._window, self._part = (
+            window,
+            slice(self.start - window.start, self.stop - window.start),
+        )
 
     @property
     def sizes(self) -> PackSizes:
         """Sizes of the packs of the step."""
-        sizes, first = self.window.sizes, self.window.start
-        return sizes.take(np.arange(self.start - first, self.stop - first))
+        sizes = self._window.sizes
+        return sizes.take(np.arange(len(sizes))[self._part])
 
-    @property
+    @cached_property
     def examples(self) -> int:
         """Number of examples of the step."""
-        offsets, first = self.window.offsets, self.window.start
-        return int(offsets[self.stop - first] - offsets[self.start - first])
+        return int(self._window.sizes.examples[self._part].sum())
 
-    @property
+    @cached_property
     def counts(self) -> dict[str, int] | None:
         """Loss counts of the step by name; None if unknown."""
-        offsets, first = self.window.count_offsets, self.window.start
-        if offsets is None:
+        counts = self._window.sizes.counts
+        if counts is None:
             return None
-        counts = offsets[self.stop - first] - offsets[self.start - first]
-        return dict(zip(COUNTS, counts.tolist(), strict=True))
+        return dict(zip(COUNTS, counts[self._part].sum(0).tolist(), strict=True))
 
     def info(self, index: int, batch: int, ranks: int) -> StepInfo:
         """Describes the step for one of its batches."""
         batches, packs = len(self.edges) - 1, self.stop - self.start
         return StepInfo(index, batch, batches, self.examples, ranks, packs, self.counts)
-
-    @property
-    def start(self) -> int:
-        """Position of its first pack."""
-        return self.edges[0]
-
-    @property
-    def stop(self) -> int:
-        """Position after its last pack."""
-        return self.edges[-1]
 
 
 class StepCutter:

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from packstore.config import PackConfig
-from packstore.errors import ConfigError, sentence
+from packstore.errors import ConfigError
 from packstore.format.arrays import Packs
 from packstore.format.schema import require_kind
 from packstore.torch.batch.batch import PackedBatch, collate
-from packstore.torch.batch.layout import Targets
+from packstore.torch.batch.layout import Targets, TokenRow
 from packstore.torch.data.in_memory import in_one_pack
 from packstore.torch.logprobs.logprobs import segment_logps
 from packstore.torch.losses.divisor import StepDivisor
@@ -72,13 +72,6 @@ class KeptRows:
     num_tokens: int
     num_segments: int
     targets: Targets
-
-    @classmethod
-    def of(cls, batch: PackedBatch) -> KeptRows:
-        """Each target is predicted by a row of its own."""
-        n = len(batch.targets.ids)
-        rows = torch.arange(n, device=batch.targets.ids.device)
-        return cls(n, batch.num_segments, replace(batch.targets, rows=rows))
 
 
 class PackedInputs(dict[str, Any]):
@@ -152,13 +145,9 @@ class PackedLoss:
     def __init__(self, loss_fn: PreferenceLoss, reference: nn.Module | None = None) -> None:
         if loss_fn.sft_weight and loss_fn.sft_average == "token":
             raise ConfigError(
-                sentence(
-                    "transformers' Trainer",
-                    "the SFT term must be divided by the number of pairs, which is all that it "
-                    "counts",
-                    "a mean over tokens",
-                    "Use sft_average='sequence_mean' or 'sequence_sum', or a loop of your own",
-                )
+                "transformers' Trainer: the SFT term must be divided by the number of pairs, which "
+                "is all that it counts; found a mean over tokens. "
+                "Use sft_average='sequence_mean' or 'sequence_sum', or a loop of your own."
             )
         self.loss_fn, self.reference = loss_fn, reference
         self.metrics, self.held_out = Metrics(), Metrics()
@@ -172,14 +161,10 @@ class PackedLoss:
     ) -> Tensor:
         """Returns the loss divided by `num_items_in_batch`; None: by the batch's own count."""
         if not self.loss_fn.by_example(labels.batch) and labels.loss_fn is not self.loss_fn:
-            kind = labels.batch.kind
             raise ConfigError(
-                sentence(
-                    "PackedLoss",
-                    f"the collator must count what {self.loss_fn!r} divides by",
-                    "examples or those of another loss",
-                    f"Make it PackCollator({kind!r}, loss_fn=loss_fn), of the same loss",
-                )
+                f"PackedLoss: the collator must count what {self.loss_fn!r} divides by; found "
+                "examples or those of another loss. Make it "
+                f"PackCollator({labels.batch.kind!r}, loss_fn=loss_fn), of the same loss."
             )
         logits = outputs["logits"]
         batch = labels.batch.to(logits.device)
@@ -189,12 +174,16 @@ class PackedLoss:
             count: Any = num_items_in_batch  # a tensor stays one: nobody waits for its value
             divisor = StepDivisor(count, count if self.loss_fn.sft_weight else None)
         kept = logits.shape[-2] != batch.num_tokens
-        row = KeptRows.of(batch) if kept else batch
+        row: TokenRow = batch
+        if kept:  # each target is predicted by a row of its own
+            n = len(batch.targets.ids)
+            rows = torch.arange(n, device=logits.device)
+            row = KeptRows(n, batch.num_segments, replace(batch.targets, rows=rows))
         ref_logps = None
         if self.reference is not None and self.loss_fn.reference:
             with torch.no_grad(), _policy_precision(logits.device):
-                rows = {LOGITS_TO_KEEP: batch.targets.rows} if kept else {}
-                of_reference = self.reference(**batch.model_inputs(), **rows).logits
+                keep = {LOGITS_TO_KEEP: batch.targets.rows} if kept else {}
+                of_reference = self.reference(**batch.model_inputs(), **keep).logits
             ref_logps = segment_logps(row, logits=of_reference)
         logps = segment_logps(row, logits=logits)
         if self.routers is not None and torch.is_grad_enabled():

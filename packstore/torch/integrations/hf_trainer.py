@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from packstore.errors import ConfigError, sentence
+from packstore.errors import ConfigError
 from packstore.torch.data.dataset import PackedDataset
 from packstore.torch.integrations.hf_collator import LOGITS_TO_KEEP, PackedLoss
 from packstore.torch.models.routers import router_settings
@@ -102,10 +102,7 @@ def _check_whole(dataset: Any) -> None:
     for part in dataset.values() if isinstance(dataset, dict) else [dataset]:
         if isinstance(part, PackedDataset) and part.world_size != 1:
             raise ConfigError(
-                sentence(
-                    "PackedTrainerMixin",
-                    "the trainer deals packs to the ranks, so the dataset must not",
-                    f"a PackedDataset of rank {part.rank} of {part.world_size}",
-                    "Make it with rank=0, world_size=1",
-                )
+                "PackedTrainerMixin: the trainer deals packs to the ranks, so the dataset must "
+                f"not; found a PackedDataset of rank {part.rank} of {part.world_size}. "
+                "Make it with rank=0, world_size=1."
             )

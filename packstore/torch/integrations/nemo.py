@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from packstore.errors import ConfigError, UnknownNameError, quote, sentence
+from packstore.errors import ConfigError, UnknownNameError, quote
 from packstore.torch.losses.loss import PreferenceLoss
 
 LOSS_NAMES: dict[str, tuple[str, str | None]] = {
@@ -68,12 +68,8 @@ def loss_from_nemo(settings: Mapping[str, Any], *, pack_mean: bool = False) -> P
         )
     if not beta:
         raise ConfigError(
-            sentence(
-                "NeMo-Aligner's settings",
-                "ref_policy_kl_penalty must be above 0",
-                quote(beta),
-                "NeMo-Aligner's own configuration sets 0.2",
-            )
+            "NeMo-Aligner's settings: ref_policy_kl_penalty must be above 0; "
+            f"found {quote(beta)}. NeMo-Aligner's own configuration sets 0.2."
         )
     if given["sft_average_log_probs"] is None:
         given["sft_average_log_probs"] = given["preference_average_log_probs"]

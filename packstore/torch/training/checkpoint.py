@@ -253,12 +253,8 @@ def make_output(config: TrainConfig) -> None:
         Path(config.output).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise StorageError(
-            sentence(
-                f"output {config.output}",
-                "the output must be a folder that can be written",
-                str(error.strerror),
-                "Name another",
-            )
+            f"output {config.output}: the output must be a folder that can be written; "
+            f"found {error.strerror}. Name another."
         ) from error
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
-from packstore.errors import DivergedError, sentence
+from packstore.errors import DivergedError
 from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.data.loader import PackedDataLoader
 from packstore.torch.losses.figures import GroupedMetrics
@@ -140,12 +140,9 @@ class Loop:
         for name in ("loss", "grad_norm", "eval/loss"):
             if not math.isfinite(record.get(name, 0.0)):
                 raise DivergedError(
-                    sentence(
-                        f"training, step {self.step}",
-                        "loss and gradient must be finite",
-                        f"{name} {record[name]}",
-                        "Lower learning_rate or lengthen warmup; earlier checkpoints are unchanged",
-                    )
+                    f"training, step {self.step}: loss and gradient must be finite; found {name} "
+                    f"{record[name]}. Lower learning_rate or lengthen warmup; earlier checkpoints "
+                    "are unchanged."
                 )
 
     def _write(self, record: dict[str, float]) -> None:

@@ -141,13 +141,9 @@ class Run:
             check_model(data, model)
         if router_settings(model) is None and self.loss_fn.router_aux_loss_coef:
             raise ConfigError(
-                sentence(
-                    "loss parameter router_aux_loss_coef",
-                    "the model's config must have output_router_logits and router_aux_loss_coef "
-                    "above 0",
-                    type(unwrapped(model)).__name__,
-                    "Leave it out, or add them to the model's config.json",
-                )
+                "loss parameter router_aux_loss_coef: the model's config must have "
+                "output_router_logits and router_aux_loss_coef above 0; found "
+                f"{type(unwrapped(model)).__name__}. Leave it out, or add them to its config.json."
             )
         self._probe(model)
 
