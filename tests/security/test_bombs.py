@@ -101,14 +101,25 @@ def zstd(data: bytes) -> bytes:
     return bytes(pa.compress(data, "zstd", asbytes=True))
 
 
+LIMITS = {
+    "gzip of blank lines": "must not decompress to more than 400 times its bytes",
+    "zstd of blank lines": "must not decompress to more than 400 times its bytes",
+    "zstd as a table": "must not decompress to more than 400 times its bytes",
+    "brackets": "line 1: JSON must not be nested deeply",
+    "a string that does not end": "item 1: must be valid JSON, of at most 8,388,608 bytes a record",
+    "a cell that does not end": "line 2: a line must be shorter than 8,388,608 characters",
+}
+
+
 def test_input_files(cell: Any, tmp_path: Path) -> None:
     paths = []
     for number, (file, make) in enumerate(INPUTS.values()):
         paths.append(tmp_path / f"{number}-{file}")
         paths[-1].write_bytes(make())
-    found = cell(READ, "\n".join(map(str, paths))).splitlines()
-    wrong = {n: t for n, t in zip(INPUTS, found, strict=True) if not t.startswith("InputError")}
-    assert not wrong
+    found = dict(zip(INPUTS, cell(READ, "\n".join(map(str, paths))).splitlines(), strict=True))
+    assert not {name: text for name, text in found.items() if not text.startswith("InputError")}
+    for name, text in LIMITS.items():
+        assert text in found[name]
 
 
 GOLDEN = Path(__file__).parents[2] / "schemas" / "golden" / "v1" / "sft-concat-plain"

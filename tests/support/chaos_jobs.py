@@ -39,14 +39,9 @@ CLEAN_AGE = 3600.0
 
 @dataclass(frozen=True)
 class Scene:
-    """The place of a chaos run.
+    """The place of a chaos run: a local folder, where the dataset is if there is no store.
 
-    Attributes:
-        folder: local, with inputs, logs and temporary files, and the dataset if it is local.
-        seed: of all choices.
-        store: of the dataset; None on a local disk.
-        proxy: the endpoint of a proxy before the store; empty: none.
-        name: of the dataset: every error must name it.
+    `proxy` is the endpoint of one before the store; every error must name the dataset, `name`.
     """
 
     folder: Path

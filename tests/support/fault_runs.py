@@ -31,13 +31,7 @@ QUICKLY = {"retry_backoff": 0.02, "retry_longest_wait": 0.2, "retry_seconds": 60
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of one run.
-
-    Attributes:
-        error: name of the error and its text; empty if it finished.
-        faults: that it met, by kind, and the number of ``requests``.
-        wrong: what must not be, empty if all is well.
-    """
+    """The error of a run, the faults that it met, and what is wrong; empty if all is well."""
 
     error: str
     faults: Counter[str]

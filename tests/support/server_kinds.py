@@ -32,31 +32,14 @@ class Unavailable(Exception):
 
 
 class Server:
-    """A kind of object store.
+    """A kind of object store, with `PORTS` ports, of which the first is that of the store itself.
 
-    Attributes:
-        SCHEME: of its fsspec URLs.
-        PORTS: for how many ports `command` asks.
+    ``command(folder, ports)`` runs it, or raises :class:`Unavailable`; ``options(endpoint)`` are
+    fsspec's; ``make_bucket(endpoint, name)`` makes an empty bucket (container) if there is none.
     """
 
     SCHEME = ""
     PORTS = 1
-
-    def command(self, folder: Path, ports: list[int]) -> list[str]:
-        """The command that runs it in `folder`; the first port is that of the store itself.
-
-        Raises:
-            Unavailable: it is not installed.
-        """
-        raise NotImplementedError
-
-    def options(self, endpoint: str) -> dict[str, Any]:
-        """The storage options of fsspec for the store at `endpoint` (``http://127.0.0.1:port``)."""
-        raise NotImplementedError
-
-    def make_bucket(self, endpoint: str, name: str) -> None:
-        """Makes an empty bucket (container); nothing happens if it is there."""
-        raise NotImplementedError
 
     def url(self, bucket: str) -> str:
         """The fsspec URL of a bucket."""
@@ -67,7 +50,7 @@ class Server:
         try:
             with contextlib.suppress(urllib.error.HTTPError):
                 ask(endpoint + "/")
-            self.make_bucket(endpoint, BUCKET)
+            self.make_bucket(endpoint, BUCKET)  # type: ignore[attr-defined]
         except Exception:
             return False
         return True

@@ -45,13 +45,10 @@ ATTEMPTS, READY_S = 4, 60
 
 @dataclass(frozen=True)
 class Store:
-    """A place on a real server.
+    """A place on a real server of a kind (``s3``, ``gcs``, ``azure``).
 
-    Attributes:
-        kind: ``s3``, ``gcs`` or ``azure``.
-        bucket: its bucket (container); shared with other tests unless `fresh_bucket` made it.
-        path: the prefix in it, which is this test's own; empty for a whole bucket.
-        endpoint: ``http://127.0.0.1:port`` of the server, or of what stands before it.
+    The prefix `path` in the bucket is this test's own, if empty, the whole bucket. `endpoint`
+    (``http://127.0.0.1:port``) is that of the server, or of what stands before it.
     """
 
     kind: str
@@ -86,12 +83,7 @@ class Store:
 
 @contextlib.contextmanager
 def serving(kind: str, folder: Path) -> Iterator[str]:
-    """Runs a server with its data in `folder`; yields its endpoint.
-
-    Raises:
-        Unavailable: its package cannot be had.
-        RuntimeError: it does not start.
-    """
+    """Runs a server with its data in `folder`; yields its endpoint."""
     folder.mkdir(parents=True, exist_ok=True)
     for _ in range(ATTEMPTS):
         ports = free_ports(KINDS[kind].PORTS)

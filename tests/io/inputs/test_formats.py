@@ -328,33 +328,3 @@ def test_the_limit_of_nesting_is_not_that_of_the_interpreter() -> None:
             pieces("jsonl", b"[" * 2000 + b"]" * 2000)
     finally:
         sys.setrecursionlimit(limit)
-
-
-@pytest.mark.parametrize(
-    ("name", "data", "text"),
-    [
-        ("x.jsonl", b'{"a": 1}\n\n"' + b"x" * 3000, "line 3: a line must be at most 1,000 bytes"),
-        ("x.json", b'[1,\n"' + b"x" * 9000, "item 2: .* of at most 1,000 bytes"),
-        ("x.csv", b"a\n1\n" + b"x" * 3000, "line 3: a line must be shorter than 1,000"),
-    ],
-)
-def test_records_without_end(
-    name: str, data: bytes, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("packstore.io.inputs.pieces.MAX_RECORD_BYTES", 1000)
-    Path(name).write_bytes(data)
-    with pytest.raises(InputError, match=text):
-        list(InputReader(name, block_bytes=100))
-
-
-@pytest.mark.parametrize("compression", COMPRESSIONS.values())
-def test_a_file_that_decompresses_to_far_more(
-    compression: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("packstore.io.inputs.files.FREE_BYTES", 1 << 20)
-    suffix = next(s for s, c in COMPRESSIONS.items() if c == compression)
-    for name in (f"x.jsonl{suffix}", f"x.parquet{suffix}"):
-        (tmp_path / name).write_bytes(compress(b"\n" * (16 << 20), compression))
-        with pytest.raises(InputError, match="must not decompress to more than 400 times its"):
-            list(InputReader(tmp_path / name))

@@ -8,7 +8,6 @@ import hashlib
 import itertools
 import json
 import math
-import pickle
 from collections.abc import Callable
 from decimal import Decimal
 from pathlib import Path
@@ -23,7 +22,7 @@ import pytest
 
 from packstore.config import PackConfig
 from packstore.errors import InputError, StorageError
-from packstore.io.inputs.files import InputReader, expand
+from packstore.io.inputs.files import InputReader
 
 RECORDS: list[dict[str, Any]] = [
     {"prompt": f"p{i}", "chosen": "é\nx", "rejected": "007", "chosen_reward": 1.5 * i}
@@ -65,10 +64,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 def test_paths_are_recorded_as_given(folder: Path, source: Any, paths: list[str]) -> None:
-    found = expand(source if isinstance(source, list | tuple) else [source])
-    assert [item.path for item in found] == paths
-    assert [item.ordinal for item in found] == list(range(len(paths)))
-    assert pickle.loads(pickle.dumps(found)) == found
+    assert InputReader(source).paths == dict(enumerate(paths))
 
 
 @pytest.mark.parametrize(
@@ -117,23 +113,6 @@ def test_sources(folder: Path) -> None:
         data = Path(source["path"]).read_bytes()
         assert source["sha256"] == hashlib.sha256(data).hexdigest()
         assert (source["bytes"], source["records"]) == (len(data), records)
-
-
-def test_blocks_are_picklable_and_small(folder: Path) -> None:
-    pq.write_table(TABLE, "p.parquet")
-    Path("j.json").write_text(json.dumps(RECORDS), encoding="utf-8")
-    Path("c.csv").write_text(
-        "prompt,n\n" + "".join(f"{r['prompt']},1\n" for r in RECORDS), encoding="utf-8"
-    )
-    for source in ("a.jsonl", "p.parquet", "j.json", "c.csv", RECORDS, TABLE):
-        blocks = list(InputReader(source, block_bytes=1000))
-        assert len(blocks) > 2
-        for block in blocks:
-            sent = pickle.dumps(block)
-            assert len(sent) < 4000
-            rows = pickle.loads(sent).parse()
-            assert rows.ordinals[0] == block.first
-            assert len(rows.ordinals) == len(rows.values) > 0
 
 
 def test_urls() -> None:
