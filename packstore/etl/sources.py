@@ -163,7 +163,7 @@ class RecordExampleReader:
     def provenance(self, sources: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
         """Returns sources (as passed, else those read here), tokenizer, settings and version."""
         return {
-            "sources": list(self._reader.sources() if sources is None else sources),
+            "sources": list(self._reader.sources if sources is None else sources),
             "tokenizer": self.tokenizer and {**self._tokenizer_path, **self.tokenizer.provenance()},
             "settings": replace(self._config, partitions=self.partitions).recorded(),
             "package_version": VERSION,

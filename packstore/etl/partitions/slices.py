@@ -129,7 +129,7 @@ def blocks_of(
             for owner, part in takers[ordinal]:
                 if number % part.step == part.first:
                     yield owner, block
-        read = ReadFile(ordinal, reader.sources()[-1], version)
+        read = ReadFile(ordinal, reader.sources[-1], version)
         for owner, _ in takers[ordinal]:
             on_file(owner, read)
 

@@ -79,8 +79,9 @@ class InputReader:
     """Iterates over the blocks, of about `block_bytes`, of all inputs, in order.
 
     `source`: a path, glob, folder or URL, or a list of them; an Arrow table, a Polars frame, or an
-    iterable of records. `inputs` are its files, `paths` those of each ordinal; `ends`: it is known
-    to be finite. `config`: `fields` and `carry` decide which CSV columns are not text.
+    iterable of records. `config`: `fields` and `carry` decide which CSV columns are not text.
+    `inputs` are its files, `paths` those of each ordinal; `ends`: it is known to be finite;
+    `sources`: path, bytes, sha256 and records of each input read to its end.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class InputReader:
             for name in NOT_TEXT
         )
         self._options = ReadOptions(block_bytes, frozenset(itertools.chain(*names, typed)))
-        self._sources: list[dict[str, Any]] = []
+        self.sources: list[dict[str, Any]] = []
         self._memory: tuple[str, Iterable[object]] | None = None
         inputs: list[Input] = []
         given = source if isinstance(source, list | tuple) else [source]
@@ -118,18 +119,14 @@ class InputReader:
         self.ends = self._memory is None or is_table(source) or hasattr(source, "__len__")
 
     def __iter__(self) -> Iterator[Block]:
-        self._sources = []
+        self.sources = []
         if self._memory:
             yield from self._read_memory(*self._memory)
         for item in self.inputs:
             yield from self.read_file(item)
-        if not any(source["records"] for source in self._sources):
-            names = ", ".join(source["path"] for source in self._sources)
+        if not any(source["records"] for source in self.sources):
+            names = ", ".join(source["path"] for source in self.sources)
             raise InputError(sentence(names, "must hold at least one record", "no records"))
-
-    def sources(self) -> list[dict[str, Any]]:
-        """Returns `path`, `bytes`, `sha256` and `records` of each input read to its end."""
-        return list(self._sources)
 
     def read_file(self, item: Input) -> Iterator[Block]:
         """Yields the blocks of one file, even if not among the inputs; raises like iterating."""
@@ -167,7 +164,7 @@ class InputReader:
 
     def _note(self, path: str, size: int, digest: Any, records: int) -> None:
         sha256 = digest.hexdigest()
-        self._sources.append({"path": path, "bytes": size, "sha256": sha256, "records": records})
+        self.sources.append({"path": path, "bytes": size, "sha256": sha256, "records": records})
 
 
 class HashedStream(io.RawIOBase):

@@ -169,22 +169,18 @@ class Cause(NamedTuple):
 
 _LATER = "Check the network, or run again later"
 _OTHER_PLACE = "Free some space or name another place"
-_UNREACHABLE = Cause(
-    "no connection", "Check the network, the endpoint and the proxy settings", True
-)
+_UNREACHABLE = Cause("no connection", "Check network, endpoint and proxy settings", True)
 DENIED = Cause("permission denied", "Check that these credentials may do this here")
 NO_BUCKET = Cause("no such bucket", "Check its name, or make it first", False)
 
 # Cause -> its names in errors: codes of stores, statuses, classes of clients, errnos, builtin
 # classes.
 _NAMED: dict[Cause, str] = {
-    Cause(
-        "that it throttles", "Run again later, or raise the storage option retry_seconds", True
-    ): "SlowDown Throttling ThrottlingException RequestLimitExceeded TooManyRequests "
-    "TooManyRequestsException BandwidthLimitExceeded ServerBusy 429 503",
-    Cause(
-        "an error inside the store", "Run again later, or ask who operates it", True
-    ): "InternalError ServiceUnavailable OperationAborted ConditionalRequestConflict 500 502",
+    Cause("that it throttles", "Run again later, or raise retry_seconds", True): "SlowDown "
+    "Throttling ThrottlingException RequestLimitExceeded TooManyRequests ServerBusy "
+    "TooManyRequestsException BandwidthLimitExceeded 429 503",
+    Cause("an error inside the store", "Run again later", True): "InternalError ServiceUnavailable "
+    "OperationAborted ConditionalRequestConflict 500 502",
     Cause("no answer in time", _LATER, True): "RequestTimeout OperationTimedOut ReadTimeoutError "
     "ConnectTimeoutError ServerTimeoutError FSTimeoutError ReadTimeout Timeout "
     "ServiceResponseTimeoutError 408 504 ETIMEDOUT TimeoutError",
@@ -211,13 +207,9 @@ _NAMED: dict[Cause, str] = {
     "DefaultCredentialsError",
     NO_BUCKET: "NoSuchBucket ContainerNotFound ContainerBeingDeleted",
     Cause("that this machine's clock is wrong", "Set the clock (NTP)"): "RequestTimeTooSkewed",
-    Cause(
-        "that the bucket is in another region", "Set AWS_DEFAULT_REGION, or check the endpoint"
-    ): "PermanentRedirect TemporaryRedirect AuthorizationHeaderMalformed "
-    "IllegalLocationConstraintException 301",
-    Cause(
-        "a store without conditional puts", "Name another store, or use a newer release of it"
-    ): "NotImplemented 501",
+    Cause("that the bucket is in another region", "Set AWS_DEFAULT_REGION"): "PermanentRedirect "
+    "TemporaryRedirect AuthorizationHeaderMalformed IllegalLocationConstraintException 301",
+    Cause("a store without conditional puts", "Name another one"): "NotImplemented 501",
     Cause("an object in an archive", "Restore it to a class that can be read"): "BlobArchived "
     "InvalidObjectState",
     Cause("no space left in the store", _OTHER_PLACE): "QuotaExceeded StorageFull 507 "
@@ -232,9 +224,7 @@ _NAMED: dict[Cause, str] = {
     Cause("disk quota exceeded", _OTHER_PLACE): "EDQUOT",
     Cause("a read-only filesystem", "Name another place"): "EROFS",
     Cause("no such file or folder", "Check the path", False): "FileNotFoundError",
-    Cause(
-        "permission denied", "Check the rights of the folder, or the credentials"
-    ): "PermissionError",
+    Cause("permission denied", "Check the rights, or the credentials"): "PermissionError",
     Cause("a file where a folder must be", "Name another folder", False): "NotADirectoryError",
     Cause("a folder where a file must be", "Name a file", False): "IsADirectoryError",
 }

@@ -110,7 +110,7 @@ def test_round_trip(suffix: str, compression: str | None, tmp_path: Path) -> Non
         rows = [b.parse() for b in reader]
         assert [v for r in rows for v in r.values] == records
         assert [o for r in rows for o in r.ordinals] == list(range(len(records)))
-        (source,) = reader.sources()
+        (source,) = reader.sources
         assert source["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
         assert (source["bytes"], source["records"]) == (path.stat().st_size, len(records))
 

@@ -109,7 +109,7 @@ def test_sources(folder: Path) -> None:
     Path("empty.jsonl").write_bytes(b"\n")
     reader = InputReader(["c.jsonl.gz", "empty.jsonl", "a.jsonl"])
     assert [block.source for block in reader] == [0, 2]
-    for source, records in zip(reader.sources(), [300, 0, 300], strict=True):
+    for source, records in zip(reader.sources, [300, 0, 300], strict=True):
         data = Path(source["path"]).read_bytes()
         assert source["sha256"] == hashlib.sha256(data).hexdigest()
         assert (source["bytes"], source["records"]) == (len(data), records)
@@ -126,11 +126,11 @@ def test_urls() -> None:
         for source in ("memory://inputs/a.jsonl", "memory://inputs/b.parquet"):
             reader = InputReader(source)
             assert [v for b in reader for v in b.parse().values] == RECORDS
-            (told,) = reader.sources()
+            (told,) = reader.sources
             assert (told["path"], told["bytes"]) == (source, store.size(source))
         assert load("memory://inputs/*") == load("memory://inputs") == RECORDS * 2
         reader = InputReader("memory://me:secret@host/a.jsonl")
-        assert "secret" not in "".join(b.path for b in reader) + str(reader.sources())
+        assert "secret" not in "".join(b.path for b in reader) + str(reader.sources)
     finally:
         store.rm("/inputs", recursive=True)
         store.rm("/me:secret@host", recursive=True)
@@ -153,7 +153,7 @@ def test_tables_and_iterables_give_the_same_records_and_fingerprint(name: str) -
     blocks = [block.parse() for block in reader]
     assert [v for rows in blocks for v in rows.values] == RECORDS
     assert [o for rows in blocks for o in rows.ordinals] == list(range(len(RECORDS)))
-    (source,) = reader.sources()
+    (source,) = reader.sources
     lines = "".join(json.dumps(r, separators=(",", ":")) + "\n" for r in RECORDS).encode()
     assert source["sha256"] == hashlib.sha256(lines).hexdigest()
     assert (source["bytes"], source["records"]) == (len(lines), 300)
