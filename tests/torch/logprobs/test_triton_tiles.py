@@ -76,19 +76,14 @@ def batch(kit: SimpleNamespace) -> PackedBatch:
     return collate(kit.packed(random_examples(1, seed=4), [1], "concat"), "preference")
 
 
-def inputs(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """hidden, weight, bias, targets, upstream gradient."""
-    made = torch.Generator().manual_seed(case.tokens + case.vocab)
-    hidden = torch.randn(case.tokens, WIDTH, generator=made)
-    weight = torch.randn(case.vocab, WIDTH, generator=made)
-    bias = torch.randn(case.vocab, generator=made)
-    targets = torch.randint(case.vocab, (case.tokens,), generator=made)
-    return hidden, weight, bias, targets, torch.randn(case.tokens, generator=made)
-
-
 def step(case: Case, backend: str) -> list[Tensor]:
     """Log-probs and all gradients that the case asks for."""
-    hidden, weight, bias, targets, upstream = inputs(case)
+    made = torch.Generator().manual_seed(case.tokens + case.vocab)
+    hidden, weight, bias, upstream = (
+        torch.randn(*shape, generator=made)
+        for shape in ((case.tokens, WIDTH), (case.vocab, WIDTH), (case.vocab,), (case.tokens,))
+    )
+    targets = torch.randint(case.vocab, (case.tokens,), generator=made)
     named = {"h": hidden, "w": weight, **({"b": bias} if case.biased else {})}
     leaves = [x.requires_grad_() for name, x in named.items() if name in case.trained]
     size = max(64, case.tokens * case.vocab // 3)
@@ -112,7 +107,7 @@ def on_rank(_: Any) -> dict[str, float]:
     errors = {}
     for case in CASES[dist.get_rank() :: dist.get_world_size()]:
         with pytest.MonkeyPatch.context() as patch:
-            if case.half:  # as on a GPU
+            if case.half:  # as on a GPU: a CPU has no such product of operands of 16 bits
                 patch.setattr(fused_head, "_operand_dtype", lambda *_: torch.bfloat16)
                 patch.setattr(fused_head, "_product", lambda a, b: a.float() @ b.float())
                 patch.setattr(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -50,22 +51,17 @@ def test_sum_count_and_divisor(kit: SimpleNamespace) -> None:
     )
 
 
-def test_fillers_count_nowhere(kit: SimpleNamespace) -> None:
+@pytest.mark.parametrize("reduction", ["sum", "pack_mean"])
+def test_fillers_count_nowhere(kit: SimpleNamespace, reduction: Any) -> None:
     batch, logps, ref = make(kit, [1, 3, 2], fillers=1)
-    plain, _, _ = make(kit, [1, 3, 2])
-    real = collate(
-        kit.packed(random_examples(6, seed=8).take(np.arange(4)), [1, 3], "concat"), "preference"
-    )
-    assert plain.num_segments == 12
-    for reduction in ("sum", "pack_mean"):
-        loss_fn = PreferenceLoss(
-            "dpo", reduction=reduction, sft_weight=0.3, sft_average="sequence_mean"
-        )
-        found = loss_fn(logps, batch, ref)
-        expected = loss_fn(logps[:8], real, ref[:8])
-        torch.testing.assert_close(found.loss, expected.loss)
-        for name, values in found.metrics.items():
-            torch.testing.assert_close(values, expected.metrics[name])
+    examples = random_examples(6, seed=8).take(np.arange(4))
+    real = collate(kit.packed(examples, [1, 3], "concat"), "preference")
+    how = {"sft_weight": 0.3, "sft_average": "sequence_mean"}
+    loss_fn = PreferenceLoss("dpo", reduction=reduction, **how)
+    found, expected = loss_fn(logps, batch, ref), loss_fn(logps[:8], real, ref[:8])
+    torch.testing.assert_close(found.loss, expected.loss)
+    for name, values in found.metrics.items():
+        torch.testing.assert_close(values, expected.metrics[name])
 
 
 @pytest.mark.parametrize("name", ["dpo", "dpo_norm", "simpo"])
