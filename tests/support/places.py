@@ -46,6 +46,10 @@ class Files:
         return f"{self._root}/{path}" if path else self._root
 
 
+def manifest_path(version: int, name: str = "manifest") -> str:
+    return f"_packstore/{name}-{version:06d}.json"
+
+
 def nothing(path: str) -> None: ...
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from places import Files, at_each
+from places import Files, at_each, manifest_path
 from small_jobs import DAY, SETTINGS, later, pairs
 
 import packstore
@@ -20,9 +20,7 @@ from packstore.errors import (
     FormatError,
     StorageError,
 )
-from packstore.io.manifest.commit import manifest_path
 from packstore.io.store import operations
-from packstore.io.write.shard_writer import ShardWriter
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 
@@ -39,19 +37,13 @@ def files(url: str) -> set[str]:
     return Files(url).names()
 
 
-def test_shards_of_a_failed_first_job_are_removed(
-    place: str, pack: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    finish = ShardWriter.finish
+def test_shards_of_a_failed_first_job_are_removed(place: str, pack: Callable[..., Any]) -> None:
+    def fail(path: str) -> None:
+        if path.endswith(".index"):  # all shards are there
+            raise StorageError("refused")
 
-    def fail(self: ShardWriter) -> None:  # shards are there, notes are not yet
-        finish(self)
-        raise StorageError("refused")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(ShardWriter, "finish", fail)
-        with pytest.raises(StorageError, match="refused"):
-            pack(place)
+    with at_each("put_file", fail), pytest.raises(StorageError, match="refused"):
+        pack(place)
     left = files(place)
     assert left
     assert all(name.startswith("data/") for name in left), left

@@ -8,13 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from places import Files, at_each
+from places import Files, at_each, manifest_path
 from small_jobs import DAY, SETTINGS, later, pairs
 
 import packstore
 from packstore import append, clean, concat
 from packstore.errors import DatasetExistsError, MissingFilesError, StorageError
-from packstore.io.manifest.commit import manifest_path
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 TOO_LATE = "only one writer may commit at a time; found that another one just did"

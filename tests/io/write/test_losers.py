@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from places import Files, at_each
+from places import Files, at_each, manifest_path
 from small_jobs import SETTINGS, pairs
 
 import packstore
 from packstore import Dataset
 from packstore.errors import MissingFilesError, StorageError
-from packstore.io.manifest.commit import manifest_path
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 RECORDS = pairs(60)
