@@ -105,9 +105,8 @@ def estimate(
             `layout` and `strategy` if given, else `PACK_SIZES`, `LAYOUTS` and `STRATEGIES`.
         sample: maximum number of sampled records.
         records: total number of records to scale counts to, if larger than the input.
-        world_size: number of ranks of a training run, for the steps of an epoch.
-        packs_per_batch: packs of a batch on one rank.
-        accumulation: batches of an optimizer step.
+        world_size, packs_per_batch, accumulation: ranks of a training run, packs of a batch on one,
+            and batches of an optimizer step, for the steps of an epoch.
         config: other settings of :func:`packstore.pack`. Its `pack_size`, `layout` and `strategy`
             are not used; `seed` also decides the sample.
         progress: called with the number of records read.

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,18 +24,18 @@ from packstore.errors import WrongEngineError
 from packstore.etl.dedup_and_split import duplicates, parts_of
 from packstore.etl.engines import ENGINES
 from packstore.etl.partitions.resume import Partition, Written, check_growth
-from packstore.etl.partitions.slices import read_keys, split, warn_of_reads
+from packstore.etl.partitions.slices import MANY_READS, READERS, read_keys, split
 from packstore.etl.partitions.work import PackPartitions, in_task, warm_up
 from packstore.etl.provenance import finished_before, run_of
 from packstore.etl.rejects import RejectsFile
 from packstore.etl.sources import ExampleReader, RecordExampleReader, open_examples
 from packstore.etl.tokenize import Tokenize
 from packstore.etl.totals import RecordTotals
-from packstore.format.arrays import Int64, Tally
+from packstore.format.arrays import Int64
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.dataset.pack_index import put_index
 from packstore.io.manifest.manifest import build_manifest
-from packstore.io.manifest.partition_notes import Finished, PartitionNotes
+from packstore.io.manifest.partition_notes import PartitionNotes
 from packstore.io.shards.shard import PackShape
 from packstore.io.store.location import Location
 from packstore.io.write.write_job import WriteJob, writing
@@ -169,8 +169,13 @@ def _pack(
     for (part, job), packs in zip(jobs.items(), zip(*written, strict=True), strict=True):
         planning = merged_statistics([w.planning for w in packs if w.planning])
         planning["partitions"] = config.partitions
-        about = totals.of_part(part), planning, totals.provenance(part)
-        _commit(job, shape, config, [shard for w in packs for shard in w.shards], about)
+        shards = [shard for w in packs for shard in w.shards]
+        tally, provenance = totals.of_part(part), totals.provenance(part)
+        manifest = build_manifest(shape, config, shards, tally, planning, provenance)
+        sizes = itertools.chain(job.earlier(), (shard.sizes for shard in shards))
+        index = put_index(job.location, sizes, job.version)
+        job.confirm(manifest.shards)
+        job.commit(job.whole(replace(manifest, pack_index=index)))
     for note in notes:
         note.remove()
 
@@ -195,8 +200,13 @@ def _partitions(
 
     inputs = [replace(i, location=_absolute(i.location)) for i in reader.inputs]
     slices = split(list(zip(inputs, reader.sizes, strict=True)), number)
-    if on_cluster:
-        warn_of_reads(slices, len(inputs))
+    reads = sum(map(len, slices)) / len(inputs)
+    if on_cluster and reads > MANY_READS:
+        log.warning(
+            "%d partitions take blocks of %d files, so each file is read %.0f times: reading may "
+            "take longer than packing. With %d files it would be read %d times",
+            *(number, len(inputs), reads, 4 * number, READERS),
+        )
     repeated: list[Int64 | None] = [None] * number
     if config.dedup != "none" and number > 1:
         read = partial(read_keys, reader.tokenize(), config)
@@ -215,21 +225,6 @@ def _partitions(
     totals.wrote(0, 0)
     if taken:
         log.info("took over %d of %d partitions of an interrupted run", taken, number)
-
-
-def _commit(
-    job: WriteJob,
-    shape: PackShape,
-    config: PackConfig,
-    shards: Sequence[Finished],
-    about: tuple[Tally, Mapping[str, Any], Mapping[str, Any]],
-) -> None:
-    """Puts the pack index and commits the shards; `about` is tally, planning and provenance."""
-    manifest = build_manifest(shape, config, shards, *about)
-    sizes = itertools.chain(job.earlier(), (part.sizes for part in shards))
-    index = put_index(job.location, sizes, job.version)
-    job.confirm(manifest.shards)
-    job.commit(job.whole(replace(manifest, pack_index=index)))
 
 
 def _absolute(location: Location) -> Location:

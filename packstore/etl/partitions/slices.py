@@ -6,7 +6,6 @@ from the sizes of the inputs and the number of partitions, so every machine read
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -48,8 +47,6 @@ MANY_READS = 8
 """Reads of each file, by tasks of a cluster, above which two fifths of their time and more are
 reading (``benchmarks/scale.py``)."""
 
-log = logging.getLogger("packstore")
-
 
 @dataclass(frozen=True)
 class Slice:
@@ -89,17 +86,6 @@ def split(inputs: Sequence[tuple[Input, int]], partitions: int) -> list[list[Sli
             slices[(share + first) % partitions].append(Slice(item, first, shares, block_bytes))
         share += shares
     return slices
-
-
-def warn_of_reads(slices: Sequence[Sequence[Slice]], files: int) -> None:
-    """Logs if tasks of a cluster read each file many times."""
-    reads = sum(map(len, slices)) / files
-    if reads > MANY_READS:
-        log.warning(
-            "%d partitions take blocks of %d files, so each file is read %.0f times: reading may "
-            "take longer than packing. With %d files it would be read %d times",
-            *(len(slices), files, reads, 4 * len(slices), READERS),
-        )
 
 
 @dataclass(frozen=True)
