@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from places import Files
 from small_jobs import trained_tokenizer, write_jsonl
 from tokenizers import Tokenizer
 
@@ -32,8 +33,7 @@ def source(tmp_path: Path) -> str:
 
 
 def files(dataset: Dataset) -> dict[str, bytes]:
-    folder = Path(str(dataset.location.local_path))
-    return {str(p): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    return Files(dataset.url).all()
 
 
 @pytest.mark.parametrize("kind", ["file", "list", "generator", "dataset"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,8 @@ from small_jobs import SETTINGS, pairs, trained_tokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import packstore
-from packstore import Dataset
-from packstore.errors import (
-    CompatibilityError,
-    ConfigError,
-    DatasetExistsError,
-    DatasetNotFoundError,
-    TokenizerError,
-)
+from packstore import Dataset, errors
+from packstore.format import to_offsets
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 
@@ -31,13 +26,16 @@ def pack(out: Path | str, records: Any, **settings: Any) -> Dataset:
 def examples(dataset: Dataset) -> list[tuple[int, str]]:
     """Id and tokens of every example, in the order of the dataset."""
     found = []
-    for batch in dataset.iter_batches():
-        for row in batch.to_pylist():
-            bounds = row["seq_boundaries"]
-            for k, example in enumerate(row["example_ids"]):
-                parts = [row["input_ids"][bounds[i] : bounds[i + 1]] for i in (2 * k, 2 * k + 1)]
-                found.append((example, str(parts)))
+    for packs in dataset.iter_packs():
+        starts, ids = to_offsets(packs.segment_lengths), packs.input_ids
+        for k, example in enumerate(packs.example_ids.tolist()):
+            sides = [ids[starts[i] : starts[i + 1]].tolist() for i in (2 * k, 2 * k + 1)]
+            found.append((example, str(sides)))
     return found
+
+
+def texts(dataset: Dataset) -> list[list[int]]:
+    return [packs.input_ids.tolist() for packs in dataset.iter_packs()]
 
 
 def test_append_adds_a_version(tmp_path: Path) -> None:
@@ -56,12 +54,8 @@ def test_append_adds_a_version(tmp_path: Path) -> None:
     assert examples(third)[: len(examples(first))] == examples(first)
     tokens = {text for _, text in examples(pack(tmp_path / "all", pairs(125)))}
     assert {text for _, text in examples(third)} == tokens
-    ids = [example for example, _ in examples(third)]
-    assert sorted(ids) == [
-        *range(60),
-        *((1 << 40) + i for i in range(40)),
-        *((2 << 40) + i for i in range(25)),
-    ]
+    ids = sorted(example for example, _ in examples(third))
+    assert ids == [(part << 40) + i for part, n in enumerate((60, 40, 25)) for i in range(n)]
     assert [s["records"] for s in third.manifest.provenance["sources"]] == [60, 40, 25]
     assert third.manifest.records.packed == third.manifest.records.read == 125
     assert packstore.clean(str(place)).leftovers == []
@@ -72,7 +66,7 @@ def test_statistics_and_index_are_those_of_the_packs(tmp_path: Path) -> None:
     grown = packstore.append(pack(tmp_path / "a", pairs(60)), pairs(40, 60))
     assert grown.manifest.pack_index is not None
     sizes = grown.pack_index
-    bare = Dataset(grown.location, _without_index(grown), grown.version)
+    bare = Dataset(grown.location, replace(grown.manifest, pack_index=None), grown.version)
     for name in ("tokens", "examples", "squares"):
         np.testing.assert_array_equal(getattr(sizes, name), getattr(bare.pack_index, name))
     as_one = packstore.concat([grown], str(tmp_path / "b"))
@@ -80,12 +74,6 @@ def test_statistics_and_index_are_those_of_the_packs(tmp_path: Path) -> None:
     assert as_one.manifest.pack_index.sha256 == grown.manifest.pack_index.sha256
     assert as_one.manifest.statistics == grown.manifest.statistics
     assert as_one.manifest.lineage == grown.manifest.lineage
-
-
-def _without_index(dataset: Dataset) -> Any:
-    import dataclasses
-
-    return dataclasses.replace(dataset.manifest, pack_index=None)
 
 
 @pytest.mark.parametrize("where", ["local", "memory", "from_memory"])
@@ -107,7 +95,7 @@ def test_concat_copies_shards_as_they_are(tmp_path: Path, where: str) -> None:
     assert (twice.version, twice.manifest.pairs) == (2, 160)
     assert twice.verify().ok
     assert packstore.concat([twice, b], out, overwrite=True).verify().ok
-    with pytest.raises(DatasetExistsError, match="must not hold a dataset yet"):
+    with pytest.raises(errors.DatasetExistsError, match="must not hold a dataset yet"):
         packstore.concat([a, b], out)
     assert packstore.clean(out).leftovers == []
 
@@ -133,17 +121,19 @@ def test_what_differs_is_named(tmp_path: Path) -> None:
     }
     for number, (text, settings) in enumerate(others.items()):
         b = pack(tmp_path / str(number), pairs(30, 30), **settings)
-        with pytest.raises(CompatibilityError, match=f"must have been made alike; found {text}"):
+        with pytest.raises(
+            errors.CompatibilityError, match=f"must have been made alike; found {text}"
+        ):
             packstore.concat([a, b], str(tmp_path / "out"))
     sft = [{"prompt": [5], "response": [6]}] * 9
-    with pytest.raises(CompatibilityError, match="kind 'preference' and 'sft'"):
+    with pytest.raises(errors.CompatibilityError, match="kind 'preference' and 'sft'"):
         packstore.concat([a, pack(tmp_path / "sft", sft)], str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()
-    with pytest.raises(ConfigError, match="so pack_size must be left out"):
+    with pytest.raises(errors.ConfigError, match="so pack_size must be left out"):
         packstore.append(a, pairs(9), pack_size=128)
-    with pytest.raises(ConfigError, match="takes a list"):
+    with pytest.raises(errors.ConfigError, match="takes a list"):
         packstore.concat(str(tmp_path / "a"), str(tmp_path / "out"))
-    with pytest.raises(DatasetNotFoundError):
+    with pytest.raises(errors.DatasetNotFoundError):
         packstore.append(str(tmp_path / "none"), pairs(9))
     assert packstore.open(tmp_path / "a").version == 1
 
@@ -152,9 +142,9 @@ def test_append_checks_what_it_extends(tmp_path: Path) -> None:
     place = tmp_path / "ds"
     first = pack(place, pairs(60))
     packstore.append(first, pairs(40, 60))
-    with pytest.raises(ConfigError, match="only its newest version, 2, can be extended"):
+    with pytest.raises(errors.ConfigError, match="only its newest version, 2, can be extended"):
         packstore.append(first, pairs(10, 200))
-    with pytest.raises(DatasetExistsError, match="must not be in it yet; found these very"):
+    with pytest.raises(errors.DatasetExistsError, match="must not be in it yet; found these very"):
         packstore.append(str(place), pairs(60))
     assert packstore.append(str(place), pairs(40, 60)).version == 2  # a call that is repeated
     assert packstore.open(place).version == 2
@@ -182,45 +172,39 @@ def test_the_tokenizer_must_be_the_same(tmp_path: Path) -> None:
         lambda: packstore.append(a, more, paths[1]),
         lambda: packstore.append(a, b),
     ):
-        with pytest.raises(CompatibilityError, match="tokenizer vocab_sha256"):
+        with pytest.raises(errors.CompatibilityError, match="tokenizer vocab_sha256"):
             change()
     grown = packstore.append(a, more)
     assert grown.manifest.pairs == 18
     assert grown.verify().ok
     Path(paths[0]).unlink()
-    with pytest.raises(TokenizerError, match="its tokenizer must be named"):
+    with pytest.raises(errors.TokenizerError, match="its tokenizer must be named"):
         packstore.append(grown, records)
 
 
 def test_the_chat_template_must_be_the_same(tmp_path: Path) -> None:
     """That of the tokenizer is compared; that of a setting is the one that the dataset records."""
-    folder, out, setting = tmp_path / "tokenizer", str(tmp_path / "ds"), tmp_path / "own.jinja"
+    folder, setting = tmp_path / "tokenizer", tmp_path / "own.jinja"
     folder.mkdir()
     trained_tokenizer(["a b"]).save(str(folder / "tokenizer.json"))
-    template = folder / "chat_template.jinja"
     text = "{% for m in messages %}{{ m.role }}: {{ m.content }}</s>{% endfor %}"
+    other = text.replace(": ", "; ")
     chats = [
         [{"messages": [{"role": r, "content": f"{r} {i}"} for r in ("user", "assistant")]}]
-        for i in range(4)
+        for i in range(3)
     ]
-    template.write_text(text)
-    packstore.pack(chats[0], out, str(folder), pack_size=64)
-    assert packstore.append(out, chats[1]).version == 2
-    template.write_text(text.replace(": ", "; "))
-    with pytest.raises(CompatibilityError, match="chat_template_sha256"):
-        packstore.append(out, chats[2])
+    settings: dict[str, Any] = {"tokenizer": str(folder), "pack_size": 64}
+    (folder / "chat_template.jinja").write_text(text)
+    first = packstore.pack(chats[0], tmp_path / "ds", **settings)
+    second = packstore.append(first, chats[1])
+    (folder / "chat_template.jinja").write_text(other)
+    with pytest.raises(errors.CompatibilityError, match="chat_template_sha256"):
+        packstore.append(second, chats[2])
     setting.write_text(text)
-    first = packstore.pack(
-        chats[0], f"{out}-set", str(folder), chat_template=str(setting), pack_size=64
-    )
-    setting.write_text(text.replace(": ", "; "))
-    grown = packstore.append(first, chats[1])
-    setting.write_text(text)
-    alone = packstore.pack(
-        chats[1], f"{out}-alone", str(folder), chat_template=str(setting), pack_size=64
-    )
-    last = [row["input_ids"] for batch in grown.iter_batches() for row in batch.to_pylist()][-1]
-    assert [last] == [r["input_ids"] for batch in alone.iter_batches() for r in batch.to_pylist()]
+    first = packstore.pack(chats[0], tmp_path / "set", chat_template=str(setting), **settings)
+    setting.write_text(other)
+    third = packstore.append(first, chats[1])
+    assert texts(third) == texts(second)
 
 
 def test_a_dataset_is_packed_anew_to_be_appended(tmp_path: Path) -> None:

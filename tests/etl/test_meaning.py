@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_jobs import write_jsonl
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from small_jobs import trained_tokenizer, write_jsonl
+from tokenizers import Tokenizer
 
 import packstore
 from packstore.errors import ConfigError, RecordError
@@ -26,12 +26,7 @@ SCORED = [{**pair, "score_chosen": 4.5, "score_rejected": 2} for pair in PAIRS]
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    made.add_special_tokens(["</s>"])
-    return made
+    return trained_tokenizer(["What is it?"])
 
 
 @pytest.fixture
