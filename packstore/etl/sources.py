@@ -9,7 +9,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import cached_property
 from os import PathLike
 from typing import Any
@@ -252,8 +252,8 @@ class DatasetExampleReader:
     def provenance(self, sources: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
         """Returns the dataset's provenance, with this repacking and its settings added."""
         manifest = self._dataset.manifest
-        stages = (SelectConfig, PlanConfig, WriteConfig)
-        names = {"max_length", "overlong", *(f.name for stage in stages for f in fields(stage))}
+        names = {"max_length", "overlong", *SelectConfig.names(), *PlanConfig.names()}
+        names |= {*WriteConfig.names()}
         recorded = replace(self._config, partitions=self.partitions).recorded()
         settings = {name: value for name, value in recorded.items() if name in names}
         kept = {k: v for k, v in manifest.provenance.items() if k != "repacked_from"}

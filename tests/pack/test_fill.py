@@ -77,15 +77,6 @@ def rows(packs: Packs) -> list[dict[str, list]]:
     ]
 
 
-def with_columns(examples: Examples) -> Examples:
-    n = examples.num_examples
-    columns = {
-        "weight": np.linspace(0, 1, n),
-        "source": np.array([f"s{i}" for i in range(n)], object),
-    }
-    return replace(examples, columns=columns)
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("supervised", [False, True])
 def test_negative_ids_are_refused(layout: str, supervised: bool) -> None:
@@ -110,7 +101,10 @@ def test_packs_are_those_of_the_definition_and_give_the_examples_back(
     case: tuple[int, int, str, int], layout: str, strategy: str
 ) -> None:
     n, seed, kind, vocab_size = case
-    examples = with_columns(random_examples(n, seed=seed, kind=kind, vocab_size=vocab_size))
+    names = np.array([f"s{i}" for i in range(n)], object)
+    columns = {"weight": np.linspace(0, 1, n), "source": names}
+    examples = random_examples(n, seed=seed, kind=kind, vocab_size=vocab_size)
+    examples = replace(examples, columns=columns)
     made = plan(sizes(examples, layout), pack_size=256, strategy=strategy, seed=seed)
     planned = examples.take(made.order)
     packs = fill(planned, made.offsets, layout)
