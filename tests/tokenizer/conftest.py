@@ -153,9 +153,7 @@ BYTES = tokenizers.pre_tokenizers.ByteLevel.alphabet()
 def byte_level() -> Callable[..., Source]:
     """Makes a byte-level tokenizer with the merges given; each character one token otherwise."""
 
-    def make(
-        merges=(), special=("<s>", "</s>", "<|end|>"), template=None, bos=False, **token_options
-    ):
+    def make(merges=(), special=("<s>", "</s>", "<e>"), template=None, bos=False, **token_options):
         vocab = {c: i for i, c in enumerate(sorted(BYTES))}
         for a, b in merges:
             vocab[a + b] = len(vocab)

@@ -127,7 +127,7 @@ NORMALIZED = {
     ),
 }
 AS_JSON = (
-    "{% for m in messages %}{{ m | tojson }}<|end|>{% endfor %}"
+    "{% for m in messages %}{{ m | tojson }}<e>{% endfor %}"
     '{% if add_generation_prompt %}{{ \'{"role": "assistant", \' }}{% endif %}'
 )
 
@@ -137,7 +137,7 @@ def test_messages_are_normalized(pack, byte_level, name):
     given, expected = NORMALIZED[name]
     end = {"role": "assistant", "content": "the end"}
     packed = pack(byte_level(template=AS_JSON), {"messages": [USER, *given, USER, end]})
-    *messages, rest = packed.texts[0].split("<|end|>")
+    *messages, rest = packed.texts[0].split("<e>")
     assert [*map(json.loads, messages)] == [USER, *expected, USER, end]
     assert rest == ""
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -86,33 +83,3 @@ def test_what_comes_back_fits_and_is_part_of_what_went_in(
             assert (
                 size - stored(after, layout) < (1 if layout == "shared_prefix" else 2) or not spare
             )
-
-
-@pytest.fixture(scope="module")
-def chats(pack, tokenizer, records):
-    """Real chats, and the same packed whole."""
-    some = records("pairs/chat_en.jsonl")[:120]
-    return some, functools.partial(pack, tokenizer("qwen3"), *some), pack(tokenizer("qwen3"), *some)
-
-
-@pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
-@pytest.mark.parametrize("policy", ["truncate_prompt", "truncate_response"])
-def test_real_chats_cut_to_size(chats, layout, policy):
-    """Shortened chats still begin with their system turn, and still end as their template ends."""
-    records, pack, whole = chats
-    cut = pack(pack_size=700, layout=layout, overlong=policy)
-    assert len(cut.examples) + cut.dropped["overlong"] == len(records)
-    assert cut.noted[policy.replace("truncate", "truncated")] > 0
-    for number, sides in cut.examples.items():
-        assert stored(sides, layout) <= 700
-        first = records[number]["prompt"][0]
-        system = f"<|im_start|>system\n{first['content']}<|im_end|>\n"
-        for (ids, on), (before, learned) in zip(sides, whole.examples[number], strict=True):
-            text = cut.decode(ids)
-            assert text.endswith("<|im_end|>\n")
-            assert text.startswith(system if first["role"] == "system" else "")
-            start = learned.index(True)
-            if policy == "truncate_prompt":
-                assert ids[on.index(True) :] == before[start:]
-            else:
-                assert ids[:start] == before[:start]

@@ -19,10 +19,16 @@ class Case(NamedTuple):
 
     record: Any
     expected: list[str] | str
-    noted: tuple[str, ...] = ()
-    kind: str = "preference"
-    tokenizer: dict[str, Any] | None = None
-    settings: dict[str, Any] | None = None
+    noted: tuple[str, ...]
+    kind: str
+    tokenizer: dict[str, Any]
+    settings: dict[str, Any]
+
+
+def case(
+    record: Any, expected: Any, *noted: str, kind="preference", tokenizer=None, **settings: Any
+) -> Case:
+    return Case(record, expected, noted, kind, tokenizer or {}, settings)
 
 
 def user(text: str) -> dict[str, Any]:
@@ -37,17 +43,13 @@ def system(text: str) -> dict[str, Any]:
     return {"role": "system", "content": text}
 
 
-def on(**answers: str) -> dict[str, Any]:
-    return {"on": answers}
-
-
 def hh(*turns: str) -> str:
     return "".join(f"\n\n{('Human', 'Assistant')[i % 2]}: {t}" for i, t in enumerate(turns))
 
 
 TEMPLATE = (
-    "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}[assistant]{% endif %}"
+    "{% for m in messages %}[{{ m.role[0] }}]{{ m.content }}<e>{% endfor %}"
+    "{% if add_generation_prompt %}[a]{% endif %}"
 )
 BOS = "{{ bos_token }}" + TEMPLATE
 GENERATION = TEMPLATE.replace(
@@ -56,316 +58,293 @@ GENERATION = TEMPLATE.replace(
     "{% else %}{{ m.content }}{% endif %}",
 )
 REWRITING = TEMPLATE.replace(
-    "[{{ m.role }}]", "[{{ m.role }}]{{ '(now)' if loop.last and m.role == 'assistant' }}"
+    "[{{ m.role[0] }}]", "[{{ m.role[0] }}]{{ '(now)' if loop.last and m.role == 'assistant' }}"
 ).replace("m.content", "m.content | trim")
 IN_LAST_USER_TURN = (
     "{% set users = messages | selectattr('role', 'equalto', 'user') | list %}"
     "{% for m in messages %}{% if m.role == 'user' %}[I]{{ 'S' if m == users[-1] }}"
     "{{ m.content }}[/I]{% else %}{{ m.content }};{% endif %}{% endfor %}"
 )
+LENGTHS = "{% for m in messages %}{{ m.content | length }}{{ loop.length }};{% endfor %}"
 AWKWARD = [
     user("first"),
     said(" one "),
-    user("second [assistant] one "),
-    said("two[assistant]three\n"),
+    user("second [a] one "),
+    said("two[a]three\n"),
 ]
 P = {"prompt": "p", "chosen": "c", "rejected": "r"}
 PLAIN = ["p«c</s>»", "p«r</s>»"]
 CHAT = {"chosen": [user("p"), said("c")], "rejected": [user("p"), said("r")]}
 TURNS = {"template": TEMPLATE}
-CHATTED = ["[user]p<|end|>[assistant]«c<|end|>»", "[user]p<|end|>[assistant]«r<|end|>»"]
+CHATTED = ["[u]p<e>[a]«c<e>»", "[u]p<e>[a]«r<e>»"]
 TWO = {"messages": [user("u"), said("a"), user("v"), said("b")]}
-INJECTED = "a</s>b<s><|end|>"
+INJECTED = "a</s>b<s><e>"
 UNKNOWN = {"role": "narrator", "content": "x"}
 SFT: dict[str, Any] = {"kind": "sft", "tokenizer": TURNS}
 RANKED = {"prompt": "p", "responses": ["a", "b", "a"], "scores": [0, 2.5, 0]}
 
 CASES = {
-    # Pairs of text, BOS and EOS.
-    "text": Case(P, PLAIN),
-    "mapped names": Case(
+    "text": case(P, PLAIN),
+    "mapped names": case(
         {"q": "p", "better": "c", "worse": "r", "prompt": "no", "chosen": "no"},
         PLAIN,
-        settings={"fields": {"prompt": "q", "chosen": "better", "rejected": "worse"}},
+        fields={"prompt": "q", "chosen": "better", "rejected": "worse"},
     ),
-    "bos": Case(P, ["<s>p«c</s>»", "<s>p«r</s>»"], tokenizer={"bos": True}),
-    "neither bos nor eos": Case(
-        P,
-        ["p«c»", "p«r»"],
-        tokenizer={"bos": True},
-        settings={"add_bos": False, "append_eos": False},
+    "bos": case(P, ["<s>p«c</s>»", "<s>p«r</s>»"], tokenizer={"bos": True}),
+    "neither bos nor eos": case(
+        P, ["p«c»", "p«r»"], tokenizer={"bos": True}, add_bos=False, append_eos=False
     ),
-    "no eos token": Case(P, ["p«c»", "p«r»"], ("no_eos",), tokenizer={"special": ()}),
-    "bos is not doubled": Case(
+    "no eos token": case(P, ["p«c»", "p«r»"], "no_eos", tokenizer={"special": ()}),
+    "bos is not doubled": case(
         {**P, "prompt": "<s>p"},
         ["<s>p«c</s>»", "<s>p«r</s>»"],
-        ("bos_deduplicated", "special_tokens_control"),
+        "bos_deduplicated",
+        "special_tokens_control",
         tokenizer={"bos": True},
-        settings=on(special_tokens="control"),
+        on={"special_tokens": "control"},
     ),
-    "bos of a template is not doubled": Case(
+    "bos of a template is not doubled": case(
         {**P, "prompt": [user("p")]},
         ["<s>" + text for text in CHATTED],
-        ("bos_deduplicated",),
+        "bos_deduplicated",
         tokenizer={"template": BOS, "bos": True},
-        settings={"add_bos": True},
+        add_bos=True,
     ),
-    "eos is not doubled": Case(
-        {**P, "chosen": "c</s>"},
-        PLAIN,
-        ("special_tokens_control",),
-        settings=on(special_tokens="control"),
+    "eos is not doubled": case(
+        {**P, "chosen": "c</s>"}, PLAIN, "special_tokens_control", on={"special_tokens": "control"}
     ),
-    "eos behind a template": Case(
-        CHAT,
-        [t.replace("<|end|>»", "<|end|></s>»") for t in CHATTED],
-        tokenizer=TURNS,
-        settings={"append_eos": True},
+    "eos behind a template": case(
+        CHAT, [t.replace("<e>»", "<e></s>»") for t in CHATTED], tokenizer=TURNS, append_eos=True
     ),
-    "the first token is not supervised": Case(
+    "the first token is not supervised": case(
         {"prompt": "", "chosen": "cd", "rejected": "r"}, ["c«d</s>»", "r«</s>»"]
     ),
-    # Boundaries.
-    "a merged token is of the response": Case(
+    "a merged token is of the response": case(
         {"prompt": "p: ", "chosen": "xy", "rejected": "r"},
         ["p:« xy</s>»", "p: «r</s>»"],
-        ("boundary_merged",),
+        "boundary_merged",
         tokenizer={"merges": [("Ġ", "x")]},
     ),
-    "a merged token refused": Case(
+    "a merged token refused": case(
         {"prompt": "p: ", "chosen": "xy", "rejected": "r"},
         "boundary",
         tokenizer={"merges": [("Ġ", "x")]},
-        settings=on(boundary="drop"),
+        on={"boundary": "drop"},
     ),
-    # Implied prompts.
-    "whole dialogues": Case({"prompt": None, **CHAT}, CHATTED, tokenizer=TURNS),
-    "whole dialogues and their prompt": Case({"prompt": "p", **CHAT}, CHATTED, tokenizer=TURNS),
-    "text of HH": Case(
+    "whole dialogues": case({"prompt": None, **CHAT}, CHATTED, tokenizer=TURNS),
+    "whole dialogues and their prompt": case({"prompt": "p", **CHAT}, CHATTED, tokenizer=TURNS),
+    "text of HH": case(
         {"chosen": hh("a", "b", "c", "d"), "rejected": hh("a", "b", "c", "e", "f")},
         [f"{hh('a', 'b', 'c')}\n\nAssistant:« {x}</s>»" for x in ("d", "e\n\nHuman: f")],
     ),
-    "text of HH that parts before its last turn": Case(
+    "text of HH that parts before its last turn": case(
         {"chosen": hh("a", "b", "c", "d"), "rejected": hh("a", "x", "c", "d")},
         [hh("a") + f"\n\nAssistant:« {x}\n\nHuman: c\n\nAssistant: d</s>»" for x in "bx"],
     ),
-    "text of HH without its first line breaks": Case(
+    "text of HH without its first line breaks": case(
         {"chosen": "Human: a\n\nAssistant: b", "rejected": "Human: a\n\nAssistant: c"},
         [f"Human: a\n\nAssistant:« {x}</s>»" for x in "bc"],
     ),
-    "nothing in common": Case(
+    "nothing in common": case(
         {"chosen": hh("a", "b"), "rejected": hh("x", "b")}, "no_common_prompt"
     ),
-    "other texts without a prompt": Case({"chosen": "a b", "rejected": "a c"}, "missing_field"),
-    # Messages.
-    "a message as prompt": Case({**P, "prompt": [user("p")]}, CHATTED, tokenizer=TURNS),
-    "messages as responses": Case(
+    "other texts without a prompt": case({"chosen": "a b", "rejected": "a c"}, "missing_field"),
+    "a message as prompt": case({**P, "prompt": [user("p")]}, CHATTED, tokenizer=TURNS),
+    "messages as responses": case(
         {"prompt": "p", "chosen": [said("c")], "rejected": said("r")}, CHATTED, tokenizer=TURNS
     ),
-    "a system text": Case(
+    "a system text": case(
         {**P, "prompt": [user("p")], "system": "S"},
-        ["[system]S<|end|>" + text for text in CHATTED],
+        ["[s]S<e>" + text for text in CHATTED],
         tokenizer=TURNS,
     ),
-    "text parts": Case(
+    "text parts": case(
         {**P, "prompt": [{"role": "user", "content": [{"type": "text", "text": "p"}]}]},
         CHATTED,
         tokenizer=TURNS,
     ),
-    "two turns": Case(
-        TWO, ["[user]u<|end|>[assistant]«a<|end|>»[user]v<|end|>[assistant]«b<|end|>»"], **SFT
-    ),
-    "the last turn": Case(
-        TWO,
-        ["[user]u<|end|>[assistant]a<|end|>[user]v<|end|>[assistant]«b<|end|>»"],
-        settings={"supervised_turns": "last"},
-        **SFT,
-    ),
-    "ShareGPT": Case(
+    "two turns": case(TWO, ["[u]u<e>[a]«a<e>»[u]v<e>[a]«b<e>»"], **SFT),
+    "the last turn": case(TWO, ["[u]u<e>[a]a<e>[u]v<e>[a]«b<e>»"], supervised_turns="last", **SFT),
+    "ShareGPT": case(
         {"conversations": [{"from": "human", "value": "u"}, {"from": "gpt", "value": "a"}]},
-        ["[user]u<|end|>[assistant]«a<|end|>»"],
+        ["[u]u<e>[a]«a<e>»"],
         **SFT,
     ),
-    "messages as JSON text": Case(
+    "messages as JSON text": case(
         {"messages": '[{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]'},
-        ["[user]u<|end|>[assistant]«a<|end|>»"],
+        ["[u]u<e>[a]«a<e>»"],
         **SFT,
     ),
-    "prompt and completion": Case({"prompt": "p", "completion": "a"}, ["p«a</s>»"], kind="sft"),
-    "generation blocks": Case(
-        TWO,
-        ["[user]u<|end|>[assistant]«a!»<|end|>[user]v<|end|>[assistant]«b!»<|end|>"],
-        kind="sft",
-        tokenizer={"template": GENERATION},
+    "prompt and completion": case({"prompt": "p", "completion": "a"}, ["p«a</s>»"], kind="sft"),
+    "generation blocks": case(
+        TWO, ["[u]u<e>[a]«a!»<e>[u]v<e>[a]«b!»<e>"], kind="sft", tokenizer={"template": GENERATION}
     ),
-    "generation blocks of a response": Case(
+    "generation blocks of a response": case(
         {"prompt": TWO["messages"][:3], "chosen": "c", "rejected": "r"},
-        [f"[user]u<|end|>[assistant]a!<|end|>[user]v<|end|>[assistant]«{x}!»<|end|>" for x in "cr"],
+        [f"[u]u<e>[a]a!<e>[u]v<e>[a]«{x}!»<e>" for x in "cr"],
         tokenizer={"template": GENERATION},
     ),
-    "history is rewritten": Case(
+    "history is rewritten": case(
         {"messages": AWKWARD},
-        [
-            "[user]first<|end|>[assistant]«one<|end|>»[user]second [assistant] one<|end|>"
-            "[assistant]«(now)two[assistant]three<|end|>»"
-        ],
+        ["[u]first<e>[a]«one<e>»[u]second [a] one<e>[a]«(now)two[a]three<e>»"],
         kind="sft",
         tokenizer={"template": REWRITING},
     ),
-    "no generation prompt": Case(
+    "no generation prompt": case(
         {"messages": AWKWARD},
-        [
-            "[user]first<|end|>«[assistant] one <|end|>»[user]second [assistant] one <|end|>"
-            "«[assistant]two[assistant]three\n<|end|>»"
-        ],
+        ["[u]first<e>«[a] one <e>»[u]second [a] one <e>«[a]two[a]three\n<e>»"],
         kind="sft",
         tokenizer={"template": TEMPLATE.partition("{% if")[0]},
     ),
-    "the system text in the last user turn": Case(
+    "the system text in the last user turn": case(
         {"messages": AWKWARD},
-        ["[I]first[/I] «one ;»[I]Ssecond [assistant] one [/I]«two[assistant]three\n;»"],
+        ["[I]first[/I] «one ;»[I]Ssecond [a] one [/I]«two[a]three\n;»"],
         kind="sft",
         tokenizer={"template": IN_LAST_USER_TURN},
     ),
-    "a turn that cannot be found": Case(
+    "a turn that cannot be found": case(
         TWO,
         "template_refused",
         kind="sft",
-        tokenizer={
-            "template": "{% for m in messages %}{{ m.content | length }}{{ loop.length }};"
-            "{% endfor %}"
-        },
+        tokenizer={"template": LENGTHS},
     ),
-    "a template that refuses": Case(
+    "a template that refuses": case(
         CHAT,
         "template_refused",
         tokenizer={"template": "{{ raise_exception('roles must alternate') }}"},
     ),
-    "an empty turn among others": Case(
+    "an empty turn among others": case(
         {"messages": [user("u"), said(""), user("v"), said("b")]}, "empty_turn", **SFT
     ),
-    "an empty turn kept": Case(
+    "an empty turn kept": case(
         {"messages": [user("u"), said(""), user("v"), said("b")]},
-        ["[user]u<|end|>[assistant]«<|end|>»[user]v<|end|>[assistant]«b<|end|>»"],
-        ("empty_turn",),
-        settings=on(empty_turn="keep"),
+        ["[u]u<e>[a]«<e>»[u]v<e>[a]«b<e>»"],
+        "empty_turn",
+        on={"empty_turn": "keep"},
         **SFT,
     ),
-    "an empty turn before the last": Case(
+    "an empty turn before the last": case(
         {"messages": [user("u"), said(""), user("v"), said("b")]},
-        ["[user]u<|end|>[assistant]<|end|>[user]v<|end|>[assistant]«b<|end|>»"],
-        settings={"supervised_turns": "last"},
+        ["[u]u<e>[a]<e>[u]v<e>[a]«b<e>»"],
+        supervised_turns="last",
         **SFT,
     ),
-    "no answer": Case({"messages": [user("u")]}, "unsupervised", **SFT),
-    "a role left out": Case(
+    "no answer": case({"messages": [user("u")]}, "unsupervised", **SFT),
+    "a role left out": case(
         {**P, "prompt": [system("s"), user("p")]},
         "unrendered",
         tokenizer={"template": TEMPLATE.replace("messages", "messages if m.role != 'system'")},
     ),
-    "thoughts stripped": Case(
-        {**P, "chosen": "<think>\nhm\n</think>\n\nc"}, PLAIN, settings={"thinking": "strip"}
+    "thoughts stripped": case(
+        {**P, "chosen": "<think>\nhm\n</think>\n\nc"}, PLAIN, thinking="strip"
     ),
-    # Control strings.
-    "control strings are text": Case(
-        {**P, "prompt": INJECTED},
-        [f"{INJECTED}«{x}</s>»" for x in "cr"],
-        ("special_tokens_literal",),
+    "control strings are text": case(
+        {**P, "prompt": INJECTED}, [f"{INJECTED}«{x}</s>»" for x in "cr"], "special_tokens_literal"
     ),
-    "control strings refused": Case(
-        {**P, "chosen": "c</s>"}, "special_tokens", settings=on(special_tokens="drop")
+    "control strings refused": case(
+        {**P, "chosen": "c</s>"}, "special_tokens", on={"special_tokens": "drop"}
     ),
-    "control strings in messages are text": Case(
+    "control strings in messages are text": case(
         {**P, "prompt": [user(INJECTED)]},
         [t.replace("]p<", f"]{INJECTED}<") for t in CHATTED],
-        ("special_tokens_literal",),
+        "special_tokens_literal",
         tokenizer=TURNS,
     ),
-    "control tokens that swallow white space": Case(
+    "control tokens that swallow white space": case(
         {**P, "prompt": [user("p")], "chosen": "<s>"},
         "special_tokens",
         tokenizer={"template": TEMPLATE, "rstrip": True},
     ),
-    # Empty, equal and broken records.
-    "an empty side": Case({**P, "chosen": " \n"}, "empty_side"),
-    "an empty side kept": Case(
-        {**P, "chosen": ""}, ["p«</s>»", "p«r</s>»"], settings=on(empty_side="keep")
+    "an empty side": case({**P, "chosen": " \n"}, "empty_side"),
+    "an empty side kept": case(
+        {**P, "chosen": ""}, ["p«</s>»", "p«r</s>»"], on={"empty_side": "keep"}
     ),
-    "equal sides": Case({**P, "chosen": "r"}, "identical_sides"),
-    "equal sides kept": Case(
-        {**P, "chosen": "r"}, ["p«r</s>»"] * 2, settings=on(identical_sides="keep")
+    "equal sides": case({**P, "chosen": "r"}, "identical_sides"),
+    "equal sides kept": case(
+        {**P, "chosen": "r"}, ["p«r</s>»"] * 2, on={"identical_sides": "keep"}
     ),
-    "a lone surrogate": Case({**P, "prompt": "p\ud800"}, "invalid_unicode"),
-    "a lone surrogate replaced": Case(
+    "a lone surrogate": case({**P, "prompt": "p\ud800"}, "invalid_unicode"),
+    "a lone surrogate replaced": case(
         {**P, "prompt": "p\ud800"},
         ["p�«c</s>»", "p�«r</s>»"],
-        ("unicode_replaced",),
-        settings=on(invalid_unicode="keep"),
+        "unicode_replaced",
+        on={"invalid_unicode": "keep"},
     ),
-    "rewards against the order": Case(
-        {**P, "chosen_reward": 1, "rejected_reward": 4}, PLAIN, ("reward_reversed",)
+    "rewards against the order": case(
+        {**P, "chosen_reward": 1, "rejected_reward": 4}, PLAIN, "reward_reversed"
     ),
-    "one reward": Case({**P, "score_chosen": 4.5}, "one_reward"),
-    "a bad answer": Case(
+    "one reward": case({**P, "score_chosen": 4.5}, "one_reward"),
+    "a bad answer": case(
         {"prompt": "p", "completion": "b", "label": False}, "unpaired_feedback", kind="sft"
     ),
-    "a bad answer kept": Case(
+    "a bad answer kept": case(
         {"prompt": "p", "completion": "b", "label": False},
         ["p«b</s>»"],
         kind="sft",
-        settings=on(unpaired_feedback="keep"),
+        on={"unpaired_feedback": "keep"},
     ),
-    "a label of a pair": Case({**P, "label": 0}, PLAIN),
-    "ranked": Case(RANKED, ["p«a</s>»", "p«b</s>»", "p«a</s>»"], kind="ranked"),
-    "too long": Case({**P, "chosen": "c" * 99}, "overlong", settings={"max_length": 50}),
-    "bos and the system turn stay": Case(
+    "a label of a pair": case({**P, "label": 0}, PLAIN),
+    "ranked": case(RANKED, ["p«a</s>»", "p«b</s>»", "p«a</s>»"], kind="ranked"),
+    "too long": case({**P, "chosen": "c" * 99}, "overlong", max_length=50),
+    "bos and the system turn stay": case(
         {**P, "prompt": [system("S"), user("u" * 30)]},
-        [f"<s>[system]S<|end|>{'u' * 10}<|end|>[assistant]«{x}<|end|>»" for x in "cr"],
-        ("truncated_prompt",),
+        [f"<s>[s]S<e>{'u' * 23}<e>[a]«{x}<e>»" for x in "cr"],
+        "truncated_prompt",
         tokenizer=TURNS,
-        settings={"add_bos": True, "overlong": "truncate_prompt", "max_length": 35},
+        add_bos=True,
+        overlong="truncate_prompt",
+        max_length=35,
     ),
-    "the bos of a template stays": Case(
+    "the bos of a template stays": case(
         {**P, "prompt": [user("u" * 30)]},
-        [f"<s>{'u' * 20}<|end|>[assistant]«{x}<|end|>»" for x in "cr"],
-        ("truncated_prompt",),
+        [f"<s>{'u' * 28}<e>[a]«{x}<e>»" for x in "cr"],
+        "truncated_prompt",
         tokenizer={"template": BOS},
-        settings={"overlong": "truncate_prompt", "max_length": 35},
+        overlong="truncate_prompt",
+        max_length=35,
     ),
-    "no object": Case(["x"], "not_an_object"),
-    "no rejected": Case({"prompt": "p", "chosen": "c"}, "missing_field"),
-    "a boolean": Case({**P, "chosen": True}, "wrong_type"),
-    "a number": Case({**P, "prompt": 3}, "wrong_type"),
-    "a list of text": Case({**P, "chosen": ["c"]}, "wrong_type"),
-    "a reward that is text": Case({**P, "chosen_reward": "1"}, "wrong_type"),
-    "a reward that is no number": Case({**P, "chosen_reward": float("nan")}, "wrong_type"),
-    "tools that are no JSON": Case({**P, "prompt": [user("p")], "tools": "{"}, "wrong_type"),
-    "a system text that is a number": Case({**CHAT, "system": 3}, "wrong_type"),
-    "ids and text": Case({**P, "prompt": [1, 2]}, "wrong_type"),
-    "ids without a prompt": Case({"chosen": [1], "rejected": [2]}, "missing_field"),
-    "a negative id": Case({"prompt": [1], "chosen": [-1], "rejected": [2]}, "wrong_type"),
-    "nested ids": Case({"prompt": [1], "chosen": [1, [2]], "rejected": [2]}, "wrong_type"),
-    "a huge id": Case({"prompt": [1], "chosen": [1 << 70], "rejected": [2]}, "wrong_type"),
-    "ids outside the vocabulary": Case(
-        {"prompt": [5], "chosen": [7], "rejected": [99_999]}, "wrong_type"
+    "a response cut before the end of its turn": case(
+        {**P, "prompt": [user("p")], "chosen": "c" * 40},
+        ["[u]p<e>[a]«ccc<e>»", "[u]p<e>[a]«r<e>»"],
+        "truncated_response",
+        tokenizer=TURNS,
+        overlong="truncate_response",
+        max_length=12,
     ),
-    "one response": Case(
+    "no object": case(["x"], "not_an_object"),
+    "no rejected": case({"prompt": "p", "chosen": "c"}, "missing_field"),
+    "a boolean": case({**P, "chosen": True}, "wrong_type"),
+    "a number": case({**P, "prompt": 3}, "wrong_type"),
+    "a list of text": case({**P, "chosen": ["c"]}, "wrong_type"),
+    "a reward that is text": case({**P, "chosen_reward": "1"}, "wrong_type"),
+    "a reward that is no number": case({**P, "chosen_reward": float("nan")}, "wrong_type"),
+    "tools that are no JSON": case({**P, "prompt": [user("p")], "tools": "{"}, "wrong_type"),
+    "a system text that is a number": case({**CHAT, "system": 3}, "wrong_type"),
+    "ids and text": case({**P, "prompt": [1, 2]}, "wrong_type"),
+    "ids without a prompt": case({"chosen": [1], "rejected": [2]}, "missing_field"),
+    "a negative id": case({"prompt": [1], "chosen": [-1], "rejected": [2]}, "wrong_type"),
+    "nested ids": case({"prompt": [1], "chosen": [1, [2]], "rejected": [2]}, "wrong_type"),
+    "a huge id": case({"prompt": [1], "chosen": [1 << 70], "rejected": [2]}, "wrong_type"),
+    "ids outside the vocabulary": case(
+        {"prompt": [5], "chosen": [7], "rejected": [99999]}, "wrong_type"
+    ),
+    "one response": case(
         {"prompt": "p", "responses": ["a"], "scores": [1]}, "wrong_type", kind="ranked"
     ),
-    "too few scores": Case({**RANKED, "scores": [1]}, "wrong_type", kind="ranked"),
-    "no scores": Case({"prompt": "p", "responses": ["a", "b"]}, "missing_field", kind="ranked"),
-    "too few labels": Case({"input_ids": [1, 2], "labels": [1]}, "wrong_type", kind="sft"),
-    "shifted labels": Case({"input_ids": [1, 2], "labels": [2, -100]}, "wrong_type", kind="sft"),
-    "no labels": Case({"input_ids": [1, 2]}, "missing_field", kind="sft"),
-    "no messages": Case({"text": "x"}, "missing_field", kind="sft"),
-    "messages that are text": Case({"messages": "[x"}, "wrong_type", kind="sft"),
-    "no message": Case({"messages": []}, "wrong_type", kind="sft"),
-    "a message that is a number": Case({"messages": [3]}, "wrong_type", kind="sft"),
-    "an image": Case({"messages": [user([{"type": "image"}])]}, "wrong_type", kind="sft"),
-    "null content": Case({"messages": [said(None)]}, "wrong_type", kind="sft"),
-    "an unknown role": Case({"messages": [UNKNOWN]}, "bad_role", kind="sft"),
-    "no role": Case({"messages": [{"content": "x"}]}, "bad_role", kind="sft"),
-    "a call that is no JSON": Case(
+    "too few scores": case({**RANKED, "scores": [1]}, "wrong_type", kind="ranked"),
+    "no scores": case({"prompt": "p", "responses": ["a", "b"]}, "missing_field", kind="ranked"),
+    "too few labels": case({"input_ids": [1, 2], "labels": [1]}, "wrong_type", kind="sft"),
+    "shifted labels": case({"input_ids": [1, 2], "labels": [2, -100]}, "wrong_type", kind="sft"),
+    "no labels": case({"input_ids": [1, 2]}, "missing_field", kind="sft"),
+    "no messages": case({"text": "x"}, "missing_field", kind="sft"),
+    "messages that are text": case({"messages": "[x"}, "wrong_type", kind="sft"),
+    "no message": case({"messages": []}, "wrong_type", kind="sft"),
+    "a message that is a number": case({"messages": [3]}, "wrong_type", kind="sft"),
+    "an image": case({"messages": [user([{"type": "image"}])]}, "wrong_type", kind="sft"),
+    "null content": case({"messages": [said(None)]}, "wrong_type", kind="sft"),
+    "an unknown role": case({"messages": [UNKNOWN]}, "bad_role", kind="sft"),
+    "no role": case({"messages": [{"content": "x"}]}, "bad_role", kind="sft"),
+    "a call that is no JSON": case(
         {"messages": [{"role": "assistant_tool_call", "content": "f()"}]}, "wrong_type", kind="sft"
     ),
 }
@@ -376,8 +355,8 @@ GOOD = {"preference": P, "sft": {"prompt": "p", "response": "a"}, "ranked": RANK
 @pytest.mark.parametrize("name", CASES)
 def test_a_record(name, pack, byte_level):
     case = CASES[name]
-    tokenizer = byte_level(**(case.tokenizer or {}))
-    settings = {"kind": case.kind, **(case.settings or {})}
+    tokenizer = byte_level(**case.tokenizer)
+    settings = {"kind": case.kind, **case.settings}
     answers = {"missing_field": "drop", "one_reward": "drop", "unpaired_feedback": "drop"}
     settings["on"] = {**answers, **settings.get("on", {})}
     packed = pack(tokenizer, case.record, **settings)

@@ -24,17 +24,17 @@ TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "
 ONLY_NULL = (  # shows calls where there is no content at all, and joins arguments as text
     "{% for m in messages %}{% if m.role == 'assistant' and m.content is none %}[assistant]"
     "{% for c in m.tool_calls %}({{ c.type + ' ' + c.function.name + c.function.arguments }})"
-    "{% endfor %}{% else %}[{{ m.role }}]{{ m.content }}{% endif %}<|end|>{% endfor %}"
+    "{% endfor %}{% else %}[{{ m.role }}]{{ m.content }}{% endif %}<e>{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 SILENT = (  # knows neither calls nor tools
-    "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|end|>{% endfor %}"
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}<e>{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 JSON = (  # shows all, arguments as JSON
     "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}[{{ m.role }}]"
     "{{ m.content or '' }}{% for c in m.tool_calls or [] %}({{ c.function.name }}:"
-    "{{ c.function.arguments | tojson }}){% endfor %}<|end|>{% endfor %}"
+    "{{ c.function.arguments | tojson }}){% endfor %}<e>{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 WITH_WORDS = (  # shows turns with words alone
@@ -50,9 +50,9 @@ def skipping(role: str) -> str:
 
 
 def test_an_answer_that_is_only_a_call_shows_the_call(pack, byte_level):
-    said = '(function f{"x":1})<|end|>'
+    said = '(function f{"x":1})<e>'
     pair = {"prompt": [USER], "chosen": [CALLING], "rejected": "no"}
-    assert pack(byte_level(template=ONLY_NULL), pair).learned == [said, "no<|end|>"]
+    assert pack(byte_level(template=ONLY_NULL), pair).learned == [said, "no<e>"]
 
 
 @pytest.mark.parametrize("opened", ["<think>\n", "<|think|>"])
@@ -62,8 +62,8 @@ def test_a_call_without_the_thoughts_that_the_prompt_opens(pack, byte_level, ope
     template = ONLY_NULL.replace(asks, asks + opened).replace("({{ c", "<|call|>({{ c")
     talks = [USER, CALLING], [USER, CALLING, RESULT, ANSWER]
     packed = pack(byte_level(template=template), *({"messages": talk} for talk in talks))
-    said = '<|call|>(function f{"x":1})<|end|>'
-    assert packed.learned == [said, f"{said}It is 4.<|end|>"]
+    said = '<|call|>(function f{"x":1})<e>'
+    assert packed.learned == [said, f"{said}It is 4.<e>"]
     assert not packed.noted
 
 
@@ -119,7 +119,7 @@ def test_tools_and_calls_that_no_side_shows(pack, byte_level):
 def test_arguments_that_the_template_quotes_are_counted(pack, byte_level):
     talk = {"messages": [USER, CALLING]}
     packed = pack(byte_level(template=JSON), talk)
-    assert packed.learned == ['(f:"{\\"x\\":1}")<|end|>']
+    assert packed.learned == ['(f:"{\\"x\\":1}")<e>']
     assert packed.noted == {"arguments_quoted": 1}
     refusing = byte_level(template=JSON.replace("| tojson }})", "| items | list }})"))
     (reject,) = pack(refusing, talk).rejects

@@ -14,10 +14,6 @@ from packstore.errors import MissingExtraError, TokenizerError
 IDS = {"prompt": [0], "chosen": [1], "rejected": [0]}
 
 
-class AutoLike:
-    """An object that is no tokenizer of the library `tokenizers`, as transformers has them."""
-
-
 def word_level(**specials: int) -> tokenizers.Tokenizer:
     vocab = {"a": 0, "b": 1, **specials}
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="a"))
@@ -81,8 +77,8 @@ def test_bos_and_eos_by_the_post_processor(facts):
     ("source", "found"),
     [
         (
-            AutoLike(),
-            r"found an object of type AutoLike\. Save it, e\.g\. tokenizer\.save_pretrained\(FOLD",
+            object(),
+            r"found an object of type object\. Save it, e\.g\. tokenizer\.save_pretrained\(FOLD",
         ),
         ("s3://key:secret@bucket/t", r"^tokenizer s3://bucket/t: .* Copy it to a local folder"),
         ("Qwen/Qwen3-0.6B", r"hf download Qwen/Qwen3-0\.6B --local-dir FOLDER"),

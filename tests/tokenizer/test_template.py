@@ -18,7 +18,7 @@ TALK = [
 ]
 TOOLS = [{"name": "f", "description": "<é>", "parameters": {"type": "object"}}]
 BODY = (
-    "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|end|>{% endfor %}"
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}<e>{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 FEATURES = {
@@ -145,7 +145,7 @@ def test_variables_of_the_job_and_of_a_record(pack, byte_level):
     assert heads == ["today|none|", "today|low|", "today|high|", "today|none|"]
     pair = {"prompt": CHAT[:1], "chosen": "c", "rejected": "r"}
     packed = pack(tokenizer, {**pair, "chat_template_kwargs": {"effort": 3}})
-    assert packed.marked == [f"none|3|[user]u<|end|>[assistant]«{x}<|end|>»" for x in "cr"]
+    assert packed.marked == [f"none|3|[user]u<e>[assistant]«{x}<e>»" for x in "cr"]
     fields = {"chat_template_kwargs": "extra"}
     packed = pack(tokenizer, {**pair, "extra": {"effort": 3}}, fields=fields)
     assert packed.texts[0].startswith("none|3|")
@@ -190,9 +190,9 @@ SHORT = BODY.replace("{{ m.content }}", "\n<think></think>\n{{ m.content }}")
 @pytest.mark.parametrize(
     ("template", "content", "learned", "noted"),
     [
-        (BODY, f"a {EMPTY}b", f"a {EMPTY}b<|end|>", {}),
-        (SHORT, "b", "b<|end|>", {"empty_thinking": 1}),
-        (OPENED, "\n</think>\n\n  b", "  b<|end|>", {"empty_thinking": 1}),
+        (BODY, f"a {EMPTY}b", f"a {EMPTY}b<e>", {}),
+        (SHORT, "b", "b<e>", {"empty_thinking": 1}),
+        (OPENED, "\n</think>\n\n  b", "  b<e>", {"empty_thinking": 1}),
     ],
 )
 def test_blocks_in_other_places(pack, byte_level, template, content, learned, noted):
@@ -203,22 +203,22 @@ def test_blocks_in_other_places(pack, byte_level, template, content, learned, no
 
 ALWAYS = {
     "after the loop": (
-        "{{ bos_token }}{% for m in messages %}<h>{{ m.role }}</h>{{ m.content | trim }}<|end|>"
+        "{{ bos_token }}{% for m in messages %}<h>{{ m.role }}</h>{{ m.content | trim }}<e>"
         "{% endfor %}<h>assistant</h>"
     ),
     "built in a variable": (
         "{% set talk = messages %}{% for m in talk %}{% set text = '<h>' + m['role'] + '</h>\n\n'"
-        " + m['content'] | trim + '<|end|>' %}{% if loop.index0 == 0 %}"
+        " + m['content'] | trim + '<e>' %}{% if loop.index0 == 0 %}"
         "{% set text = bos_token + text %}{% endif %}{{ text }}{% endfor %}"
         "{{ '<h>assistant</h>\n\n' }}"
     ),
     "in the loop": (
-        "{% for m in messages %}<h>{{ m.role }}</h>{{ m.content }}{{ '<|end|>' }}{% if loop.last %}"
+        "{% for m in messages %}<h>{{ m.role }}</h>{{ m.content }}{{ '<e>' }}{% if loop.last %}"
         "{{ '<h>assistant</h>' }}{% endif %}{% endfor %}"
     ),
     "history is rewritten": (
         "{% for m in messages %}<h>{{ m.role }}</h>{{ '(old)' if not loop.last }}{{ m.content }}"
-        "<|end|>{% endfor %}<h>assistant</h>"
+        "<e>{% endfor %}<h>assistant</h>"
     ),
 }
 TURNS = [
@@ -234,20 +234,20 @@ def test_a_turn_ends_where_a_generation_prompt_that_is_always_written_begins(
     tokenizer = byte_level(template=ALWAYS[name])
     packed = pack(tokenizer, {"messages": TURNS})
     old = "(old)" if name == "history is rewritten" else ""
-    assert packed.learned == [f"{old}a<|end|>b<|end|>"]
+    assert packed.learned == [f"{old}a<e>b<e>"]
     assert packed.noted == {"generation_prompt_always": 1}
-    assert pack(tokenizer, {"messages": TURNS}, supervised_turns="last").learned == ["b<|end|>"]
+    assert pack(tokenizer, {"messages": TURNS}, supervised_turns="last").learned == ["b<e>"]
     pair = {"prompt": TURNS[:2], "chosen": "c", "rejected": "r"}
-    assert pack(tokenizer, pair).learned == ["c<|end|>", "r<|end|>"]
+    assert pack(tokenizer, pair).learned == ["c<e>", "r<e>"]
 
 
-LOOP = "{% for m in messages %}<h>{{ m.role }}</h>{{ m.content }}<|end|>{% endfor %}"
+LOOP = "{% for m in messages %}<h>{{ m.role }}</h>{{ m.content }}<e>{% endfor %}"
 OTHERS = {
     "asked for": LOOP + "{% if add_generation_prompt %}<h>assistant</h>{% endif %}",
     "none": LOOP,
     "part of the user's turn": (
         "{% for m in messages %}{% if m.role == 'user' %}[I]{{ m.content }}[/I]"
-        "{% else %}{{ m.content }}<|end|>{% endif %}{% endfor %}"
+        "{% else %}{{ m.content }}<e>{% endif %}{% endfor %}"
     ),
     "an end of all": LOOP + "{{ eos_token }}",
 }
@@ -257,7 +257,7 @@ OTHERS = {
 def test_what_other_templates_end_with_stays_supervised(pack, byte_level, name):
     packed = pack(byte_level(template=OTHERS[name]), {"messages": TURNS})
     end = "</s>" if name == "an end of all" else ""
-    assert packed.learned[0].endswith("b<|end|>" + end)
+    assert packed.learned[0].endswith("b<e>" + end)
     assert not packed.noted
 
 
@@ -265,4 +265,4 @@ def test_eos_follows_the_answer(pack, byte_level):
     """An EOS that a setting asks for stands behind the answer, not behind the next header."""
     tokenizer = byte_level(template=ALWAYS["after the loop"])
     packed = pack(tokenizer, {"messages": TURNS[1:3]}, append_eos=True)
-    assert packed.marked == ["<s><h>user</h>u<|end|><h>assistant</h>«a<|end|></s>»"]
+    assert packed.marked == ["<s><h>user</h>u<e><h>assistant</h>«a<e></s>»"]
