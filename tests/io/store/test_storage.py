@@ -11,7 +11,7 @@ from typing import Any
 
 import fsspec
 import pytest
-from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 from places import Files
 from rights import closed
 from small_jobs import SETTINGS, pairs
@@ -87,6 +87,20 @@ def test_of_many_writers_exactly_one_commits(
         dataset = packstore.open(f"{place}{attempt}")
         assert (dataset.version, dataset.manifest.fingerprint) == (1, won[0])
         assert dataset.verify().ok
+
+
+def test_files_in_memory_appear_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """fsspec's own upload shows a file while it grows, to whoever reads in another thread."""
+    commit, appeared = MemoryFile.commit, dict[str, int]()
+
+    def noted(file: MemoryFile) -> None:
+        appeared[file.path] = len(file.getbuffer())
+        commit(file)
+
+    monkeypatch.setattr(MemoryFile, "commit", noted)
+    made = packstore.pack(pairs(20), "memory://whole/ds", overwrite=True, **SETTINGS)
+    for shard in made.manifest.shards:
+        assert appeared[f"/whole/ds/{shard.path}"] == shard.bytes
 
 
 def test_what_is_missing_or_in_the_way(place: str, tmp_path: Path) -> None:
