@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ import pytest
 import packstore
 from packstore import Dataset
 from packstore.errors import DatasetNotFoundError, IntegrityError
-from packstore.pack.fill import unpack
 
 KINDS: dict[str, Callable[[int], dict[str, Any]]] = {
     "preference": lambda i: {"prompt": [5, 6, i], "chosen": [7] * (1 + i % 5), "rejected": [9, i]},
@@ -27,43 +27,41 @@ KINDS: dict[str, Callable[[int], dict[str, Any]]] = {
 }
 
 
+def records_of(kind: str, n: int = 200) -> list[dict[str, Any]]:
+    more = ({"lang": ["en", "de", "ü"][i % 3], "pack": i, "x": i / 2} for i in range(n))
+    return [{**KINDS[kind](i), **of_i, "b": i % 2 == 0} for i, of_i in enumerate(more)]
+
+
 def packed(tmp_path: Path, kind: str = "preference", **settings: Any) -> Dataset:
-    records = [
-        {**KINDS[kind](i), "lang": ["en", "de", "ü"][i % 3], "pack": i, "x": i / 2, "b": i % 2 == 0}
-        for i in range(200)
-    ]
     carry = ["lang", "pack:int64", "x:float64", "b:bool"]
     how = {"pack_size": 64, "row_group_tokens": 256, "shard_tokens": 1024, **settings}
-    return packstore.pack(records, str(tmp_path / "out"), carry=carry, kind=kind, **how)
+    return packstore.pack(records_of(kind), str(tmp_path / "out"), carry=carry, kind=kind, **how)
 
 
-def expected(dataset: Dataset) -> list[dict[str, Any]]:
-    """The rows by another way: each pack unpacked."""
-    rows = []
-    counts = [len(g) for g in (s.row_groups for s in dataset.manifest.shards)]
+def expected(kit: Any, dataset: Dataset, *sources: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows by another way: the records of the example ids in the packs."""
+    rows, number = [], 0
+    counts = [len(shard.row_groups) for shard in dataset.manifest.shards]
     shard_of = np.repeat(np.arange(len(counts)), counts).tolist()
-    number = 0
-    for group, packs in enumerate(dataset.iter_packs()):
-        for p in range(len(packs)):
-            e = unpack(packs.row(p))
-            for k in range(e.num_examples):
-                own = range(*e.example_offsets[k : k + 2].tolist())
-                spans = [slice(*e.sequence_offsets[s : s + 2].tolist()) for s in own]
+    for group, batch in enumerate(dataset.iter_batches()):
+        for example_ids in batch.column("example_ids").to_pylist():
+            for i in example_ids:
+                record = sources[i >> 40][i % (1 << 40)]
+                whole = kit.stored_row(record, i)
+                spans = [slice(a, b) for a, b in pairwise(whole["seq_boundaries"])]
                 rows.append(
                     {
-                        "example_id": int(e.example_ids[k]),
+                        "example_id": i,
                         "pack": number,
                         "shard": shard_of[group],
-                        "lengths": [int(e.lengths[s]) for s in own],
-                        "rewards": [float(e.reward[s]) for s in own],
-                        "lang": e.columns["lang"][k],
-                        "pack_carried": int(e.columns["pack"][k]),
-                        "x": float(e.columns["x"][k]),
-                        "b": bool(e.columns["b"][k]),
-                        "input_ids": [e.input_ids[s].tolist() for s in spans],
-                        "labels": [
-                            np.where(e.supervised[s], e.input_ids[s], -100).tolist() for s in spans
-                        ],
+                        "lengths": whole["lengths"],
+                        "rewards": whole["reward"],
+                        "lang": record["lang"],
+                        "pack_carried": record["pack"],
+                        "x": record["x"],
+                        "b": record["b"],
+                        "input_ids": [whole["input_ids"][span] for span in spans],
+                        "labels": [whole["labels"][span] for span in spans],
                     }
                 )
             number += 1
@@ -72,12 +70,14 @@ def expected(dataset: Dataset) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("form", ["parquet", "arrow"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_example_is_there_as_it_is_in_the_packs(kind: str, form: str, tmp_path: Path) -> None:
+def test_every_example_is_there_as_it_is_in_the_packs(
+    kit: Any, kind: str, form: str, tmp_path: Path
+) -> None:
     layout = "concat" if kind == "sft" else "shared_prefix"
     first = packed(tmp_path, kind, format=form, layout=layout, labels="spans")
-    more = [{**KINDS[kind](i), "lang": "it", "pack": 1, "x": 0.5, "b": True} for i in range(9)]
+    more = [{**record, "lang": "it", "x": 0.5} for record in records_of(kind, 9)]
     dataset = packstore.append(first, more)
-    rows = expected(dataset)
+    rows = expected(kit, dataset, records_of(kind), more)
     assert len(rows) == 209
     assert len(dataset.manifest.shards) > 1
     frame = packstore.scan(dataset.url, tokens=True)
@@ -110,12 +110,13 @@ QUERIES: dict[str, Callable[[pl.LazyFrame], pl.LazyFrame]] = {
 @pytest.mark.parametrize("engine", ["in-memory", "streaming"])
 @pytest.mark.parametrize("name", QUERIES)
 def test_queries_give_what_they_give_of_a_frame_in_memory(
-    name: str, engine: Any, tmp_path: Path
+    kit: Any, name: str, engine: Any, tmp_path: Path
 ) -> None:
     dataset = packed(tmp_path)
     lazy = packstore.scan(dataset, tokens=True)
     found = QUERIES[name](lazy).collect(engine=engine)
-    wanted = QUERIES[name](pl.DataFrame(expected(dataset), schema=lazy.collect_schema()).lazy())
+    rows = expected(kit, dataset, records_of("preference"))
+    wanted = QUERIES[name](pl.DataFrame(rows, schema=lazy.collect_schema()).lazy())
     assert found.to_dicts() == wanted.collect().to_dicts()
 
 

@@ -1,23 +1,19 @@
-"""Side datasets: written whole or not at all, read back exactly, found by example id."""
+"""Side datasets: written whole or not at all, read back exactly, joined by example id."""
 
 from __future__ import annotations
 
+import json
 import logging
-import pickle
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from places import Files
 from small_jobs import write_jsonl
 
 import packstore
 from packstore import Dataset, clean
-from packstore import open as open_dataset
 from packstore.errors import (
     CompatibilityError,
     ConfigError,
@@ -28,13 +24,13 @@ from packstore.errors import (
     IntegrityError,
     StorageError,
 )
-from packstore.io.manifest.side_manifest import SIDE_TYPES, check_side
-from packstore.io.side import side as module
-from packstore.io.side.side import SideTable, SideWriter
-from packstore.testing import random_examples
-from packstore.torch import open_side
+from packstore.format import Packs
+from packstore.io.side.side import SideWriter  # as the documentation of loaders does
+from packstore.torch import PackedDataset, open_side
 
-COLUMNS = {name if "list" not in name else "ref_logps": name for name in SIDE_TYPES}
+TYPES = ("string", "int64", "float64", "bool", "float32")
+COLUMNS = {**{name: name for name in TYPES}, "ref_logps": "list<float32>"}
+SHARD_ROWS = "packstore.io.side.side.SHARD_ROWS"  # a million, too many for a test
 PROVENANCE = {"model": "none", "dtype": "float32", "layers": 2, "checked": True, "note": None}
 
 
@@ -69,50 +65,44 @@ def plainly(url: str) -> dict[int, dict[str, Any]]:
     return found
 
 
-def assert_joined(table: SideTable, ids: np.ndarray, counts: np.ndarray) -> None:
-    rows = table.find(ids)
-    for name, expected in values_of(ids, counts).items():
-        found = table.ref_logps(rows, counts) if name == "ref_logps" else table.column(name, rows)
-        assert found.dtype == expected.dtype
-        np.testing.assert_array_equal(found, expected, name)
+def joined(ds: Dataset, url: str) -> list[Packs]:
+    return list(PackedDataset(ds, rank=0, world_size=1, side=[url]))
+
+
+def assert_joined(ds: Dataset, url: str) -> None:
+    packs = joined(ds, url)
+    for pack in packs:
+        assert pack.ref_logps is not None
+        for name, expected in values_of(pack.example_ids, pack.num_responses).items():
+            found = pack.ref_logps if name == "ref_logps" else pack.columns[name]
+            assert found.dtype == expected.dtype
+            np.testing.assert_array_equal(found, expected, name)
+    assert sum(len(pack.example_ids) for pack in packs) == ds.manifest.totals.examples
 
 
 @pytest.fixture
-def ds(kit: SimpleNamespace, tmp_path: Path) -> Dataset:
-    packs = kit.concat_packs(random_examples(90, max_prompt=6, max_response=6), 2)
-    return kit.Written(str(tmp_path / "source")).dataset([packs])
+def ds(kit: Any, tmp_path: Path) -> Dataset:
+    return kit.made(tmp_path / "source", 90, strategy="pool", pack_size=128)
 
 
-@settings(max_examples=20, deadline=None)
-@given(
-    kind=st.sampled_from(["preference", "sft", "ranked"]),
-    n=st.integers(1, 40),
-    seed=st.integers(0, 99),
-    shard_rows=st.integers(1, 50),
-    mapped=st.booleans(),
-)
-def test_there_and_back(kit, tmp_path_factory, kind, n, seed, shard_rows, mapped) -> None:
-    folder = tmp_path_factory.mktemp("side")
-    ds = kit.Written(str(folder / "ds"), kind).dataset([kit.some_packs(n, kind, seed)])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "SHARD_ROWS", shard_rows)
-        patch.setattr(module, "MAPPED_BYTES", 0 if mapped else 1 << 20)
-        url = derived(str(folder / "side"), ds)
-        side = open_side(url)
-        table = SideTable(pickle.loads(pickle.dumps(side)))
-    assert len(side) == ds.manifest.totals.examples == n
-    assert [s.rows for s in side.manifest.shards][:-1] == [shard_rows] * ((n - 1) // shard_rows)
+@pytest.mark.parametrize("mapped", [True, False])
+@pytest.mark.parametrize("shard_rows", [1, 7, 50])
+@pytest.mark.parametrize("kind", ["preference", "sft", "ranked"])
+def test_there_and_back(kit, tmp_path, monkeypatch, kind, shard_rows, mapped) -> None:
+    monkeypatch.setattr(SHARD_ROWS, shard_rows)
+    monkeypatch.setattr("packstore.io.side.side.MAPPED_BYTES", 0 if mapped else 1 << 20)
+    ds = kit.made(tmp_path / "ds", 20, kind)
+    url = derived(str(tmp_path / "side"), ds)
+    side = open_side(url)
+    assert len(side) == 20
+    assert [s.rows for s in side.manifest.shards][:-1] == [shard_rows] * (19 // shard_rows)
     for batch in side.iter_batches():
         ids = batch.column("example_ids").to_pylist()
         assert ids == sorted(ids)
-    rng = np.random.default_rng(seed)
-    packs = kit.joined(list(ds.iter_packs()))
-    for count in (0, 1, n, 3 * n):
-        picked = rng.integers(0, n, count)
-        assert_joined(table, packs.example_ids[picked], packs.num_responses[picked])
+    assert_joined(ds, url)
 
 
-def test_anywhere(kit, ds, place) -> None:
+def test_anywhere(ds, place) -> None:
     url = derived(place, ds)
     with pytest.raises(DatasetExistsError):
         derived(url, ds)
@@ -124,37 +114,32 @@ def test_anywhere(kit, ds, place) -> None:
 def test_it_is_no_dataset_and_a_dataset_is_none(ds, tmp_path) -> None:
     url = derived(str(tmp_path / "side"), ds)
     with pytest.raises(DatasetNotFoundError, match="must be a dataset"):
-        open_dataset(url)
+        packstore.open(url)
     with pytest.raises(DatasetNotFoundError, match="must be a side dataset"):
         open_side(ds.url)
     with pytest.raises(DatasetNotFoundError, match="must have version 7"):
         open_side(url, version=7)
 
 
-def test_bases_of_shards_are_in_the_ids(kit, written, tmp_path) -> None:
-    ds = written.dataset([kit.some_packs(60)])
-    shards = [replace(s, example_id_base=1000 * n) for n, s in enumerate(ds.manifest.shards)]
-    based = Dataset(ds.location, replace(ds.manifest, shards=tuple(shards)), 1)
-    table = SideTable(open_side(derived(str(tmp_path / "side"), based)))
-    for packs in based.iter_packs():
-        assert_joined(table, packs.example_ids, packs.num_responses)
-    assert max(plainly(str(tmp_path / "side"))) > 1000
-
-
-def files_of(folder: Path) -> list[Path]:
-    return [p for p in folder.rglob("*") if p.is_file()]
+def test_bases_of_shards_are_in_the_ids(kit, ds, tmp_path) -> None:
+    other = kit.made(tmp_path / "other", kit.records(30, seed=1), strategy="pool", pack_size=128)
+    both = packstore.concat([ds, other], str(tmp_path / "both"))
+    url = derived(str(tmp_path / "side"), both)
+    assert_joined(both, url)
+    assert max(plainly(url)) > 1 << 40
 
 
 @pytest.mark.parametrize("shard_rows", [5, 1000])
 def test_a_failed_job_leaves_shards_to_clean(ds, place, monkeypatch, shard_rows) -> None:
-    monkeypatch.setattr(module, "SHARD_ROWS", shard_rows)
+    monkeypatch.setattr(SHARD_ROWS, shard_rows)
     writer = SideWriter(place, ds, {"float64": "float64"})
-    packs = ds.read_packs(0)
-    writer.write(packs.example_ids, {"float64": packs.example_ids / 3})
+    for packs in (ds.read_packs(0), ds.read_packs(1)):
+        writer.write(packs.example_ids, {"float64": packs.example_ids / 3})
     with pytest.raises(ConfigError, match=r"each of 90 examples of its dataset once; got \d+"):
         writer.__exit__(None, None, None)
-    assert bool(writer._location.files("data")) == (shard_rows == 5)
-    assert not writer._location.files("_packstore")
+    left = Files(place).names()
+    assert bool(left) == (shard_rows == 5)
+    assert all(name.startswith("data/") for name in left)
     with pytest.raises(DatasetNotFoundError):
         open_side(place)
 
@@ -220,69 +205,70 @@ def test_values_that_do_not_fit(ds, tmp_path, columns, values, error, message) -
         writer.write(np.array([0, 1]), {name: np.array(v) for name, v in values.items()})
 
 
-def test_ranked_examples_need_their_counts(kit, tmp_path) -> None:
-    ds = kit.Written(str(tmp_path / "ds"), "ranked").dataset([kit.some_packs(9, "ranked")])
+def test_examples_of_several_responses_need_their_counts(kit, tmp_path) -> None:
+    ds = kit.made(tmp_path / "ds", 9, "ranked")
     writer = SideWriter(str(tmp_path / "side"), ds, {"x": "int64"})
     with pytest.raises(ConfigError, match="need num_responses"):
         writer.write(np.array([0]), {"x": np.array([1])})
+    counts = np.concatenate([p.num_responses for p in ds.iter_packs()])
+    with SideWriter(str(tmp_path / "b"), ds, {"ref_logps": "list<float32>"}) as writer:
+        values = np.zeros(int(counts.sum()), np.float32)
+        writer.write(np.arange(9), {"ref_logps": values}, np.roll(counts, 1))
+    with pytest.raises(CompatibilityError, match=r"example \d: it must have ref_logps of \d seq"):
+        joined(ds, str(tmp_path / "b"))
 
 
-def test_an_id_that_repeats_is_found(ds, tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("ids", "error", "message"),
+    [
+        ({3: 5, 70: 5}, IntegrityError, "distinct; found 2 that repeat, the first of them 5"),
+        ({4: -1}, CompatibilityError, r"none for 1 of \d+, the first of them 4"),
+    ],
+)
+def test_ids_that_repeat_or_are_missing(ds, tmp_path, ids, error, message) -> None:
     with SideWriter(str(tmp_path / "side"), ds, {"x": "int64"}) as writer:
-        ids = np.arange(90)
-        ids[[3, 70]] = 5
-        writer.write(ids, {"x": ids})
-    with pytest.raises(IntegrityError, match="distinct; found 2 that repeat, the first of them 5"):
-        SideTable(open_side(str(tmp_path / "side")))
-
-
-def test_missing_ids_and_other_counts(ds, tmp_path) -> None:
-    table = SideTable(open_side(derived(str(tmp_path / "side"), ds)))
-    for missing in (-1, 90, 2**62):
-        with pytest.raises(
-            CompatibilityError, match=f"none for 1 of 3, the first of them {missing}"
-        ):
-            table.find(np.array([3, missing, 4]))
-    rows = table.find(np.array([3, 4]))
-    with pytest.raises(
-        CompatibilityError, match="example 4: it must have ref_logps of 3 sequences"
-    ):
-        table.ref_logps(rows, np.array([2, 3]))
+        every = np.array([ids.get(i, i) for i in range(90)])
+        writer.write(every, {"x": every})
+    with pytest.raises(error, match=message):
+        joined(ds, str(tmp_path / "side"))
 
 
 def test_what_is_refused_before_anything_is_read(kit, ds, tmp_path) -> None:
-    side = open_side(derived(str(tmp_path / "side"), ds)).manifest
-    check_side(side, ds.manifest, "here")
-    for change, message in (
-        (
-            {"kind": "ranked"},
-            "here: its kind must be that of the dataset, 'preference'; found 'ranked'",
-        ),
-        ({"lineage": "0" * 64}, "here: its lineage must be that of the dataset"),
-        ({"shards": ()}, "here: it must have values for each of 90 examples; found 0"),
-    ):
-        with pytest.raises(CompatibilityError, match=message):
-            check_side(replace(side, **change), ds.manifest, "here")
+    url = derived(str(tmp_path / "side"), ds)
+    other = kit.made(tmp_path / "other", kit.records(90, seed=1))
+    with pytest.raises(CompatibilityError, match="its lineage must be that of the dataset"):
+        joined(other, url)
+    message = "its kind must be that of the dataset, 'sft'; found 'preference'"
+    with pytest.raises(CompatibilityError, match=message):
+        joined(kit.made(tmp_path / "sft", 90, "sft"), url)
+    shorter = packstore.pack(ds, str(tmp_path / "less"), pack_size=30, max_drop_rate=0.9)
+    some = derived(str(tmp_path / "some"), shorter)
+    with pytest.raises(CompatibilityError, match=r"must have values for each of 90 examples"):
+        joined(ds, some)
 
 
 def test_a_shard_that_is_gone_or_another(ds, tmp_path) -> None:
-    side = open_side(derived(str(tmp_path / "side"), ds))
-    other = open_side(derived(str(tmp_path / "other"), ds, {"int64": "int64"}))
-    path, wrong = (Path(s.url) / s.manifest.shards[0].path for s in (side, other))
-    shard = replace(
-        side.manifest.shards[0],
-        **{name: getattr(other.manifest.shards[0], name) for name in ("bytes", "sha256")},
+    side, other = (
+        derived(str(tmp_path / "side"), ds),
+        derived(str(tmp_path / "x"), ds, {"bool": "bool"}),
     )
-    path.write_bytes(wrong.read_bytes())
-    side.manifest = replace(side.manifest, shards=(shard,))
+    place, path = Files(side), "_packstore/side-000001.json"
+    manifest = json.loads(place.read(path))
+    del manifest["sha256"]
+    (shard,), wrong = manifest["shards"], open_side(other).manifest.shards[0]
+    whole = place.read(shard["path"])
+    place.write(shard["path"], Files(other).read(wrong.path))
+    told = {"bytes": wrong.bytes, "sha256": wrong.sha256}
+    place.write(path, json.dumps({**manifest, "shards": [{**shard, **told}]}).encode())
     with pytest.raises(IntegrityError, match="rows of the columns that the manifest tells"):
-        SideTable(side)
-    side.manifest = replace(side.manifest, shards=(replace(shard, rows=91),))
+        plainly(side)
+    place.write(shard["path"], whole)
+    place.write(path, json.dumps({**manifest, "shards": [{**shard, "rows": 91}]}).encode())
     with pytest.raises(IntegrityError, match="must have 91 rows"):
-        SideTable(side)
-    path.unlink()
+        plainly(side)
+    place.remove(shard["path"])
     with pytest.raises(StorageError, match="-00000-"):
-        SideTable(side)
+        plainly(side)
 
 
 def test_lineage(tmp_path) -> None:
@@ -324,9 +310,12 @@ def test_lineage(tmp_path) -> None:
     assert len({*same, *others}) == 1 + len(others)
 
 
-def test_lineage_of_a_dataset_that_tells_none(kit, written, tmp_path) -> None:
-    ds = written.dataset([kit.some_packs(20)])
-    assert "lineage" not in ds.manifest.provenance
+def test_lineage_of_a_dataset_that_tells_none(ds, tmp_path) -> None:
+    place, path = Files(ds.url), "_packstore/manifest-000001.json"
+    manifest = json.loads(place.read(path))
+    del manifest["sha256"], manifest["provenance"]["lineage"]
+    place.write(path, json.dumps(manifest).encode())
+    ds = packstore.open(ds.url)
     again = packstore.pack(ds, str(tmp_path / "a"), pack_size=128)
     once_more = packstore.pack(again, str(tmp_path / "b"), pack_size=64)
     lineages = {d.manifest.lineage for d in (ds, again, once_more)}
