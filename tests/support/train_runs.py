@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
+
+CONFIGURED = {  # answers that `accelerate config` proposes for FSDP
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
+}
 
 
 def save_gpt2(folder: Path) -> str:
@@ -18,6 +28,16 @@ def save_gpt2(folder: Path) -> str:
     config = GPT2Config(**size, **off, bos_token_id=None, eos_token_id=None, initializer_range=0.3)
     GPT2LMHeadModel(config).double().save_pretrained(folder)
     return str(folder)
+
+
+def shard() -> None:
+    """Makes the trainings of this process, a rank, sharded by FSDP2."""
+    from accelerate import PartialState
+    from accelerate.utils import DistributedType
+
+    os.environ |= CONFIGURED
+    # Accelerate shards on accelerators only; the kind of ranks is all that it asks for.
+    PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
 
 
 def records(output: Path, metric: str = "loss") -> list[dict[str, Any]]:

@@ -141,15 +141,6 @@ def test_of_fewer_examples(packed: SimpleNamespace, tmp_path: Path) -> None:
         PackedDataset(packed.first, side=[side])
 
 
-def test_an_example_without_values(packed: SimpleNamespace, tmp_path: Path) -> None:
-    """As many rows as examples, but other ids: refused when the first pack is read."""
-    with SideWriter(str(tmp_path / "side"), packed.first, {"x": "int64"}) as writer:
-        writer.write(np.arange(N) + 1, {"x": np.arange(N)})
-    stream = PackedDataset(packed.first, shuffle=False, side=[str(tmp_path / "side")])
-    with pytest.raises(CompatibilityError, match="the first of them 0"):
-        list(stream)
-
-
 def assert_carried(batch: Any) -> None:
     """The carried columns of each example, by its line."""
     records = [record(i) for i in batch.example_ids.tolist()]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,9 +18,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 pytest.importorskip("accelerate", reason="training needs accelerate")
 
-from accelerate import PartialState
-from accelerate.utils import DistributedType
-from train_runs import losses
+from train_runs import losses, shard
 from transformers import AutoModelForCausalLM
 
 import packstore
@@ -36,21 +33,10 @@ from packstore.torch import (
     write_ref_logps,
 )
 
-CONFIGURED = {  # answers that `accelerate config` proposes for FSDP
-    "ACCELERATE_USE_FSDP": "true",
-    "FSDP_VERSION": "2",
-    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-    "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
-    "FSDP_RESHARD_AFTER_FORWARD": "true",
-    "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
-}
-
 
 def by_accelerate(settings: dict[str, Any], wrong: str) -> dict[str, Any]:
     """Trains; tells how a failure on the first rank ends, and which modules ran."""
-    os.environ |= CONFIGURED
-    # Accelerate shards on accelerators only; the kind of ranks is all that it asks for.
-    PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
+    shard()
     with pytest.raises(PackstoreError) as caught:  # else the other rank would wait
         train(**settings, ref_logps=wrong)
     ran: set[str] = set()

@@ -40,12 +40,6 @@ N, BETA, RATE = 40, 0.1, 1e-3
 PACKS = {"single": [1] * N, "mixed": [1, 4, 2, 3] * 4, "large": [8] * 5}
 
 
-pytestmark = [  # PEFT's, with transformers 5.23 and with GPT-2's Conv1D
-    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:fan_in_fan_out:UserWarning"),
-]
-
-
 @pytest.fixture(scope="module")
 def made(kit: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     """A model, and the same examples in several packs."""
@@ -379,4 +373,7 @@ def test_command_line(
     assert config["loss_parameters"] == {"beta": 0.3}
     assert config["learning_rate"] == 1e-4
     assert main(["train", str(file), "--model", "./nowhere", "--output", str(tmp_path / "x")]) == 1
-    assert "packstore: error: model ./nowhere: the folder must exist" in capsys.readouterr().err
+    assert (
+        "packstore: error: model ./nowhere: it must be a folder or hub name"
+        in capsys.readouterr().err
+    )

@@ -21,10 +21,6 @@ from packstore.errors import CompatibilityError
 from packstore.io.side.side import SideWriter
 from packstore.torch import open_side, train, use_packed_attention, write_ref_logps
 
-pytestmark = [  # PEFT's, with transformers 5.23
-    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),
-]
-
 
 def precompute(model: str, dataset: str, side: str) -> str:
     """Writes the log-probs of a model or adapter."""

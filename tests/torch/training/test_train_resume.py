@@ -19,27 +19,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 pytest.importorskip("accelerate", reason="training needs accelerate")
 pytest.importorskip("peft", reason="LoRA needs peft")
 
-from accelerate import PartialState
-from accelerate.utils import DistributedType
-from train_runs import checkpoints, losses, records, save_gpt2, state_of
+from train_runs import checkpoints, losses, records, save_gpt2, shard, state_of
 
 from packstore.cli import main
 from packstore.testing import random_examples
 from packstore.torch import PackedDataLoader, PackedDataset, train
 
 STEPS = 12
-CONFIGURED = {  # answers that `accelerate config` proposes for FSDP
-    "ACCELERATE_USE_FSDP": "true",
-    "FSDP_VERSION": "2",
-    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-    "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
-    "FSDP_RESHARD_AFTER_FORWARD": "true",
-}
-
-pytestmark = [  # PEFT's, with transformers 5.23 and with GPT-2's Conv1D
-    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:fan_in_fan_out:UserWarning"),
-]
 
 
 @pytest.fixture(scope="module")
@@ -117,9 +103,7 @@ def on_rank(task: dict[str, Any]) -> int:
     Path.rename, DistributedDataParallel.no_sync = rename_or_die, counted  # type: ignore[assignment, method-assign]
     register_optimizer_step_post_hook(after_step)
     if task.get("shard"):
-        os.environ |= CONFIGURED
-        # Accelerate shards on accelerators only; the kind of ranks is all that it asks for.
-        PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
+        shard()
     train(**task["settings"])
     return len(unsynchronised)
 

@@ -26,10 +26,6 @@ from packstore.cli import main
 from packstore.errors import ConfigError, DivergedError, FormatError, StorageError
 from packstore.torch import train
 
-pytestmark = [  # PEFT's, with transformers 5.23
-    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),
-]
-
 MUST = {"model": "m", "dataset": "d", "output": "o"}
 
 

@@ -9,18 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from packstore.testing import random_examples
-from packstore.torch import PackedBatch, check_isolation, collate, use_packed_attention
+from packstore.torch import PackedBatch, check_isolation, use_packed_attention
 
 LAYOUTS = ("concat", "shared_prefix")
-# transformers 5.23 calls it activation checkpointing; 5.17 does not know that name.
-pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
-
-
-def batch_of(kit: SimpleNamespace, layout: str, seed: int = 4, examples: int = 4) -> PackedBatch:
-    return collate(
-        kit.packed(random_examples(examples, seed=seed), [examples], layout), "preference"
-    )
 
 
 def step(model: Any, batch: PackedBatch) -> tuple[Tensor, list[Tensor]]:
@@ -42,7 +33,7 @@ def assert_same(found: tuple[Tensor, list[Tensor]], expected: tuple[Tensor, list
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing(kit: SimpleNamespace, reentrant: bool) -> None:
     model = use_packed_attention(kit.tiny_model("mistral"), "sdpa").train()
-    batch = batch_of(kit, "shared_prefix")
+    batch = kit.row(4, "shared_prefix", seed=4)
     expected = step(model, batch)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()
@@ -61,7 +52,7 @@ def test_a_compiled_model_serves_every_batch(kit: SimpleNamespace) -> None:
     compiled = torch.compile(model, backend="aot_eager")
     for seed in range(4):
         for layout in LAYOUTS:
-            batch = batch_of(kit, layout, seed, 2 + seed)
+            batch = kit.row(2 + seed, layout, seed=seed)
             expected = step(model, batch)
             with torch._dynamo.config.patch(error_on_recompile=seed >= 2):
                 found = step(compiled, batch)
@@ -70,7 +61,7 @@ def test_a_compiled_model_serves_every_batch(kit: SimpleNamespace) -> None:
 
 def test_fresh_memory_does_not_matter(kit: SimpleNamespace, request: pytest.FixtureRequest) -> None:
     model = use_packed_attention(kit.tiny_model("mistral"), "sdpa").train()
-    batch = batch_of(kit, "shared_prefix")
+    batch = kit.row(4, "shared_prefix", seed=4)
     expected = step(model, batch)
     request.getfixturevalue("poisoned_memory")
     assert_same(step(model, batch), expected)
@@ -80,7 +71,7 @@ def test_inside_peft(kit: SimpleNamespace) -> None:
     peft = pytest.importorskip("peft", reason="the package peft is optional")
     config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     model = peft.get_peft_model(kit.tiny_model(), config)
-    batch = batch_of(kit, "shared_prefix")
+    batch = kit.row(4, "shared_prefix", seed=4)
     assert use_packed_attention(model) is model
     logits, found = step(model, batch)
     assert len(found) == 8
