@@ -9,8 +9,6 @@ import pytest
 from small_jobs import trained_tokenizer, write_jsonl
 from tokenizers import Tokenizer
 
-QUICK = {"retry_attempts": 3, "retry_backoff": 0.01}
-
 
 @pytest.fixture(scope="session")
 def tokenizer() -> Tokenizer:

@@ -88,4 +88,6 @@ def test_a_folder_that_may_not_be_written_to(
             packstore.pack(packstore.open(base / "ds"), base / "ds", pack_size=512, overwrite=True)
         with pytest.raises(StorageError, match=denied):
             packstore.pack(packstore.open(base / "ds"), base / "new", pack_size=512)
+    with closed(0o000, *folders), pytest.raises(StorageError, match=r"denied\. Check the rights"):
+        packstore.open(base / "ds")
     assert before == sorted((p.name, p.read_bytes()) for p in base.rglob("*") if p.is_file())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 from typing import Any
 
 VOCABULARY = 49
@@ -33,8 +32,3 @@ def pairs(n: int, seed: int = 0) -> list[dict[str, Any]]:
             {"prompt": prompt, "chosen": [*chosen, i % 7], "rejected": rejected, **rewards}
         )
     return records
-
-
-def files(folder: Path) -> list[str]:
-    """Paths of all that is in a folder."""
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))

@@ -13,7 +13,6 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 from places import Files
-from rights import closed
 from small_jobs import SETTINGS, pairs
 
 import packstore
@@ -111,15 +110,6 @@ def test_what_is_missing_or_in_the_way(place: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match="found a file where a folder must be"):
         packstore.pack(pairs(20), tmp_path / "file" / "x", **SETTINGS)
-
-
-def test_missing_rights(tmp_path: Path) -> None:
-    made = packstore.pack(pairs(20), tmp_path / "ds", **SETTINGS)
-    list(made.iter_packs())
-    with closed(0o000, tmp_path / "ds"):
-        for act in (lambda: packstore.open(made.url), lambda: list(made.iter_packs())):
-            with pytest.raises(StorageError, match=r"permission denied\. Check the rights"):
-                act()
 
 
 class Telling(MemoryFileSystem):
