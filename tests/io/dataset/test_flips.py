@@ -10,12 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flips import Region, flip, regions
+from flips import flip, regions
 
 from packstore import Dataset
-from packstore import open as open_dataset
 from packstore.io.side.side import SideWriter
-from packstore.torch import open_side
 
 PROFILES: dict[str, dict[str, Any]] = {
     "parquet": {},
@@ -74,23 +72,3 @@ def test_flips_are_told(stored: Dataset, side: str) -> None:
             region.name == "row group" and region.path.suffix == ".arrow"
         )
         assert gaps or set(counts) == {"raised"}, (region.name, counts)
-
-
-def test_manifests_without_a_hash_stay_readable(stored: Dataset, side: str) -> None:
-    """Versions that were committed by an earlier release."""
-    places: list[tuple[Region, Any, Any]] = [
-        (region, read, url)
-        for region in regions(stored, side)
-        for name, read, url in (
-            ("manifest", open_dataset, stored.url),
-            ("side manifest", open_side, side),
-        )
-        if region.name == name
-    ]
-    for region, read, url in places:
-        whole = region.path.read_bytes()
-        expected = read(url).manifest
-        region.path.write_bytes(expected.to_json())
-        assert read(url).manifest.to_json() == expected.to_json()
-        region.path.write_bytes(whole)
-    assert len(places) == 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
@@ -27,38 +26,20 @@ def paths(data: Dataset) -> list[Path]:
     return [Path(url) for url in data.shard_urls]
 
 
-def flip(data: Dataset) -> None:
-    path = random.Random(3).choice(paths(data))
-    spoiled = bytearray(path.read_bytes())
-    spoiled[len(spoiled) // 2] ^= 1
-    path.write_bytes(spoiled)
+def spoil(which: int, change: Any) -> Any:
+    """Changes the bytes of a shard."""
+
+    def damage(data: Dataset) -> None:
+        path = paths(data)[which]
+        path.write_bytes(change(path.read_bytes()))
+
+    return damage
 
 
-def flip_footer(data: Dataset) -> None:
-    path = paths(data)[1]
-    spoiled = bytearray(path.read_bytes())
-    spoiled[-60] ^= 1
-    path.write_bytes(spoiled)
-
-
-def flip_magic(data: Dataset) -> None:
-    """Bytes that no reader looks at."""
-    path = paths(data)[0]
-    path.write_bytes(b"?" + path.read_bytes()[1:])
-
-
-def cut(data: Dataset) -> None:
-    path = paths(data)[0]
-    path.write_bytes(path.read_bytes()[:-100])
-
-
-def empty(data: Dataset) -> None:
-    paths(data)[0].write_bytes(b"")
-
-
-def lengthen(data: Dataset) -> None:
-    with open(paths(data)[0], "ab") as file:
-        file.write(b"more")
+def flipped(data: bytes, place: int) -> bytes:
+    spoiled = bytearray(data)
+    spoiled[place] ^= 1
+    return bytes(spoiled)
 
 
 def swap(data: Dataset) -> None:
@@ -66,15 +47,6 @@ def swap(data: Dataset) -> None:
     a, b = first.read_bytes(), second.read_bytes()
     first.write_bytes(b)
     second.write_bytes(a)
-
-
-def lose(data: Dataset) -> None:
-    paths(data)[1].unlink()
-
-
-def lose_index(data: Dataset) -> None:
-    assert data.manifest.pack_index
-    (Path(data.url) / data.manifest.pack_index.path).unlink()
 
 
 def edit(change: Any) -> Any:
@@ -94,9 +66,15 @@ def move_supervised(m: Any) -> None:
 
 
 DAMAGES = {
-    f.__name__: f
-    for f in (flip, flip_footer, flip_magic, cut, empty, lengthen, swap, lose, lose_index)
-} | {
+    "a bit": spoil(1, lambda b: flipped(b, len(b) // 2)),
+    "a bit of a footer": spoil(1, lambda b: flipped(b, -60)),
+    "bytes that no reader looks at": spoil(0, lambda b: b"?" + b[1:]),
+    "a cut file": spoil(0, lambda b: b[:-100]),
+    "an empty file": spoil(0, lambda b: b""),
+    "a longer file": spoil(0, lambda b: b + b"more"),
+    "two files for each other": swap,
+    "no file": lambda data: paths(data)[1].unlink(),
+    "no index": lambda data: (Path(data.url) / data.manifest.pack_index.path).unlink(),
     "the hash of a shard": edit(lambda m: m["shards"][0].update(sha256="0" * 64)),
     "the hash of a footer": edit(lambda m: m["shards"][0].update(footer_sha256="0" * 64)),
     "a checksum": edit(lambda m: m["shards"][0]["row_groups"].update(crc32="0" * 8)),
@@ -134,7 +112,7 @@ def test_damage_is_found(stored: Dataset, name: str) -> None:
 
 
 def test_any_number_of_jobs_finds_the_same(stored: Dataset) -> None:
-    flip(stored)
+    DAMAGES["a bit"](stored)
     swap(stored)
     told: list[tuple[object, ...]] = []
     reports = [stored.verify(lambda *p: told.append(p), jobs=jobs) for jobs in (1, 2, 8, None)]

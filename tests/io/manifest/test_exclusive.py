@@ -14,7 +14,6 @@ import packstore
 from packstore.cli import main
 from packstore.errors import ConfigError
 from packstore.io.side.side import SideWriter
-from packstore.io.store.clients import creates_exclusively
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 REFUSED = r"only where a file can be created only if it is absent; .* copy the folder data"
@@ -24,20 +23,6 @@ REFUSED = r"only where a file can be created only if it is absent; .* copy the f
 def place(tmp_path: Path) -> str:
     """A folder through a filesystem of fsspec that packstore has no proof of."""
     return f"dir::file://{tmp_path}/far"
-
-
-def test_which_stores_are_known() -> None:
-    adlfs, gcsfs, s3fs = map(pytest.importorskip, ("adlfs", "gcsfs", "s3fs"))
-    from fsspec.implementations.dirfs import DirFileSystem
-    from fsspec.implementations.memory import MemoryFileSystem
-    from fsspec.implementations.webhdfs import WebHDFS
-
-    known = (s3fs.S3FileSystem, gcsfs.GCSFileSystem, adlfs.AzureBlobFileSystem, MemoryFileSystem)
-    for kind in known:
-        assert creates_exclusively(object.__new__(kind))
-    s3fsx = type("Other", (s3fs.S3FileSystem,), {"__module__": "s3fsx"})
-    for other in (DirFileSystem, WebHDFS, s3fsx):
-        assert not creates_exclusively(object.__new__(other))
 
 
 def test_such_a_place_is_refused_before_anything_is_written(
