@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
@@ -194,15 +194,13 @@ def carry(logps: Tensor, losses: RouterLosses, model: str) -> Tensor:
     If the log-probs are released before a loss took these, a warning names the model, once.
     """
     # Not decorated: that would load torch's compiler, which takes a second, with this module.
-    untraced: Any = torch.compiler.disable(_carry)  # type: ignore[no-untyped-call]
-    carrying: Tensor = untraced(logps, losses, model)
-    return carrying
+    untraced: Callable[..., Tensor] = torch.compiler.disable(_carry)  # type: ignore[no-untyped-call]
+    return untraced(logps, losses, model)
 
 
 def _carry(logps: Tensor, losses: RouterLosses, model: str) -> Tensor:
     weakref.finalize(losses, _warn_unused, losses.uses, model).atexit = False
-    carrying: Tensor = _Carry.apply(logps, losses)  # type: ignore[no-untyped-call]
-    return carrying
+    return _Carry.apply(logps, losses)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def carried(logps: Tensor) -> RouterLosses | None:

@@ -301,29 +301,17 @@ def test_other_routers_are_refused(
         PackedPolicy(model)
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "llama4_text"])
-def test_a_coefficient_for_a_model_that_computes_no_such_loss_is_refused(
-    kit: SimpleNamespace, name: str
-) -> None:
-    """Also a default one, as that of Llama 4."""
-    model, batch = use_packed_attention(kit.tiny_family(name, torch.float32)), kit.row()
-    if name == "deepseek_v3":
-        model.config.router_aux_loss_coef = 0.001
-    message = (
-        "must return the load-balancing loss as aux_loss, as its config has router_aux_loss_coef "
-        r"0\.001; found a model that computes none\. Set router_aux_loss_coef to 0 in the model's"
-    )
-    for use in (PackedPolicy, lambda model: packed_logps(model, batch)):
-        with pytest.raises(CompatibilityError, match=message):
-            use(model)
-    PackedPolicy(copy.deepcopy(model).requires_grad_(False))
-    model.config.router_aux_loss_coef = 0.0
-    assert "aux_loss" not in PreferenceLoss("cpo")(packed_logps(model, batch), batch).metrics
+NO_LOSS = (
+    "must return the load-balancing loss as aux_loss, as its config has router_aux_loss_coef "
+    r"0\.001; found a model that computes none\. Set router_aux_loss_coef to 0 in the model's"
+)
 
 
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
+        ("deepseek_v3", {"router_aux_loss_coef": 0.001}, NO_LOSS),
+        ("llama4_text", {}, NO_LOSS),  # by default
         ("flint", {}, "a layer must return router_logits; found none"),
         ("jetmoe", {"output_router_logits": True}, "must name router_aux_loss_coef; found none"),
     ],
@@ -331,6 +319,14 @@ def test_a_coefficient_for_a_model_that_computes_no_such_loss_is_refused(
 def test_a_loss_that_cannot_be_computed_is_refused(
     kit: SimpleNamespace, name: str, settings: dict[str, Any], message: str
 ) -> None:
-    model = use_packed_attention(kit.tiny_family(name, torch.float32, **settings))
-    with pytest.raises(CompatibilityError, match=message):
-        PackedPolicy(model)
+    """In a model that is trained, and whose config asks for it."""
+    model, batch = use_packed_attention(kit.tiny_family(name, torch.float32)), kit.row()
+    vars(model.config).update(settings)
+    for use in (PackedPolicy, lambda model: packed_logps(model, batch)):
+        with pytest.raises(CompatibilityError, match=message):
+            use(model)
+    model.config.router_aux_loss_coef = 0.0
+    assert "aux_loss" not in PreferenceLoss("cpo")(packed_logps(model, batch), batch).metrics
+    if message == NO_LOSS:
+        model.config.router_aux_loss_coef = 0.001
+        PackedPolicy(model.requires_grad_(False))
