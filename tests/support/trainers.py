@@ -24,7 +24,9 @@ def make_trainer(
         pass
 
     defaults = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "logging_steps": 1}
-    data = PackedDataset(dataset, rank=0, world_size=1, shuffle=False)
+    data = dataset
+    if not isinstance(data, PackedDataset):
+        data = PackedDataset(dataset, rank=0, world_size=1, shuffle=False)
     return PackedTrainer(
         model,
         TrainingArguments(output_dir=str(folder), **defaults | arguments),

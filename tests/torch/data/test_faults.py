@@ -118,10 +118,6 @@ def a_shard(stored: Dataset, number: int = 1) -> Path:
     return Path(stored.shard_urls[number])
 
 
-def rows_of(stored: Dataset, shard: int) -> int:
-    return stored.manifest.shards[shard].rows
-
-
 def test_a_store_reads_as_the_disk_does(stored: Dataset, server: Server) -> None:
     assert ids(server.url) == ids(stored.url)
     # A footer for each shard, and one read for each row group, or two where a lane ends inside it.

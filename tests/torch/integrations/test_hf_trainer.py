@@ -9,7 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+
+pytest.importorskip("accelerate", reason="the Trainer needs it")
+
+from accelerate.data_loader import DataLoaderDispatcher
 from trainers import logged, make_trainer
+from transformers import AutoModelForCausalLM
 
 from packstore import Dataset
 from packstore.errors import ConfigError
@@ -21,7 +26,6 @@ from packstore.torch import (
     PackedDataset,
     PackedLoss,
     PackedPolicy,
-    PackedTrainerMixin,
     PreferenceLoss,
     use_packed_attention,
 )
@@ -30,12 +34,6 @@ SIZES = (3, 1, 2, 1, 1, 2, 1, 2)
 STEPS = 4
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-@pytest.fixture(scope="module")
-def transformers() -> Any:
-    pytest.importorskip("accelerate", reason="the Trainer needs it")
-    return pytest.importorskip("transformers", reason="its Trainer")
 
 
 def stored(kit: SimpleNamespace, folder: Path, kind: str = "preference") -> Dataset:
@@ -50,9 +48,7 @@ def whole(data: Dataset) -> PackedDataset:
 
 
 @pytest.mark.parametrize("precision", ["float32", pytest.param("bf16", marks=pytest.mark.slow)])
-def test_its_defaults(
-    transformers: Any, kit: SimpleNamespace, tmp_path: Path, precision: str
-) -> None:
+def test_its_defaults(kit: SimpleNamespace, tmp_path: Path, precision: str) -> None:
     """Whole: metrics in training and evaluation, the best model, its files, and resuming."""
     data = stored(kit, tmp_path)
     how = {
@@ -89,11 +85,11 @@ def test_its_defaults(
     for before, after in zip(logs[0], logs[1], strict=True):
         for name in ours & before.keys():
             assert after[name] == pytest.approx(before[name], abs=1e-5), name
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint-4")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint-4")
     assert {*again.state_dict()} == {*model.state_dict()}
     if precision == "float32":
         exact = Metrics()
-        last = transformers.AutoModelForCausalLM.from_pretrained(
+        last = AutoModelForCausalLM.from_pretrained(
             tmp_path / "run" / "checkpoint-4", dtype=torch.float32
         )
         policies = [PackedPolicy(use_packed_attention(m)) for m in (last, reference)]
@@ -105,9 +101,7 @@ def test_its_defaults(
             assert held_out[-1][f"eval_{name}"] == pytest.approx(value, abs=1e-4), name
 
 
-def test_logits_of_supervised_tokens_only(
-    transformers: Any, kit: SimpleNamespace, tmp_path: Path
-) -> None:
+def test_logits_of_supervised_tokens_only(kit: SimpleNamespace, tmp_path: Path) -> None:
     """The same losses as from all logits, which metrics of the user's own still get."""
     data, losses, heights = stored(kit, tmp_path), [], []
     for metrics in (None, lambda _: {}):
@@ -131,7 +125,7 @@ def test_logits_of_supervised_tokens_only(
     ],
 )
 def test_it_divides_by_what_the_loss_counts(
-    transformers: Any, kit: SimpleNamespace, tmp_path: Path, kind: str, settings: Any
+    kit: SimpleNamespace, tmp_path: Path, kind: str, settings: Any
 ) -> None:
     """Tokens of `sft`, pairs of ranked responses: the logged loss is that of the whole step."""
     data = stored(kit, tmp_path, kind)
@@ -151,20 +145,18 @@ def test_it_divides_by_what_the_loss_counts(
 
 @pytest.mark.parametrize("given", [None, True])
 def test_every_rank_reads_its_own_packs(
-    transformers: Any, kit: SimpleNamespace, tmp_path: Path, given: bool | None
+    kit: SimpleNamespace, tmp_path: Path, given: bool | None
 ) -> None:
     """By default, where Accelerate's is that the first one slices batches for all."""
-    accelerate = pytest.importorskip("accelerate", reason="the Trainer needs it")
     loss = PackedLoss(PreferenceLoss("simpo"))
     how = {"accelerator_config": {"dispatch_batches": given}}
     model = use_packed_attention(kit.tiny_model())
     data = stored(kit, tmp_path)
     trainer = make_trainer(model, data, loss, tmp_path / "run", **how)
-    dispatches = accelerate.data_loader.DataLoaderDispatcher
-    assert isinstance(trainer.get_train_dataloader(), dispatches) == bool(given)
+    assert isinstance(trainer.get_train_dataloader(), DataLoaderDispatcher) == bool(given)
 
 
-def test_refusals(transformers: Any, kit: SimpleNamespace, tmp_path: Path) -> None:
+def test_refusals(kit: SimpleNamespace, tmp_path: Path) -> None:
     data = stored(kit, tmp_path, "ranked")
     model = use_packed_attention(kit.tiny_model())
     loss = PackedLoss(PreferenceLoss("simpo"))
@@ -172,13 +164,6 @@ def test_refusals(transformers: Any, kit: SimpleNamespace, tmp_path: Path) -> No
     with pytest.raises(ConfigError, match=r"Make it PackCollator\('ranked', loss_fn=loss_fn\)"):
         trainer.train()
 
-    class PackedTrainer(PackedTrainerMixin, transformers.Trainer):  # type: ignore[misc, name-defined]
-        pass
-
+    part = PackedDataset(data, rank=1, world_size=2)
     with pytest.raises(ConfigError, match=r"rank 1 of 2\. Make it with rank=0, world_size=1"):
-        PackedTrainer(
-            model,
-            transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True),
-            train_dataset=PackedDataset(data, rank=1, world_size=2),
-            packed_loss=loss,
-        )
+        make_trainer(model, part, loss, tmp_path)
