@@ -162,7 +162,7 @@ def test_two_ranks(made: SimpleNamespace, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (("ref-logps", "{pairs}", "{out}", "--model", "./nowhere"), "must exist"),
+        (("ref-logps", "{pairs}", "{out}", "--model", "./nowhere"), "no such folder"),
         (("ref-logps", "./nowhere", "{out}", "--model", "{policy}"), "must be a dataset"),
         (("ref-logps", "{pairs}", "{out}", "--model", "{policy}", "--device", "tpu9"), "--device"),
         (("ref-logps", "{pairs}", "{out}", "--model", "{policy}", "--adapter", "x"), "adapter x"),
