@@ -26,7 +26,7 @@ declare -A ABOUT=(
 )
 ALL=(default short long narrow ascii zone user)
 QUICK=(tests/cli tests/io tests/tokenizer tests/stores tests/exchange tests/schemas tests/etl tests/config tests/test_*.py
-  tests/torch/training/test_train_config.py -m "not slow")
+  tests/torch/training/test_train_settings.py -m "not slow")
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=python3 data=$here/../shared/data workers= keep= chosen=() tests=()

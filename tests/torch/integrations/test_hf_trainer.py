@@ -1,8 +1,9 @@
-"""transformers' Trainer on packs, with its own defaults: trains, evaluates, saves and resumes."""
+"""transformers' Trainer on packs: its own defaults, and one divisor for a whole step."""
 
 from __future__ import annotations
 
 import copy
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,8 @@ import torch
 pytest.importorskip("accelerate", reason="the Trainer needs it")
 
 from accelerate.data_loader import DataLoaderDispatcher
+from gradients import take_gradients
+from ranks import launch
 from trainers import logged, make_trainer
 from transformers import AutoModelForCausalLM
 
@@ -27,11 +30,13 @@ from packstore.torch import (
     PackedLoss,
     PackedPolicy,
     PreferenceLoss,
+    collate,
     use_packed_attention,
 )
 
-SIZES = (3, 1, 2, 1, 1, 2, 1, 2)
+SIZES = (3, 1, 2, 1, 1, 2, 1, 2)  # pairs of each pack: uneven over ranks, accumulation and steps
 STEPS = 4
+STEP_PACKS = 4
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -43,7 +48,7 @@ def stored(kit: SimpleNamespace, folder: Path, kind: str = "preference") -> Data
     return data
 
 
-def whole(data: Dataset) -> PackedDataset:
+def whole(data: Dataset | str) -> PackedDataset:
     return PackedDataset(data, rank=0, world_size=1, shuffle=False)
 
 
@@ -163,7 +168,84 @@ def test_refusals(kit: SimpleNamespace, tmp_path: Path) -> None:
     trainer = make_trainer(model, data, loss, tmp_path / "run", PackCollator("ranked"))
     with pytest.raises(ConfigError, match=r"Make it PackCollator\('ranked', loss_fn=loss_fn\)"):
         trainer.train()
-
     part = PackedDataset(data, rank=1, world_size=2)
     with pytest.raises(ConfigError, match=r"rank 1 of 2\. Make it with rank=0, world_size=1"):
         make_trainer(model, part, loss, tmp_path)
+
+
+def both(weights: Any) -> tuple[Any, Any]:
+    """The policy, and a reference that differs from it."""
+    policy, reference = (use_packed_attention(copy.deepcopy(weights)) for _ in range(2))
+    with torch.no_grad():
+        reference.lm_head.weight.mul_(1.1)
+    return policy, reference.requires_grad_(False)
+
+
+def on_rank(task: dict[str, Any], ranks: int = 2) -> dict[str, Any]:
+    """One step of plain descent at rate 1: what it takes from each parameter is the gradient."""
+    policy, reference = both(task["model"])
+    seen: list[int] = []
+
+    def collator(packs: Any) -> Any:
+        inputs = PackCollator("preference")(packs)
+        seen.extend(inputs["labels"].batch.example_ids.tolist())
+        return inputs
+
+    trainer = make_trainer(
+        policy,
+        task["data"],
+        PackedLoss(PreferenceLoss("dpo", **task["loss"]), reference),
+        task["folder"],
+        collator,
+        optim="sgd",
+        learning_rate=1.0,
+        lr_scheduler_type="constant",
+        max_grad_norm=0.0,
+        max_steps=1,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=STEP_PACKS // ranks,
+        save_strategy="no",
+        dataloader_pin_memory=False,
+    )
+    before = {name: p.detach().clone() for name, p in policy.named_parameters()}
+    trainer.train()
+    gradients = {name: before[name] - p.detach() for name, p in policy.named_parameters()}
+    return {"gradients": gradients, "logged": logged(trainer)[0], "seen": seen}
+
+
+def assert_same(found: dict[str, Any], task: dict[str, Any]) -> None:
+    """Loss, metrics and gradients are those of the whole step as one batch."""
+    policy, reference = (PackedPolicy(model) for model in both(task["model"]))
+    batch = collate(list(islice(whole(task["data"]), STEP_PACKS)), "preference")
+    out = PreferenceLoss("dpo", **task["loss"])(policy(batch), batch, reference(batch))
+    out.loss.backward()
+    for name, gradient in take_gradients(policy).items():
+        apart = (gradient - found["gradients"][name.removeprefix("model.")]).abs().max()
+        assert apart < 1e-9 < 1e-6 < gradient.abs().max(), name
+    metrics = Metrics()
+    metrics.add(out.metrics)
+    for name, value in metrics.means().items():
+        if name.startswith(("loss", "rewards/", "logps/")):
+            assert found["logged"][name] == pytest.approx(value, abs=1e-4), name
+
+
+@pytest.fixture
+def task(kit: SimpleNamespace, tmp_path: Path) -> dict[str, Any]:
+    loss = {"beta": 0.3, "sft_weight": 0.3, "sft_average": "sequence_mean"}
+    url = stored(kit, tmp_path).url
+    return {"model": kit.tiny_model(), "data": url, "folder": tmp_path / "run", "loss": loss}
+
+
+@pytest.mark.slow
+def test_two_processes_under_the_trainer(task: dict[str, Any], tmp_path: Path) -> None:
+    """Each rank gets its own packs, none twice, though Accelerate dispatches by default."""
+    ranks = launch(__file__, task, 2, tmp_path)
+    for found in ranks:
+        assert_same(found, task)
+    first, second = (set(found["seen"]) for found in ranks)
+    assert not first & second
+    assert set(range(sum(SIZES[:STEP_PACKS]))) <= first | second
+
+
+def test_one_process_under_the_trainer(task: dict[str, Any]) -> None:
+    assert_same(on_rank(task, 1), task)
