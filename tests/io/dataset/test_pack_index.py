@@ -91,7 +91,8 @@ def test_it_lies_beside_the_manifest(ds):
 @pytest.mark.parametrize("kind", ["preference", "sft", "ranked"])
 def test_sizes_are_those_of_the_packs(kit, tmp_path, kind, layout, file_format):
     how = {"format": file_format, "layout": layout, "strategy": "pool", "pack_size": 200}
-    ds = kit.made(tmp_path / "ds", 90, kind, labels="spans", **how)
+    ds = kit.made(tmp_path / "ds", 90, kind, labels="spans", row_group_tokens=600, **how)
+    assert ds.group_rows.max() > 1
     assert told(ds.pack_index) == plainly(ds)
     assert list(map(tuple, ds.pack_index.counts.tolist())) == counted(ds)
     assert told(without_index(ds).pack_index) == plainly(ds)
