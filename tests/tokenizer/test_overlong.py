@@ -8,28 +8,32 @@ from hypothesis import strategies as st
 BOS, EOS = 256, 257
 
 
-def stored(sequences, layout):
-    """Tokens that an example takes, by the definition of the layouts, token by token."""
+def segments(sequences, layout):
+    """Lengths of an example's segments, by the definition of the layouts, token by token."""
     (first, on), *others = sequences
-    total = len(first)
+    lengths = [len(first)]
     for ids, other in others:
         shared = 0
         for a, b, on_a, on_b in zip(first, ids, on, other, strict=False):
             if a != b or on_a or on_b:
                 break
             shared += 1
-        total += len(ids) - (max(shared - 1, 0) if layout == "shared_prefix" else 0)
-    return total
+        lengths.append(len(ids) - (max(shared - 1, 0) if layout == "shared_prefix" else 0))
+    return lengths
+
+
+def padded(lengths, multiple):
+    return sum(-(-n // multiple) * multiple for n in lengths)
 
 
 @st.composite
 def pairs(draw):
     """Whole sequences with labels: the second prompt may part from the first at some token."""
-    size = draw(st.integers(1, 12))
+    size = draw(st.integers(1, 30))
     prompts = [[BOS if draw(st.booleans()) else 0, *range(1, size)]] * 2
-    if (parts := draw(st.integers(0, 15))) < size:
+    if (parts := draw(st.integers(0, 40))) < size:
         prompts[1] = [77 if i == parts else token for i, token in enumerate(prompts[1])]
-    answers = [draw(st.lists(st.integers(100, 103), min_size=1, max_size=12)) for _ in "cr"]
+    answers = [draw(st.lists(st.integers(100, 103), min_size=1, max_size=6)) for _ in "cr"]
     return [
         ([*p, *answer, EOS], [False] * size + [True] * (len(answer) + 1))
         for p, answer in zip(prompts, answers, strict=True)
@@ -38,14 +42,15 @@ def pairs(draw):
 
 @settings(max_examples=60)
 @given(
-    befores=st.lists(pairs(), min_size=1, max_size=12),
-    size=st.integers(2, 50),
-    length=st.integers(2, 50),
+    befores=st.lists(pairs(), min_size=4, max_size=16),
+    size=st.integers(10, 70),
+    length=st.integers(10, 40),
     layout=st.sampled_from(["concat", "shared_prefix"]),
+    multiple=st.sampled_from([1, 4]),
     policy=st.sampled_from(["drop", "truncate_prompt", "truncate_response"]),
 )
 def test_what_comes_back_fits_and_is_part_of_what_went_in(
-    pack, byte_level, befores, size, length, layout, policy
+    pack, byte_level, befores, size, length, layout, multiple, policy
 ):
     records = [
         dict(zip(("chosen", "chosen_labels", "rejected", "rejected_labels"), [
@@ -55,15 +60,18 @@ def test_what_comes_back_fits_and_is_part_of_what_went_in(
         for before in befores
     ]  # fmt: skip
     chosen = {"pack_size": size, "max_length": length, "layout": layout, "overlong": policy}
-    packed = pack(byte_level(bos=True), *records, **chosen, on={"identical_sides": "keep"})
+    chosen |= {"pad_to_multiple": multiple, "on": {"identical_sides": "keep"}}
+    packed = pack(byte_level(bos=True), *records, **chosen)
     limit = min(length, size)
     for number, before in enumerate(befores):
-        fitted = max(len(ids) for ids, _ in before) <= limit and stored(before, layout) <= size
+        needed = padded(segments(before, layout), multiple)
+        fitted = max(len(ids) for ids, _ in before) <= limit and needed <= size
         if (after := packed.examples.get(number)) is None:
             assert not fitted
             continue
         assert (after == before) == fitted
-        assert stored(after, layout) <= size
+        lengths = segments(after, layout)
+        assert padded(lengths, multiple) <= size
         head = before[0][0][0] == before[1][0][0] == BOS
         for (ids, on), (new, new_on) in zip(before, after, strict=True):
             assert len(new) <= limit
@@ -79,7 +87,6 @@ def test_what_comes_back_fits_and_is_part_of_what_went_in(
         if not fitted and policy == "truncate_prompt":  # a token less would not have fitted
             cuts = {len(ids) - len(new) for (ids, _), (new, _) in zip(before, after, strict=True)}
             assert len(cuts) == 1
-            spare = limit - max(len(ids) for ids, _ in after)
-            assert (
-                size - stored(after, layout) < (1 if layout == "shared_prefix" else 2) or not spare
-            )
+            longer = [n + (i == 0 or layout == "concat") for i, n in enumerate(lengths)]
+            full = max(len(ids) for ids, _ in after) == limit
+            assert full or padded(longer, multiple) > size
