@@ -27,7 +27,6 @@ from packstore.io.store.operations import abort_upload, uploads
 from packstore.io.store.storage_errors import EXTRAS, as_storage_errors
 from packstore.version import VERSION
 
-READ_ONLY = ("http", "https")
 TRIAL_BYTES = 16 << 20
 """Bytes written and read to measure speed: two parts of an upload, as one is put at once."""
 
@@ -67,7 +66,7 @@ def preflight(location: Location) -> Iterator[Trial]:
         yield Trial("read", None, "what cannot be listed is not tried further")
         return
     yield from _read(location)
-    if location.url.startswith(READ_ONLY):
+    if location.url.startswith(("http://", "https://")):
         yield Trial("write", None, "not tried: this place can only be read")
         return
     yield from _trial(location)

@@ -178,9 +178,9 @@ def _not_found(
 
 def too_late(location: Location) -> DatasetExistsError:
     """Returns the error for a writer after another has committed."""
-    must, found = "only one writer may commit at a time", "that another one just did"
-    do = "Look at its dataset, then run again if it is not yours"
-    return DatasetExistsError(sentence(location.display, must, found, do))
+    parts = "only one writer may commit at a time", "that another one just did"
+    remedy = "Look at its dataset, then run again if it is not yours"
+    return DatasetExistsError(sentence(location.display, *parts, remedy))
 
 
 def too_large(where: str, found: str) -> FormatError:
