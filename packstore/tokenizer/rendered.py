@@ -179,7 +179,8 @@ def _draft_messages(
     variables = {**config.template_variables, **(parsed.variables or {})}
     template = tokenizer.template_for(parsed.tools, variables)
     if template is None:
-        rule, remedy = "chat messages need a chat template", "Set it: a Jinja file, chatml or plain"
+        rule = "chat messages need a chat template"
+        remedy = "Set chat_template: a Jinja file, chatml or plain"
         raise TokenizerError(sentence(f"tokenizer {tokenizer.name}", rule, "none", remedy))
     drafts: list[Draft] = []
     events: list[str] = []
