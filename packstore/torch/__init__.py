@@ -49,6 +49,7 @@ __all__ = [
     "Metrics",
     "PackCollator",
     "PackedBatch",
+    "PackedDPOTrainer",
     "PackedDataLoader",
     "PackedDataset",
     "PackedLoss",
@@ -84,11 +85,13 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from packstore.torch.integrations.trl_trainer import PackedDPOTrainer
     from packstore.torch.reference.reference import write_ref_logps
     from packstore.torch.training.evaluate import evaluate
     from packstore.torch.training.train import train
 
 _LAZY = {
+    "PackedDPOTrainer": "packstore.torch.integrations.trl_trainer",
     "evaluate": "packstore.torch.training.evaluate",
     "train": "packstore.torch.training.train",
     "write_ref_logps": "packstore.torch.reference.reference",

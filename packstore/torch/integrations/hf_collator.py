@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from packstore.config import PackConfig
-from packstore.errors import ConfigError
+from packstore.errors import CompatibilityError, ConfigError
 from packstore.format.arrays import Packs
 from packstore.format.schema import require_kind
 from packstore.torch.batch.batch import PackedBatch, collate
@@ -29,7 +29,13 @@ from packstore.torch.logprobs.logprobs import segment_logps
 from packstore.torch.losses.divisor import StepDivisor
 from packstore.torch.losses.loss import PreferenceLoss
 from packstore.torch.metrics import Metrics
-from packstore.torch.models.routers import RouterSettings, carry, router_losses
+from packstore.torch.models.routers import (
+    RouterSettings,
+    carry,
+    router_losses,
+    router_settings,
+)
+from packstore.torch.models.unwrap import adapted, as_reference, evaluating
 
 LOGITS_TO_KEEP = "logits_to_keep"
 """Argument of most models of transformers: the rows whose logits are computed."""
@@ -96,6 +102,8 @@ class PackCollator:
             :func:`~packstore.torch.pack_in_memory`. Limits on number and length do not apply.
         loss_fn: the loss; required if it divides by something other than examples: tokens (`sft`),
             ranked pairs, or packs.
+        max_length: most tokens of a prompt with one side, of records of pairs: ends are cut off,
+            as by TRL's ``truncation_mode="keep_start"``; default: none.
 
     Raises:
         UnknownNameError: `kind` is none of those.
@@ -107,9 +115,11 @@ class PackCollator:
         config: PackConfig | None = None,
         *,
         loss_fn: PreferenceLoss | None = None,
+        max_length: int | None = None,
     ) -> None:
         require_kind(kind)
         self.kind, self.config, self.loss_fn = kind, config or PackConfig(), loss_fn
+        self.max_length = max_length
 
     def __call__(self, items: Sequence[Packs | Mapping[str, Any]]) -> PackedInputs:
         """Collates these items into one batch."""
@@ -117,8 +127,14 @@ class PackCollator:
             raise ConfigError("a batch must hold at least one item; found none.")
         packs: Sequence[Any] = items
         if not all(isinstance(item, Packs) for item in items):
-            packs = [in_one_pack(items, self.kind, self.config)]
+            records = items if self.max_length is None else [*map(self._truncated, items)]
+            packs = [in_one_pack(records, self.kind, self.config)]
         return PackedInputs.of(PackedLabels(collate(packs, self.kind), self.loss_fn))
+
+    def _truncated(self, record: Any) -> dict[str, Any]:
+        kept = max(0, (self.max_length or 0) - len(record["prompt_ids"]))
+        sides = {name: record[name][:kept] for name in ("chosen_ids", "rejected_ids")}
+        return {**record, **sides}
 
 
 class PackedLoss:
@@ -129,14 +145,15 @@ class PackedLoss:
 
     Args:
         loss_fn: the loss.
-        reference: a frozen model on the device of the policy; default: the batch's ``ref_logps``.
+        reference: a frozen model on the device of the policy; default: the batch's ``ref_logps``,
+            else a PEFT policy's own base (or its adapter named ``ref``).
 
     Attributes:
         metrics: training metrics; ``metrics.means()`` covers the time since the last call, over
             all ranks.
         held_out: the same for evaluation.
-        routers: settings of the load-balancing loss of the policy's experts, which
-            :class:`~packstore.torch.PackedTrainerMixin` sets; None: there is none.
+        policy: the trainer's model, which :class:`~packstore.torch.PackedTrainerMixin` sets.
+        routers: settings of the load-balancing loss of its experts; None: there is none.
 
     Raises:
         ConfigError: the loss divides by two different counts, and the Trainer counts one.
@@ -151,7 +168,24 @@ class PackedLoss:
             )
         self.loss_fn, self.reference = loss_fn, reference
         self.metrics, self.held_out = Metrics(), Metrics()
+        self.policy: Any = None
         self.routers: RouterSettings | None = None
+
+    def bind(self, policy: nn.Module, reference: nn.Module | None) -> None:
+        """Takes the trainer's models: its reference model too, if there is none yet.
+
+        Raises:
+            CompatibilityError: weights that are trained are part of the reference.
+        """
+        self.policy, self.routers = policy, router_settings(policy)
+        self.reference = self.reference or reference
+        trained = {id(p) for p in policy.parameters() if p.requires_grad}
+        if self.reference and any(id(p) in trained for p in self.reference.parameters()):
+            raise CompatibilityError(
+                "PackedLoss: the reference must stay as it is while the policy is trained; found a "
+                "reference that shares weights with the policy. Give a copy; or none, for a PEFT "
+                "policy: its own base then serves."
+            )
 
     def __call__(
         self,
@@ -173,25 +207,45 @@ class PackedLoss:
         else:
             count: Any = num_items_in_batch  # a tensor stays one: nobody waits for its value
             divisor = StepDivisor(count, count if self.loss_fn.sft_weight else None)
-        kept = logits.shape[-2] != batch.num_tokens
-        row: TokenRow = batch
-        if kept:  # each target is predicted by a row of its own
-            n = len(batch.targets.ids)
-            rows = torch.arange(n, device=logits.device)
-            row = KeptRows(n, batch.num_segments, replace(batch.targets, rows=rows))
         ref_logps = None
-        if self.reference is not None and self.loss_fn.reference:
-            with torch.no_grad(), _policy_precision(logits.device):
-                keep = {LOGITS_TO_KEEP: batch.targets.rows} if kept else {}
-                of_reference = self.reference(**batch.model_inputs(), **keep).logits
-            ref_logps = segment_logps(row, logits=of_reference)
-        logps = segment_logps(row, logits=logits)
+        if self.loss_fn.reference:
+            keep = logits.shape[-2] != batch.num_tokens
+            peft_model = adapted(self.policy) if batch.ref_logps is None else None
+            if self.reference is not None:
+                ref_logps = reference_logps(self.reference, batch, keep=keep)
+            elif peft_model is not None:
+                ref_logps = reference_logps(self.policy, batch, base_of=peft_model, keep=keep)
+        logps = _logps(batch, logits)
         if self.routers is not None and torch.is_grad_enabled():
             losses = router_losses(batch, outputs.get("router_logits"), self.routers)
             logps = carry(logps, losses, self.routers.model)
         out = self.loss_fn(logps, batch, ref_logps, divisor=divisor)
         (self.metrics if torch.is_grad_enabled() else self.held_out).add(out.metrics)
         return out.loss
+
+
+def reference_logps(
+    model: nn.Module, batch: PackedBatch, *, base_of: Any | None = None, keep: bool = True
+) -> Tensor:
+    """Log-probs of a reference, `[S]` in nats, from its logits, in the policy's precision.
+
+    `base_of` is the PEFT policy whose own base is the reference. With `keep`, the model is asked
+    for the logits of supervised tokens only.
+    """
+    kept = {LOGITS_TO_KEEP: batch.targets.rows} if keep else {}
+    base = evaluating(model) if base_of is None else as_reference(model, base_of)
+    with torch.no_grad(), base, _policy_precision(batch.targets.ids.device):
+        return _logps(batch, model(**batch.model_inputs(), **kept).logits)
+
+
+def _logps(batch: PackedBatch, logits: Tensor) -> Tensor:
+    """Log-probs of the segments, from the logits of all tokens or of supervised ones."""
+    row: TokenRow = batch
+    if logits.shape[-2] != batch.num_tokens:  # each target is predicted by a row of its own
+        n = len(batch.targets.ids)
+        rows = torch.arange(n, device=logits.device)
+        row = KeptRows(n, batch.num_segments, replace(batch.targets, rows=rows))
+    return segment_logps(row, logits=logits)
 
 
 def _policy_precision(device: torch.device) -> AbstractContextManager[Any]:

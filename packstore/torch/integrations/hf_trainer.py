@@ -1,31 +1,48 @@
-"""A mixin that makes transformers' Trainer, or a subclass such as TRL's, train on packed batches::
+"""A mixin that makes transformers' Trainer train on packed batches::
 
-    class PackedTrainer(PackedTrainerMixin, Trainer):       # or TRL's DPOTrainer
+    class PackedTrainer(PackedTrainerMixin, Trainer):
         pass
 
     PackedTrainer(
         use_packed_attention(model),
         TrainingArguments(output_dir="run"),
-        train_dataset=PackedDataset(url, rank=0, world_size=1),   # Accelerate shards it over ranks
+        train_dataset="prefs-8k",               # or a PackedDataset, with side data
         data_collator=PackCollator("preference"),
         packed_loss=PackedLoss(loss_fn, reference),
     ).train()
 
-Saving, resuming, evaluation, accumulation and mixed precision remain the trainer's.
+Saving, resuming, evaluation, accumulation and mixed precision remain the trainer's. TRL's
+DPOTrainer on packs is :class:`packstore.torch.PackedDPOTrainer`.
 """
 
 from __future__ import annotations
 
 import inspect
+import logging
+import os
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
 from packstore.errors import ConfigError
+from packstore.io.dataset.dataset import Dataset
 from packstore.torch.data.dataset import PackedDataset
 from packstore.torch.integrations.hf_collator import LOGITS_TO_KEEP, PackedLoss
-from packstore.torch.models.routers import router_settings
 from packstore.torch.models.unwrap import unwrapped
+
+logger = logging.getLogger(__name__)
+
+Refusals = Mapping[str, tuple[tuple[Any, ...], str]]
+"""Setting -> the values that are taken, and what to do for another."""
+
+REFUSED: Refusals = {
+    "average_tokens_across_devices": ((True,), "The loss divides by the examples of all ranks"),
+    "label_smoothing_factor": ((0, 0.0), "Label smoothing is part of the loss: take cdpo"),
+    "neftune_noise_alpha": ((None,), "Its noise would depend on the length of the packed row"),
+    "parallelism_config": ((None,), "Split rows by packstore.torch.parallel in your own loop"),
+}
+"""Settings of transformers' TrainingArguments that packs do not go with; all others are taken."""
 
 
 class PackedTrainerMixin:
@@ -33,39 +50,82 @@ class PackedTrainerMixin:
 
     They appear beside the Trainer's own, under TRL's names (``rewards/accuracies``,
     ``logps/chosen``, …), with the prefix ``eval_`` in an evaluation; ``eval_loss`` is the mean over
-    all pairs.
+    all pairs. Datasets given by keyword may be packstore datasets, or their folders or URLs.
 
     Args:
         packed_loss: the loss.
         args, kwargs: arguments of the trainer.
 
     Raises:
-        ConfigError: the dataset splits itself over the ranks, which the trainer does too.
-        CompatibilityError: the model's config asks for a load-balancing loss of its experts, which
-            its routers cannot give.
+        ConfigError: a setting of the trainer is in :data:`REFUSED`; there is no collator of packs;
+            or the dataset splits itself over the ranks, which the trainer does too.
+        CompatibilityError: the reference shares weights with the policy; or the model's config asks
+            for a load-balancing loss of its experts, which its routers cannot give.
     """
 
     loss_is_scaled_for_ga = True
 
     def __init__(self, *args: Any, packed_loss: PackedLoss, **kwargs: Any) -> None:
+        for name in ("train_dataset", "eval_dataset"):
+            if name in kwargs:
+                kwargs[name] = as_packed(kwargs[name])
         super().__init__(*args, **kwargs)
-        self.packed_loss = self.compute_loss_func = packed_loss
         trainer: Any = self
-        packed_loss.routers = router_settings(trainer.model)
+        self._check(trainer)
+        self.packed_loss = self.compute_loss_func = packed_loss
+        packed_loss.bind(trainer.model, getattr(trainer, "ref_model", None))
         models = [trainer.model, packed_loss.reference]
         # Metrics of the user's own get the logits of all tokens.
         self._keeps_few = trainer.compute_metrics is None and all(map(_keeps_few, models))
         given = getattr(trainer.args, "router_aux_loss_coef", None)  # TRL's setting
         if given is not None and packed_loss.loss_fn.router_aux_loss_coef is None:
             packed_loss.loss_fn.router_aux_loss_coef = given
-        for dataset in (trainer.train_dataset, trainer.eval_dataset):
-            _check_whole(dataset)
-        if isinstance(trainer.train_dataset, PackedDataset):
+        ranks = trainer.accelerator.num_processes
+        if isinstance(trainer.train_dataset, PackedDataset) and ranks > 1:
             # Otherwise Accelerate repeats the first packs to fill up the last batch.
             trainer.args.dataloader_drop_last = True
-        loading = trainer.accelerator.dataloader_config
-        if loading.dispatch_batches is None:  # a packed batch cannot be sliced for other ranks
-            loading.dispatch_batches = False
+            most = ranks * trainer.args.per_device_train_batch_size - 1
+            logger.warning(
+                "Up to %d packs at the end of each epoch are left out: the Trainer needs as many "
+                "batches on each of %d ranks. packstore train leaves none out.", most, ranks,
+            )  # fmt: skip
+        trainer.accelerator.dataloader_config.dispatch_batches = False
+
+    def _check(self, trainer: Any) -> None:
+        """Refuses settings, collators and datasets that would train on something else."""
+        where = type(self).__name__
+        if any(c.__module__.startswith("trl.") for c in type(self).__mro__):
+            must = "the mixin goes before transformers' Trainer; found a trainer of TRL"
+            raise ConfigError(f"{where}: {must}. For DPO take packstore.torch.PackedDPOTrainer.")
+        check_settings(trainer.args, REFUSED)
+        self._check_data(trainer, where)
+
+    def _check_data(self, trainer: Any, where: str) -> None:
+        if type(trainer.data_collator).__module__.startswith(("transformers.", "trl.")) or (
+            inspect.isfunction(trainer.data_collator)
+            and trainer.data_collator.__module__.startswith("transformers.")
+        ):
+            raise ConfigError(
+                f"{where}: batches must be packed; found the default collator. "
+                'Give data_collator=PackCollator("preference"), or of your kind of examples.'
+            )
+        config = trainer.args.accelerator_config
+        for name in ("dispatch_batches", "split_batches"):
+            if getattr(config, name, None):
+                must = "must be off: a packed batch is whole, and cannot be cut up for other ranks"
+                raise ConfigError(f"setting accelerator_config: {name} {must}; found True.")
+        for part in _parts(trainer.train_dataset, trainer.eval_dataset):
+            if part.world_size != 1:
+                raise ConfigError(
+                    f"{where}: the trainer deals packs to the ranks, so the dataset not; found "
+                    f"a PackedDataset of rank {part.rank} of {part.world_size}. "
+                    "Make it with rank=0, world_size=1."
+                )
+            if trainer.args.dataloader_num_workers and trainer.args.dataloader_drop_last:
+                raise ConfigError(
+                    "setting dataloader_num_workers must be 0 with dataloader_drop_last, which "
+                    "would leave out packs of every worker; threads of packstore read ahead."
+                )
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Uses the Trainer's method, which calls `compute_loss_func`; TRL's averages per batch."""
@@ -91,18 +151,33 @@ class PackedTrainerMixin:
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
 
+def as_packed(data: Any) -> Any:
+    """Returns packstore datasets, folders and URLs as streams of all packs; others as they are."""
+    if isinstance(data, dict):
+        return {name: as_packed(part) for name, part in data.items()}
+    if isinstance(data, str | os.PathLike | Dataset):
+        return PackedDataset(data, rank=0, world_size=1)
+    return data
+
+
+def check_settings(args: Any, refused: Refusals) -> None:
+    """Refuses settings that are set to something else than what packs go with."""
+    for name, (taken, remedy) in refused.items():
+        value = getattr(args, name, taken[0])
+        if value not in taken:
+            raise ConfigError(
+                f"setting {name} must be {taken[0]!r} with packs; found {value!r}. {remedy}."
+            )
+
+
+def _parts(*datasets: Any) -> Iterable[PackedDataset]:
+    for dataset in datasets:
+        for part in dataset.values() if isinstance(dataset, dict) else [dataset]:
+            if isinstance(part, PackedDataset):
+                yield part
+
+
 def _keeps_few(model: Any) -> bool:
     """Returns True if the model can leave out logits, or if there is none."""
     names = inspect.signature(unwrapped(model).forward).parameters if model is not None else ()
     return model is None or LOGITS_TO_KEEP in names
-
-
-def _check_whole(dataset: Any) -> None:
-    """Refuses a dataset of packs, or one of several, that yields only this rank's share."""
-    for part in dataset.values() if isinstance(dataset, dict) else [dataset]:
-        if isinstance(part, PackedDataset) and part.world_size != 1:
-            raise ConfigError(
-                "PackedTrainerMixin: the trainer deals packs to the ranks, so the dataset must "
-                f"not; found a PackedDataset of rank {part.rank} of {part.world_size}. "
-                "Make it with rank=0, world_size=1."
-            )

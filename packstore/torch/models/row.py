@@ -249,8 +249,9 @@ class _Entry(_Replaced):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _each(self, layout: AttentionLayout, args: Any, kwargs: dict[str, Any]) -> Any:
-        # Without positions, so that the model counts them itself.
-        dropped = ("packed_layout", "position_ids")
+        # Without positions, so that the model counts them itself; and with all logits, as the rows
+        # to keep are those of the packed row.
+        dropped = ("packed_layout", "position_ids", "logits_to_keep")
         kwargs = {name: value for name, value in kwargs.items() if name not in dropped}
         if not self.serving.causal and "input_ids" in kwargs:
             _check_causal(self.own, self.serving.model, kwargs["input_ids"])

@@ -82,6 +82,26 @@ def evaluating(*models: nn.Module) -> Iterator[None]:
             model.train(training)
 
 
+REF_ADAPTER = "ref"
+"""Name of a frozen adapter that serves as reference; also TRL's."""
+
+
+@contextmanager
+def as_reference(policy: nn.Module, peft_model: Any) -> Iterator[None]:
+    """Makes a PEFT policy its own reference: by its frozen adapter, else without any adapter."""
+    with evaluating(policy):
+        if REF_ADAPTER not in peft_model.peft_config:
+            with peft_model.disable_adapter():
+                yield
+            return
+        active = peft_model.active_adapter
+        peft_model.set_adapter(REF_ADAPTER, inference_mode=True)
+        try:
+            yield
+        finally:
+            peft_model.set_adapter(active)
+
+
 def text_config(model: Any) -> Any:
     """Returns the text config of a model or of a config; what has none is returned as it is."""
     config = getattr(model, "config", model)

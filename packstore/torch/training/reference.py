@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from packstore.io.dataset.dataset import Dataset
 from packstore.io.side.side import open_side
 from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.models.load import is_adapter, load_model
-from packstore.torch.models.unwrap import evaluating
 from packstore.torch.reference.reference import run_on_rank_zero
 from packstore.torch.reference.reference_fingerprint import check_arithmetic, check_reference
 
@@ -23,9 +22,6 @@ Autocast = Callable[[], AbstractContextManager[Any]]
 
 Reference = Callable[[PackedBatch], Tensor | None]
 """Returns log-probs `[S]` in nats, or None if the batch carries them or the loss needs none."""
-
-REF_ADAPTER = "ref"
-"""Name of the frozen adapter that serves as reference."""
 
 
 def of_the_batch(batch: PackedBatch) -> None:
@@ -48,22 +44,6 @@ def frozen(policy: nn.Module, context: Autocast = nullcontext) -> Reference:
             return values
 
     return logps
-
-
-@contextmanager
-def own_adapter(policy: nn.Module, adapted: Any) -> Iterator[None]:
-    """The policy as its own reference: without its adapter, or with a frozen initial copy of it."""
-    with evaluating(policy):
-        if REF_ADAPTER not in adapted.peft_config:
-            with adapted.disable_adapter():
-                yield
-            return
-        before = adapted.active_adapter
-        adapted.set_adapter(REF_ADAPTER, inference_mode=True)
-        try:
-            yield
-        finally:
-            adapted.set_adapter(before)
 
 
 def check_precomputed(

@@ -36,7 +36,7 @@ from packstore.torch.models.load import (
 )
 from packstore.torch.models.probe import probe_model
 from packstore.torch.models.routers import router_settings
-from packstore.torch.models.unwrap import unwrapped
+from packstore.torch.models.unwrap import REF_ADAPTER, as_reference, unwrapped
 from packstore.torch.reference.arithmetic import choose_precision
 from packstore.torch.training.checkpoint import (
     MODEL,
@@ -50,13 +50,11 @@ from packstore.torch.training.checkpoint import (
     set_random_state,
 )
 from packstore.torch.training.reference import (
-    REF_ADAPTER,
     Reference,
     check_precomputed,
     frozen,
     load_reference,
     of_the_batch,
-    own_adapter,
 )
 from packstore.torch.training.sinks import tracker_names
 
@@ -183,7 +181,7 @@ class Run:
         config, accelerator = self.config, self.accelerator
         inner = accelerator.unwrap_model(self.policy).model
         if config.reference_model is None and hasattr(inner, "peft_config"):
-            return frozen(self.policy, partial(own_adapter, self.policy, inner))
+            return frozen(self.policy, partial(as_reference, self.policy, inner))
         model = load_reference(config)
         if config.reference_model is not None:
             self._probe(model)

@@ -1,30 +1,33 @@
-"""TRL's own DPOTrainer on packed batches: every logged loss is that of a plain loop."""
+"""PackedDPOTrainer beside TRL's own DPOTrainer: same config, same data, same curves."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator
+import dataclasses
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.nn.functional import logsigmoid
 
+import packstore
 from packstore.config import PackConfig
+from packstore.errors import CompatibilityError, ConfigError
 from packstore.torch import (
     PackCollator,
+    PackedDataset,
     PackedLoss,
     PackedTrainerMixin,
     PreferenceLoss,
     use_packed_attention,
+    write_ref_logps,
 )
 
-BETA, RATE, STEPS, PER_STEP = 0.3, 0.5, 4, 6
+STEPS, RATE = 30, 1e-3
+DOCS = Path(__file__).parents[3] / "docs" / "from-trl.md"
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.fixture(scope="module")
@@ -45,111 +48,274 @@ def tokenizer() -> Any:
 
 
 @pytest.fixture(scope="module")
-def rows() -> list[dict[str, str]]:
+def rows() -> Any:
     """Pairs of texts of different lengths."""
+    from datasets import Dataset
+
     generator = torch.Generator().manual_seed(0)
 
     def words(low: int, high: int) -> str:
         n = int(torch.randint(low, high, (), generator=generator))
         return " ".join(f"w{i}" for i in torch.randint(49, (n,), generator=generator).tolist())
 
-    n = STEPS * PER_STEP
-    return [
+    pairs = [
         {"prompt": words(2, 9), "chosen": " " + words(1, 20), "rejected": " " + words(1, 9)}
-        for _ in range(n)
+        for _ in range(40)
     ]
+    return Dataset.from_list(pairs)
 
 
-def plain_losses(kit: SimpleNamespace, steps: list[list[dict[str, Any]]]) -> list[float]:
-    """DPO by plain descent, one unpacked sequence at a time, through the model's own attention."""
-    model, ref = kit.tiny_model(), kit.tiny_model()
-    for one in (model, ref):
-        one.set_attn_implementation("sdpa")
-
-    def logp(of: Any, record: dict[str, Any], name: str) -> Tensor:
-        prompt, ids = record["prompt_ids"], record[f"{name}_ids"]
-        row = torch.tensor([prompt + ids])
-        logps = of(row).logits[0, :-1].log_softmax(-1)
-        picked = logps.gather(1, row[0, 1:, None])[len(prompt) - 1 :]
-        return picked.sum()
-
-    losses = []
-    for step in steps:
-        total = torch.zeros((), dtype=torch.float64)
-        for record in step:
-            with torch.no_grad():
-                base = logp(ref, record, "chosen") - logp(ref, record, "rejected")
-            margin = logp(model, record, "chosen") - logp(model, record, "rejected")
-            total = total - logsigmoid(BETA * (margin - base))
-        loss = total / len(step)
-        losses.append(float(loss.detach()))
-        model.zero_grad()
-        loss.backward()
-        with torch.no_grad():
-            for p in model.parameters():
-                p -= RATE * p.grad
-    return losses
+@pytest.fixture(scope="module")
+def folder(kit: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny model, stored: TRL loads the reference from there, too."""
+    place = str(tmp_path_factory.mktemp("model"))
+    kit.tiny_model(dtype=torch.float32).save_pretrained(place)
+    return place
 
 
-def trainer_of(
-    trl: Any,
-    kit: SimpleNamespace,
-    folder: Path,
-    tokenizer: Any,
-    rows: Any,
-    **sizes: int,
-) -> Any:
-    """TRL's trainer with our collator and loss."""
-    from datasets import Dataset
+def config_of(trl: Any, out: Path, **settings: Any) -> Any:
+    defaults = {
+        "output_dir": str(out), "learning_rate": RATE, "max_steps": STEPS, "logging_steps": 1,
+        "per_device_train_batch_size": 4, "save_strategy": "no", "report_to": [], "use_cpu": True,
+        "disable_tqdm": True, "bf16": False, "model_init_kwargs": {"dtype": "float32"},
+        "dataloader_pin_memory": False,
+    }  # fmt: skip
+    return trl.DPOConfig(**{**defaults, **settings})
 
-    class PackedDPOTrainer(PackedTrainerMixin, trl.DPOTrainer):  # type: ignore[misc, name-defined]
+
+def packed_trainer(*args: Any, **kwargs: Any) -> Any:
+    from packstore.torch import PackedDPOTrainer
+
+    return PackedDPOTrainer(*args, **kwargs)
+
+
+def curves(trainer: Any, names: tuple[str, ...]) -> dict[str, list[float]]:
+    trainer.train()
+    lines = [line for line in trainer.state.log_history if "loss" in line]
+    return {name: [line[name] for line in lines] for name in names}
+
+
+NAMES = ("loss", "grad_norm", "rewards/margins", "rewards/chosen", "logps/rejected")
+
+
+def assert_equal(expected: dict[str, list[float]], curves: dict[str, list[float]]) -> None:
+    for name, values in expected.items():
+        # Of the others, rounding in float32 grows with the steps.
+        bound = 1e-5 if name == "loss" else 3e-4
+        assert curves[name] == pytest.approx(values, rel=bound, abs=bound), name
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "truncation": {"max_length": 12, "beta": 0.5},
+    "accumulation": {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2},
+    "ipo": {"loss_type": "ipo", "beta": 0.4},
+    "robust": {"loss_type": ["robust"], "label_smoothing": 0.2},
+    "mix": {"loss_type": ["sigmoid", "bco_pair", "exo_pair"], "loss_weights": [0.8, 0.2, 0.1],
+            "label_smoothing": 0.01},
+    "divergence": {"f_divergence_type": "alpha_divergence", "f_alpha_divergence_coef": 0.3},
+    "discopop": {"loss_type": "discopop", "discopop_tau": 0.1},
+    "norm": {"loss_type": "sigmoid_norm", "beta": 2.0},
+    "precomputed": {"precompute_ref_log_probs": True},
+    "moving reference": {"sync_ref_model": True, "ref_model_sync_steps": 7},
+}  # fmt: skip
+LEAST = {"truncation"}
+"""Runs that `make test` has, too."""
+
+
+@pytest.mark.parametrize(
+    "layout", ["concat", pytest.param("shared_prefix", marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name not in LEAST)) for name in CONFIGS],
+)
+def test_its_config_decides(
+    trl: Any, folder: str, tmp_path: Path, tokenizer: Any, rows: Any, name: str, layout: Any
+) -> None:
+    """Thirty steps: loss, gradient and rewards of every step are those of TRL's trainer."""
+    found = []
+    for trainer_class in (trl.DPOTrainer, packed_trainer):
+        args = config_of(trl, tmp_path, **CONFIGS[name])
+        more: dict[str, Any] = {}
+        if trainer_class is packed_trainer:
+            collator = PackCollator("preference", PackConfig(layout=layout))
+            more["data_collator"] = collator
+        trainer = trainer_class(
+            folder, args=args, train_dataset=rows, processing_class=tokenizer, **more
+        )
+        found.append(curves(trainer, NAMES))
+    assert_equal(*found)
+    assert max(found[0]["loss"]) - min(found[0]["loss"]) > 1e-2
+
+
+@pytest.mark.parametrize("given", ["config", pytest.param("model", marks=pytest.mark.slow)])
+def test_adapters(
+    trl: Any, folder: str, tmp_path: Path, tokenizer: Any, rows: Any, given: str
+) -> None:
+    """LoRA by the trainer's `peft_config`, or a model with an adapter, is its own reference."""
+    peft = pytest.importorskip("peft", reason="adapters")
+    from transformers import AutoModelForCausalLM
+
+    found = []
+    for trainer_class in (trl.DPOTrainer, packed_trainer):
+        torch.manual_seed(3)
+        lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+        model: Any = folder
+        if given == "model":
+            model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(folder), lora)
+        args = config_of(trl, tmp_path, learning_rate=1e-2)
+        trainer = trainer_class(
+            model,
+            args=args,
+            train_dataset=rows,
+            processing_class=tokenizer,
+            peft_config=lora if given == "config" else None,
+        )
+        found.append(curves(trainer, NAMES))
+    assert_equal(*found)
+    assert max(found[0]["rewards/margins"]) > 1e-3
+
+
+def test_a_model_that_runs_whole_by_sequence(
+    trl: Any, tmp_path: Path, tokenizer: Any, rows: Any
+) -> None:
+    """Falcon's own forward call takes no packed attention: it runs once a sequence, as in TRL."""
+    from transformers import FalconConfig, FalconForCausalLM
+
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = FalconForCausalLM(FalconConfig(vocab_size=50, eos_token_id=49, **shape))
+    model.save_pretrained(tmp_path / "falcon")
+    found = []
+    for trainer_class in (trl.DPOTrainer, packed_trainer):
+        trainer = trainer_class(
+            str(tmp_path / "falcon"),
+            args=config_of(trl, tmp_path / "run", max_steps=4),
+            train_dataset=rows,
+            processing_class=tokenizer,
+        )
+        found.append(curves(trainer, NAMES))
+    assert_equal(*found)
+
+
+def test_a_packed_dataset(trl: Any, folder: str, tmp_path: Path, tokenizer: Any, rows: Any) -> None:
+    """By its path, for training and evaluation: the first loss is ln 2, and it falls."""
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    packed = str(tmp_path / "packed")
+    packstore.pack(rows, packed, tokenizer=str(tmp_path / "tokenizer"), pack_size=64)
+    args = config_of(trl, tmp_path / "run", max_length=64, eval_strategy="epoch", max_steps=10)
+    trainer = packed_trainer(
+        folder, args=args, train_dataset=packed, eval_dataset=packstore.open(packed),
+        processing_class=tokenizer,
+    )  # fmt: skip
+    losses = curves(trainer, ("loss",))["loss"]
+    assert losses[0] == pytest.approx(0.6931, abs=1e-4)
+    assert losses[-1] < 0.6
+    assert any("eval_rewards/margins" in line for line in trainer.state.log_history)
+    too_long = config_of(trl, tmp_path / "run", max_length=8)
+    with pytest.raises(CompatibilityError, match=r"at most max_length 8 .* Set max_length=None"):
+        packed_trainer(folder, args=too_long, train_dataset=packed, processing_class=tokenizer)
+    early = config_of(trl, tmp_path / "run", max_length=64, precompute_ref_log_probs=True)
+    with pytest.raises(ConfigError, match="packstore ref-logps"):
+        packed_trainer(folder, args=early, train_dataset=packed, processing_class=tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"use_weighting": True}, "use_weighting must be False"),
+        ({"ld_alpha": 0.5}, "ld_alpha must be None"),
+        ({"pad_to_multiple_of": 8}, "pad_to_multiple_of must be None"),
+        ({"truncation_mode": "keep_end"}, "truncation_mode must be 'keep_start'"),
+        ({"label_smoothing": 0.1}, "label_smoothing changes none of"),
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor must be 0"),
+        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha must be None"),
+        ({"average_tokens_across_devices": False}, "average_tokens_across_devices must be True"),
+        ({"loss_type": ["sft"]}, "loss_type: 'sft'"),
+        ({"loss_type": ["aot"]}, "couples the pairs of a batch"),
+        ({"loss_type": ["hinge"], "f_divergence_type": "js_divergence"}, "f_divergence_type"),
+    ],
+)
+def test_settings_that_packs_do_not_go_with(
+    trl: Any, folder: str, tmp_path: Path, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises((ConfigError, LookupError), match=message):
+        packed_trainer(folder, args=config_of(trl, tmp_path, **settings))
+
+
+def test_every_setting_of_its_config_is_in_the_table(trl: Any) -> None:
+    """A field that TRL adds fails here, and not at a user's."""
+    from transformers import TrainingArguments
+
+    own = {f.name for f in dataclasses.fields(trl.DPOConfig)}
+    own -= {f.name for f in dataclasses.fields(TrainingArguments)}
+    table = DOCS.read_text(encoding="utf-8").split("## `DPOConfig`")[1].split("\n## ")[0]
+    named = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\|([^|]+)\|", table, re.M))))
+    assert own <= named, f"say in docs/from-trl.md what becomes of {own - named}"
+    assert named <= own | {"use_liger_kernel"}, f"TRL has no {named - own}"
+
+
+def test_doors_that_do_not_lead_to_packs(
+    trl: Any, folder: str, tmp_path: Path, tokenizer: Any, rows: Any
+) -> None:
+    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+    class TrlTrainer(PackedTrainerMixin, trl.DPOTrainer):  # type: ignore[misc, name-defined]
         pass
 
-    model = use_packed_attention(kit.tiny_model())
-    reference = use_packed_attention(copy.deepcopy(model)).requires_grad_(False)
-    arguments = trl.DPOConfig(
-        output_dir=str(folder),
-        optim="sgd",
-        learning_rate=RATE,
-        lr_scheduler_type="constant",
-        max_grad_norm=0.0,
-        max_steps=STEPS,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        train_sampling_strategy="sequential",
-        **sizes,
-    )
-    return PackedDPOTrainer(
-        model,
-        ref_model=reference,
-        args=arguments,
-        train_dataset=Dataset.from_list(rows),
-        data_collator=PackCollator("preference", PackConfig(layout="shared_prefix")),
-        processing_class=tokenizer,
-        packed_loss=PackedLoss(PreferenceLoss("dpo", beta=BETA), reference),
-    )
+    class PackedTrainer(PackedTrainerMixin, Trainer):
+        pass
+
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    packed = str(tmp_path / "packed")
+    packstore.pack(rows, packed, tokenizer=str(tmp_path / "tokenizer"), pack_size=64)
+    model = use_packed_attention(AutoModelForCausalLM.from_pretrained(folder))
+    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    loss = PackedLoss(PreferenceLoss("dpo"))
+    with pytest.raises(ConfigError, match=r"take packstore\.torch\.PackedDPOTrainer"):
+        TrlTrainer(
+            folder, args=config_of(trl, tmp_path), train_dataset=rows,
+            processing_class=tokenizer, packed_loss=loss,
+        )  # fmt: skip
+    with pytest.raises(ConfigError, match=r"Give data_collator=PackCollator"):
+        PackedTrainer(model, arguments, train_dataset=packed, packed_loss=loss)
+    with pytest.raises(CompatibilityError, match="shares weights with the policy"):
+        PackedTrainer(
+            model, arguments, train_dataset=packed, data_collator=PackCollator(),
+            packed_loss=PackedLoss(PreferenceLoss("dpo"), model),
+        )  # fmt: skip
 
 
-def logged(trainer: Any) -> list[float]:
-    trainer.train()
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
-def groups(records: list[Any]) -> Iterator[list[Any]]:
-    return (records[i : i + PER_STEP] for i in range(0, len(records), PER_STEP))
-
-
-def test_its_records_through_our_collator(
-    trl: Any, kit: SimpleNamespace, tmp_path: Path, tokenizer: Any, rows: Any
+def test_transformers_trainer_with_an_adapter(
+    folder: str, tmp_path: Path, tokenizer: Any, rows: Any
 ) -> None:
-    """A micro-batch of 3 records is one packed row; two of them are a step."""
-    sizes = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2}
-    trainer = trainer_of(trl, kit, tmp_path, tokenizer, rows, **sizes)
-    expected = plain_losses(kit, list(groups(list(trainer.train_dataset))))
-    assert logged(trainer) == pytest.approx(expected, abs=1e-4)
-    assert max(expected) - min(expected) > 0.05
+    """Its own base is the reference, as by log-probs of the base that were written before."""
+    peft = pytest.importorskip("peft", reason="adapters")
+    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+    class PackedTrainer(PackedTrainerMixin, Trainer):
+        pass
+
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    packed = str(tmp_path / "packed")
+    packstore.pack(rows, packed, tokenizer=str(tmp_path / "tokenizer"), pack_size=64)
+    base = use_packed_attention(AutoModelForCausalLM.from_pretrained(folder))
+    write_ref_logps(base, packstore.open(packed), str(tmp_path / "side"))
+    losses = []
+    for side in ([], [str(tmp_path / "side")]):
+        torch.manual_seed(3)
+        lora = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+        model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(folder), lora)
+        trainer = PackedTrainer(
+            use_packed_attention(model),
+            TrainingArguments(
+                output_dir=str(tmp_path / "run"), max_steps=8, learning_rate=2e-2, logging_steps=1,
+                use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no",
+            ),
+            train_dataset=PackedDataset(packed, rank=0, world_size=1, side=side, shuffle=False),
+            data_collator=PackCollator("preference"),
+            packed_loss=PackedLoss(PreferenceLoss("dpo")),
+        )  # fmt: skip
+        losses.append(curves(trainer, ("loss",))["loss"])
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+    assert losses[0][-1] < losses[0][0]

