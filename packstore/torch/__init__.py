@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from packstore.io.side.side import open_side
+from packstore.io.side.side import SideWriter, open_side
 from packstore.torch.batch.batch import PackedBatch, collate
 from packstore.torch.batch.inputs import packed_seq_params
 from packstore.torch.data.dataset import PackedDataset
@@ -56,9 +56,11 @@ __all__ = [
     "PackedPolicy",
     "PackedTrainerMixin",
     "PreferenceLoss",
+    "SideWriter",
     "StepDivisor",
     "check_isolation",
     "check_model",
+    "check_reference",
     "check_tokenizer",
     "collate",
     "compile_layers",
@@ -87,10 +89,12 @@ __all__ = [
 if TYPE_CHECKING:
     from packstore.torch.integrations.trl_trainer import PackedDPOTrainer
     from packstore.torch.reference.reference import write_ref_logps
+    from packstore.torch.reference.reference_fingerprint import check_reference
     from packstore.torch.training.evaluate import evaluate
     from packstore.torch.training.train import train
 
 _LAZY = {
+    "check_reference": "packstore.torch.reference.reference_fingerprint",
     "PackedDPOTrainer": "packstore.torch.integrations.trl_trainer",
     "evaluate": "packstore.torch.training.evaluate",
     "train": "packstore.torch.training.train",

@@ -148,17 +148,16 @@ def test_it_divides_by_what_the_loss_counts(
     assert logged(trainer)[0]["loss"] == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("given", [None, True])
-def test_every_rank_reads_its_own_packs(
-    kit: SimpleNamespace, tmp_path: Path, given: bool | None
-) -> None:
-    """By default, where Accelerate's is that the first one slices batches for all."""
+def test_every_rank_reads_its_own_packs(kit: SimpleNamespace, tmp_path: Path) -> None:
+    """By default Accelerate's first rank slices batches for all, which packs do not allow."""
     loss = PackedLoss(PreferenceLoss("simpo"))
-    how = {"accelerator_config": {"dispatch_batches": given}}
     model = use_packed_attention(kit.tiny_model())
     data = stored(kit, tmp_path)
-    trainer = make_trainer(model, data, loss, tmp_path / "run", **how)
-    assert isinstance(trainer.get_train_dataloader(), DataLoaderDispatcher) == bool(given)
+    trainer = make_trainer(model, data, loss, tmp_path / "run")
+    assert not isinstance(trainer.get_train_dataloader(), DataLoaderDispatcher)
+    how = {"accelerator_config": {"dispatch_batches": True}}
+    with pytest.raises(ConfigError, match="dispatch_batches must be off"):
+        make_trainer(model, data, loss, tmp_path / "run", **how)
 
 
 def test_refusals(kit: SimpleNamespace, tmp_path: Path) -> None:
