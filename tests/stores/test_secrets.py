@@ -19,8 +19,7 @@ import packstore
 from packstore import clean
 from packstore.config import ReadConfig
 from packstore.errors import display
-from packstore.io.side.side import SideWriter
-from packstore.torch import open_side
+from packstore.torch import SideWriter, open_side
 
 QUICK = {"retry_attempts": 2, "retry_backoff": 0.01}
 TOKEN = "ya29.t0ken-of-a-test"

@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 from forged import MANIFEST, checksums, fit, sealed
 
 import packstore
-from packstore.io.side.side import SideWriter
+from packstore.torch import SideWriter
 
 Files = dict[str, bytes]
 CARRY = ("source:string", "turns:int64", "weight:float64", "checked:bool")

@@ -13,7 +13,7 @@ import pytest
 from flips import flip, regions
 
 from packstore import Dataset
-from packstore.io.side.side import SideWriter
+from packstore.torch import SideWriter
 
 PROFILES: dict[str, dict[str, Any]] = {
     "parquet": {},

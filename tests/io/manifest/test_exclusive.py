@@ -13,7 +13,7 @@ from small_jobs import SETTINGS, pairs
 import packstore
 from packstore.cli import main
 from packstore.errors import ConfigError
-from packstore.io.side.side import SideWriter
+from packstore.torch import SideWriter
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 REFUSED = r"only where a file can be created only if it is absent; .* copy the folder data"

@@ -25,8 +25,7 @@ from packstore.errors import (
     StorageError,
 )
 from packstore.format import Packs
-from packstore.io.side.side import SideWriter  # as the documentation of loaders does
-from packstore.torch import PackedDataset, open_side
+from packstore.torch import PackedDataset, SideWriter, open_side
 
 TYPES = ("string", "int64", "float64", "bool", "float32")
 COLUMNS = {**{name: name for name in TYPES}, "ref_logps": "list<float32>"}

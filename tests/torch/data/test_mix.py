@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 
 from packstore import Dataset
 from packstore.errors import CompatibilityError, ConfigError
-from packstore.io.side.side import SideWriter
 from packstore.testing import random_examples
-from packstore.torch import PackedDataLoader, PackedDataset
+from packstore.torch import PackedDataLoader, PackedDataset, SideWriter
 from packstore.torch.data.mix import MixOrder
 
 ALONE = {"rank": 0, "world_size": 1}

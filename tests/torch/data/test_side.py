@@ -16,8 +16,7 @@ import torch
 import packstore
 from packstore import Dataset
 from packstore.errors import CompatibilityError, ConfigError
-from packstore.io.side.side import SideWriter
-from packstore.torch import PackedDataLoader, PackedDataset
+from packstore.torch import PackedDataLoader, PackedDataset, SideWriter
 
 CARRY = ("source:string", "turns:int64", "weight:float64", "checked:bool")
 N = 150

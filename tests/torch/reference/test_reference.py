@@ -21,11 +21,11 @@ from packstore.testing import random_examples
 from packstore.torch import (
     PackedDataLoader,
     PackedDataset,
+    check_reference,
     packed_logps,
     use_packed_attention,
     write_ref_logps,
 )
-from packstore.torch.reference.reference_fingerprint import check_reference  # docs/ref-logps.md
 
 N = 60
 

@@ -18,8 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from packstore import open as open_dataset
 from packstore.errors import CompatibilityError
-from packstore.io.side.side import SideWriter
-from packstore.torch import open_side, train, use_packed_attention, write_ref_logps
+from packstore.torch import SideWriter, open_side, train, use_packed_attention, write_ref_logps
 
 
 def precompute(model: str, dataset: str, side: str) -> str:
