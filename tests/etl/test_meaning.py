@@ -35,12 +35,9 @@ def do_pack(tokenizer: Tokenizer, tmp_path: Path) -> Pack:
     count = iter(range(1000))
 
     def run(records: list[Record], **settings: Any) -> packstore.Dataset:
-        number = next(count)
-        source = tmp_path / f"records-{number}.jsonl"
-        write_jsonl(source, records)
-        return packstore.pack(
-            source, tmp_path / f"out-{number}", tokenizer, **{"pack_size": 256, **settings}
-        )
+        out = tmp_path / f"out-{next(count)}"
+        source = write_jsonl(out.with_suffix(".jsonl"), records)
+        return packstore.pack(source, out, tokenizer, pack_size=256, **settings)
 
     return run
 
