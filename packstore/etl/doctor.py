@@ -64,7 +64,10 @@ def meaning(check: str) -> str:
     return f"{rule} (--on {check}={'|'.join(answers)})" if answers else f"{rule} (setting {check})"
 
 
-PROBLEMS = ("double_bos", "no_bos", "no_eos", "marker_no_token", "reward_reversed")
+PROBLEMS = (
+    *("double_bos", "no_bos", "no_eos", "marker_no_token"),
+    *("reward_reversed", "reward_rounded"),
+)
 
 
 @dataclass(frozen=True)

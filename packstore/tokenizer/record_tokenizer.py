@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -150,6 +151,8 @@ class RecordTokenizer:
                 raise TokenizerError(sentence("setting tokenizer", must, "none"))
             drafts, events = draft_record(parsed, self.tokenizer, self.config)
             block.drafts += drafts
+        if _rounded(parsed.rewards):
+            events = [*events, "reward_rounded"]
         if events or parsed.events:
             block.events[i] = [*parsed.events, *events]
         block.used.update({*parsed.fields, *self.carry})
@@ -223,3 +226,9 @@ class RecordTokenizer:
             columns=columns,
             keys=np.array(block.keys, np.uint64)[keep] if self._wants_keys else None,
         )
+
+
+def _rounded(rewards: list[float]) -> bool:
+    """Returns True if different rewards become one when they are stored, as float32."""
+    stored = {struct.pack("<f", reward) for reward in rewards}
+    return len(stored) < len(set(rewards))

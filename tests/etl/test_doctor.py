@@ -71,6 +71,7 @@ def answer(prompt: str, response: str) -> dict[str, str]:
     ("check", "good", "bad", "template"),
     [
         ("reward_reversed", RATED, REVERSED, None),
+        ("reward_rounded", RATED, PAIR | {"chosen_reward": 1e9 + 1, "rejected_reward": 1e9}, None),
         ("empty_prompt", PAIR, PAIR | {"prompt": ""}, None),
         ("empty_prompt", PAIR, PAIR | {"prompt": " \n"}, None),
         ("empty_prompt", answer("Say. ", "Yes."), answer("", "Yes."), None),

@@ -273,6 +273,15 @@ CASES = {
     "rewards against the order": case(
         {**P, "chosen_reward": 1, "rejected_reward": 4}, PLAIN, "reward_reversed"
     ),
+    "rewards that float32 cannot tell apart": case(
+        {**P, "chosen_reward": 2**60, "rejected_reward": 2**60 - 1}, PLAIN, "reward_rounded"
+    ),
+    "a reward beyond float32": case(
+        {**P, "chosen_reward": 1e39, "rejected_reward": 1}, "wrong_type"
+    ),
+    "a reward beyond every float": case(
+        {**P, "chosen_reward": 10**400, "rejected_reward": 1}, "wrong_type"
+    ),
     "one reward": case({**P, "score_chosen": 4.5}, "one_reward"),
     "a bad answer": case(
         {"prompt": "p", "completion": "b", "label": False}, "unpaired_feedback", kind="sft"

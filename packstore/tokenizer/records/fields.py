@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -25,6 +24,9 @@ TYPES: dict[str, tuple[type, Any]] = {
     "bool": (bool, np.bool_),
 }
 """Type name -> its Python class and its numpy type."""
+
+LARGEST_REWARD = float(np.finfo(np.float32).max)
+"""Rewards are stored as float32."""
 
 _TRUE: tuple[object, ...] = (True, "1", "true", "True")
 _FALSE: tuple[object, ...] = (False, "0", "false", "False")
@@ -114,10 +116,11 @@ class Fields:
 
 
 def number(value: object, name: str) -> float:
-    """Converts `value` to a float."""
-    if not _is_number(value) or not math.isfinite(value):  # type: ignore[arg-type]
-        raise Refused("wrong_type", f"{name} must be a finite number, found {quote(value)}")
-    return float(value)  # type: ignore[arg-type]
+    """Returns `value`; an integer stays one, as a float could be another number."""
+    if not _is_number(value) or not abs(value) <= LARGEST_REWARD:  # type: ignore[arg-type]
+        must = f"{name} must be a finite number, as a float32"
+        raise Refused("wrong_type", f"{must}, found {quote(value)}")
+    return value  # type: ignore[return-value]
 
 
 def names_of(values: Iterable[object]) -> set[str]:
@@ -211,7 +214,7 @@ def carried(record: Mapping[str, Any], name: str, type_name: str) -> Any:
     value: Any = record.get(name)
     if value is None:
         raise Refused("missing_field", f"no field {name!r} to carry")
-    if type_name == "float64" and type(value) is int:
+    if type_name == "float64" and type(value) is int and abs(value) <= 1 << 53:  # all are exact
         value = float(value)
     if type(value) is not TYPES[type_name][0] or (
         isinstance(value, int) and not -(1 << 63) <= value < 1 << 63
