@@ -14,20 +14,21 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from packstore.config import PackConfig
-from packstore.errors import WrongEngineError
+from packstore.errors import DatasetExistsError, WrongEngineError, sentence
 from packstore.etl.dedup_and_split import duplicates, parts_of
 from packstore.etl.engines import ENGINES
 from packstore.etl.partitions.resume import Partition, Written, check_growth
 from packstore.etl.partitions.slices import MANY_READS, READERS, read_keys, split
 from packstore.etl.partitions.work import PackPartitions, in_task, warm_up
 from packstore.etl.provenance import finished_before, run_of
-from packstore.etl.rejects import RejectsFile
+from packstore.etl.rejects import RejectsFile, identity
 from packstore.etl.sources import ExampleReader, RecordExampleReader, open_examples
 from packstore.etl.tokenize import Tokenize
 from packstore.etl.totals import RecordTotals
@@ -44,7 +45,7 @@ from packstore.pack.plan import merged_statistics
 from packstore.progress import Progress
 from packstore.tokenizer.fastest import misread
 
-WARNED = ("reward_reversed", "reward_default")
+WARNED = ("reward_reversed", "reward_default", "reward_rounded")
 """Events that usually mean a mistake in the data; logged as warnings."""
 
 log = logging.getLogger("packstore")
@@ -157,6 +158,8 @@ def _pack(
         vocab_size=reader.vocab_size,
     )
     inputs = [item.location for item in reader.inputs]
+    for job in jobs.values():
+        _refuse_among_inputs(job, inputs)
     with RejectsFile(config.rejects, locations[0].storage_options, inputs) as rejects:
         totals = RecordTotals(jobs, reader, config, rejects, progress)
         work = partial(PackPartitions, notes=notes, shape=shape, config=config, paths=reader.paths)
@@ -178,6 +181,16 @@ def _pack(
         job.commit(job.whole(replace(manifest, pack_index=index)))
     for note in notes:
         note.remove()
+
+
+def _refuse_among_inputs(job: WriteJob, inputs: Iterable[Location]) -> None:
+    """Refuses a new dataset in the very folder of an input: that could not be read as one again."""
+    place = identity(job.location).rstrip("/")
+    beside = [i.display for i in inputs if os.path.dirname(identity(i)) == place]
+    if beside and job.version == 1:
+        must = "a dataset needs a folder without its inputs"
+        remedy = "Name another folder for it, e.g. one below this one"
+        raise DatasetExistsError(sentence(job.location.display, must, beside[0], remedy))
 
 
 def _partitions(

@@ -31,8 +31,8 @@ class RejectsFile:
     ) -> None:
         self._place = None if url is None else Location(url, storage_options)
         if self._place is not None:
-            taken = {_identity(location) for location in inputs}
-            if _identity(self._place) in taken or self._place.is_dir():
+            taken = {identity(location) for location in inputs}
+            if identity(self._place) in taken or self._place.is_dir():
                 must = "rejects must name a file that is no input and no folder"
                 raise ConfigError(sentence(self._place.display, must))
         with as_storage_errors("write", tempfile.gettempdir(), {}):
@@ -78,6 +78,7 @@ def _ordinal(sample: Sample) -> int:
     return int(match[1]) if match else 0
 
 
-def _identity(location: Location) -> str:
+def identity(location: Location) -> str:
+    """Returns what two names of one place have in common."""
     path = location.local_path
     return location.url if path is None else os.path.realpath(path)

@@ -110,6 +110,22 @@ def test_a_folder_that_cannot_be_written(folder: Path, capsys: pytest.CaptureFix
     assert not any(locked.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("out", "said"),
+    [(".", "a dataset needs a folder without its inputs; found good.jsonl"), ("mine", "raw.csv")],
+)
+def test_a_folder_that_holds_other_files(
+    out: str, said: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`clean` and readers of the folder could not tell them from the dataset's."""
+    Path("mine/data").mkdir(parents=True)
+    Path("mine/data/raw.csv").write_text("a", encoding="utf-8")
+    before = sorted(folder.rglob("*"))
+    code = main(["pack", "good.jsonl", out, "--tokenizer", "tokenizer.json"])
+    check(code, capsys.readouterr().err, [out, said, "Name an"])
+    assert sorted(folder.rglob("*")) == before
+
+
 @pytest.mark.parametrize("command", ["inspect", "show", "verify", "stats"])
 def test_no_dataset(command: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = main([command, "nowhere"])

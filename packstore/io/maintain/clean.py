@@ -28,6 +28,7 @@ from packstore.io.manifest.commit import (
     DATA,
     DATASET,
     FOLDER,
+    SHARD,
     manifest_path,
     read_committed,
     versions,
@@ -59,7 +60,6 @@ BATCH, LOOK_SECONDS = 1000, 60.0
 
 _UPLOAD = "unfinished upload"
 _MANIFEST = re.compile(rf"{FOLDER}/(?:{DATASET}|{SIDE})-[0-9]{{6,}}\.json")
-_SHARD = re.compile(rf"{DATA}/\.?[0-9a-f]{{12}}(?:-p[0-9]+)?-[0-9]+-[0-9a-f]+\.(?:parquet|arrow)")
 _RUN = re.compile(rf"(?:{DATA}|{PARTITIONS})/\.?([0-9a-f]{{12}})-.*")
 
 
@@ -166,7 +166,7 @@ def _is_ours(location: Location) -> bool:
     if any(list_folder(location, folder) for folder in (FOLDER, PARTITIONS, WRITERS)):
         return True
     data = list_folder(location, DATA)
-    return bool(data) and all(_SHARD.fullmatch(file.path) for file in data)
+    return bool(data) and all(SHARD.fullmatch(file.path) for file in data)
 
 
 class _Cleaner:

@@ -30,6 +30,8 @@ FOLDER, DATA = "_packstore", "data"
 """Folders of a dataset: manifests and notes; shards."""
 MAX_MANIFEST_BYTES = 256 << 20
 """Maximum bytes of a manifest, checked on write and on read."""
+SHARD = re.compile(rf"{DATA}/\.?[0-9a-f]{{12}}(?:-p[0-9]+)?-[0-9]+-[0-9a-f]+\.(?:parquet|arrow)")
+"""Path of a shard of any job; a hidden one is not finished."""
 DATASET = "manifest"
 """Prefix of the names of a dataset's manifests."""
 

@@ -1,6 +1,7 @@
 """A job that writes the next version of a place.
 
-1. Check that a dataset may be written there, and choose the number of its manifest.
+1. Check that a dataset may be written there, among no files of others, and choose the number of
+   its manifest.
 2. Write a marker, and warn if another job has one.
 3. Before the commit, check that every shard exists.
 4. After the commit or an error, remove the marker. An error removes nothing else.
@@ -25,7 +26,7 @@ from packstore.errors import DatasetExistsError, PackstoreError, quote, sentence
 from packstore.format.arrays import PackSizes
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.manifest import commit as versions
-from packstore.io.manifest.commit import DATASET, FOLDER, require_files
+from packstore.io.manifest.commit import DATA, DATASET, FOLDER, SHARD, require_files
 from packstore.io.manifest.concat import Member, check_alike, merge
 from packstore.io.manifest.manifest import Manifest
 from packstore.io.shards.shard import ShardInfo
@@ -210,5 +211,17 @@ def writing(
     """Opens a job that writes to `location`; `call` names it in messages, `name` its manifests."""
     versions.require_exclusive(location)
     version = versions.refuse_existing(location, overwrite, name)
+    if version == 1:
+        _refuse_foreign(location)
     with removing_empty_folders(location), writer_marker(location, call):
         yield WriteJob(location, version)
+
+
+def _refuse_foreign(location: Location) -> None:
+    """Refuses a new dataset whose shards would lie among files that packstore did not make."""
+    names = [file.path for file in list_folder(location, DATA) if not SHARD.fullmatch(file.path)]
+    if foreign := [name for name in names if not name.startswith(f"{DATA}/.")]:
+        must = f"its folder {DATA} must hold only what packstore writes there"
+        others = f" and {len(foreign) - 1} others" if foreign[1:] else ""
+        remedy = "Name another folder, e.g. a new one"
+        raise DatasetExistsError(sentence(location.display, must, foreign[0] + others, remedy))
