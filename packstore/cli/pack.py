@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
-from typing import Any, BinaryIO
+from typing import Any
 
 from packstore.cli import Command, common
 from packstore.cli._messages import progress_of
@@ -46,7 +45,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 def _run(args: argparse.Namespace) -> int:
     job = _job(args)
     if job["source"] == "-":
-        job["source"] = _records(sys.stdin.buffer)
+        job["source"] = sys.stdin.buffer
     if args.dry_run:
         return _dry_run(args, job)
     from packstore.etl.pipeline import pack
@@ -89,16 +88,6 @@ def _job(args: argparse.Namespace) -> dict[str, Any]:
         **common.read_settings(args, PackConfig),
     }
     return {**job, **{name: value for name, value in given.items() if value is not None}}
-
-
-def _records(stream: BinaryIO) -> Iterator[object]:
-    """Yields the records of JSON lines."""
-    from packstore.io.inputs.files import BLOCK_BYTES
-    from packstore.io.inputs.pieces import FORMATS, ReadOptions
-
-    lines, name = FORMATS.load("jsonl"), "<standard input>"
-    for piece in lines.read(stream, name, ReadOptions(block_bytes=BLOCK_BYTES)):
-        yield from lines.parse(piece.payload, name, piece.first)[1]
 
 
 def _dry_run(args: argparse.Namespace, job: dict[str, Any]) -> int:

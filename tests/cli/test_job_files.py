@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import io
 import json
 from pathlib import Path
@@ -118,15 +120,23 @@ def test_standard_input(
     def feed(data: bytes) -> None:
         monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(data)))
 
-    feed(Path("pairs.jsonl").read_bytes())
-    assert main(["pack", "-", "piped", "--config", job()]) == 0
     main(["pack", "--config", job()])
-    piped, packed = packstore.open("piped"), packstore.open("packed")
-    assert piped.read_packs(0).input_ids.tolist() == packed.read_packs(0).input_ids.tolist()
+    packed, lines = packstore.open("packed"), Path("pairs.jsonl").read_bytes()
+    for out, data in {"piped": lines, "squeezed": gzip.compress(lines)}.items():
+        feed(data)
+        assert main(["pack", "-", out, "--config", job()]) == 0
+        piped = packstore.open(out)
+        assert piped.read_packs(0).input_ids.tolist() == packed.read_packs(0).input_ids.tolist()
     feed(b'{"question": "a", "chosen": "b", "rejected": "c"}\n{"question": \n')
     assert main(["pack", "-", "broken", "--config", job()]) == 1
     assert "<standard input>, line 2" in capsys.readouterr().err
-    feed(b"")
+    for data, said in {
+        b"": "<standard input>: must hold at least one record",
+        bz2.compress(lines): "line 1: must be UTF-8; found a compressed file, as .bz2 files are",
+    }.items():
+        feed(data)
+        assert main(["pack", "-", "broken", "--config", job()]) == 1
+        assert said in capsys.readouterr().err
 
 
 def test_source_and_destination_have_options_of_their_own(folder: Path) -> None:

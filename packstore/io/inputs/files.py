@@ -23,7 +23,15 @@ from packstore.config import PackConfig
 from packstore.config.fields import NOT_TEXT, SPELLINGS
 from packstore.errors import InputError, PackstoreError, quote, sentence, spelled
 from packstore.format.arrays import Rows
-from packstore.io.inputs.pieces import COMPRESSIONS, FORMATS, SUFFIXES, ReadOptions, format_of
+from packstore.io.inputs.pieces import (
+    COMPRESSIONS,
+    FORMATS,
+    SUFFIXES,
+    UNITS,
+    ReadOptions,
+    format_of,
+    suffix_of,
+)
 from packstore.io.inputs.tables import is_table, record_pieces, table_records
 from packstore.io.manifest.commit import FOLDER
 from packstore.io.store.location import Location
@@ -78,8 +86,9 @@ class Block:
 class InputReader:
     """Iterates over the blocks, of about `block_bytes`, of all inputs, in order.
 
-    `source`: a path, glob, folder or URL, or a list of them; an Arrow table, a Polars frame, or an
-    iterable of records. `config`: `fields` and `carry` decide which CSV columns are not text.
+    `source`: a path, glob, folder or URL, or a list of them; an Arrow table, a Polars frame, an
+    iterable of records, or an open binary stream of JSON lines. `config`: `fields` and `carry`
+    decide which CSV columns are not text.
     `inputs` are its files, `paths` those of each ordinal; `ends`: it is known to be finite;
     `sources`: path, bytes, sha256 and records of each input read to its end.
     """
@@ -100,13 +109,15 @@ class InputReader:
         )
         self._options = ReadOptions(block_bytes, frozenset(itertools.chain(*names, typed)))
         self.sources: list[dict[str, Any]] = []
-        self._memory: tuple[str, Iterable[object]] | None = None
+        self._memory: tuple[str, Any] | None = None
         inputs: list[Input] = []
         given = source if isinstance(source, list | tuple) else [source]
         if given and all(isinstance(path, str | os.PathLike) for path in given):
             inputs = expand(given, storage_options)
         elif is_table(source):
             self._memory = ("<table>", table_records(source))
+        elif hasattr(source, "readinto"):
+            self._memory = ("<standard input>", source)
         elif isinstance(source, Iterable) and not isinstance(source, Mapping | bytes):
             self._memory = ("<iterable>", source)
         else:  # a mapping iterates over names
@@ -121,7 +132,8 @@ class InputReader:
     def __iter__(self) -> Iterator[Block]:
         self.sources = []
         if self._memory:
-            yield from self._read_memory(*self._memory)
+            read = self._read_stream if hasattr(self._memory[1], "readinto") else self._read_memory
+            yield from read(*self._memory)
         for item in self.inputs:
             yield from self.read_file(item)
         if not any(source["records"] for source in self.sources):
@@ -154,13 +166,23 @@ class InputReader:
 
     def _read_memory(self, path: str, values: Iterable[object]) -> Iterator[Block]:
         records, size, digest = 0, 0, hashlib.sha256()
-        unit = "row" if path == "<table>" else "item"
         for piece in record_pieces(values, path, self._options.block_bytes):
             records += piece.records
             size += len(piece.payload)
             digest.update(piece.payload)
-            yield Block(0, path, "jsonl", unit, *piece)
+            yield Block(0, path, "jsonl", UNITS[path], *piece)
         self._note(path, size, digest, records)
+
+    def _read_stream(self, path: str, stream: Any) -> Iterator[Block]:
+        """Yields the blocks of JSON lines, compressed or not, as their first bytes say."""
+        raw = io.BufferedReader(stream, CHUNK)
+        hashed, records = HashedStream(raw), 0
+        lines = decompressed(hashed, COMPRESSIONS.get(suffix_of(raw.peek(8))), path)
+        for piece in FORMATS.load("jsonl").read(lines, path, self._options):
+            records += piece.records
+            yield Block(0, path, "jsonl", UNITS[path], *piece)
+        raw.detach()  # otherwise it would close the stream
+        self._note(path, hashed.bytes, hashed.hash, records)
 
     def _note(self, path: str, size: int, digest: Any, records: int) -> None:
         sha256 = digest.hexdigest()

@@ -79,6 +79,12 @@ SUFFIXES = {s: name for name, suffixes in (_TEXT | _TABLES).items() for s in suf
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 """Last suffix of a file name -> its compression."""
 
+MAGIC = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst", b"BZh": ".bz2", b"\xfd7zXZ\0": ".xz"}
+"""First bytes of a compressed file -> the suffix of such files."""
+
+UNITS = {"<table>": "row", "<iterable>": "item", "<standard input>": "line"}
+"""Path of records that are in no file -> the unit of their ordinals."""
+
 
 def format_of(path: str) -> tuple[str | None, str | None]:
     """Returns format and compression by the name of a file; None if the name has none."""
@@ -87,9 +93,13 @@ def format_of(path: str) -> tuple[str | None, str | None]:
     return SUFFIXES.get(os.path.splitext(stem)[1] if compression else suffix), compression
 
 
+def suffix_of(start: bytes) -> str:
+    """Returns the suffix of compressed files that start so; empty for others."""
+    return next((suffix for magic, suffix in MAGIC.items() if start.startswith(magic)), "")
+
+
 def place_of(path: str, ordinal: int) -> str:
     """Returns the place of a record, in the form of :meth:`packstore.format.arrays.Rows.where`."""
     form, _ = format_of(path)
-    units = {"<table>": "row", "<iterable>": "item"}
-    unit = FORMATS.load(form).unit if form else units.get(path, "record")
+    unit = FORMATS.load(form).unit if form else UNITS.get(path, "record")
     return f"{path}, {unit} {ordinal + 1}"

@@ -23,6 +23,8 @@ _LINE_REMEDY = "Correct the line; a file that is one JSON document must be named
 _FILE_REMEDY = "Correct the file; records one a line belong into a .jsonl file"
 _SPACE = re.compile(r"[ \t\n\r]*")
 _DECODER = json.JSONDecoder()
+_WRAPPERS = ("data", "rows", "records", "examples", "items", "instances")
+"""Fields under which a document of one object holds its records; no record has such a field."""
 
 
 def _read_lines(stream: BinaryIO, path: str, options: ReadOptions) -> Iterator[Piece]:
@@ -80,7 +82,7 @@ def _texts(stream: BinaryIO, path: str, chunk_bytes: int) -> Iterator[bytes]:
         end = start + 1
         if not incomplete and expected in ("record", "first or end", "next record"):
             try:
-                _, end = _DECODER.raw_decode(text, start)
+                value, end = _DECODER.raw_decode(text, start)
                 # The window may end inside a number, with all but 1 of 1e+5 beyond it or cut.
                 incomplete = end + len("e+5") > len(text)
             except RecursionError:
@@ -121,9 +123,23 @@ def _texts(stream: BinaryIO, path: str, chunk_bytes: int) -> Iterator[bytes]:
             case _:
                 if end == start + 1 and character in ("]", ""):
                     raise refused("a record must stand here")
+                if expected == "next record" and (name := _wrapper(value)):
+                    given = f"one object, with the records under {name!r}"
+                    remedy = f"Give the array alone, e.g. jq '.{name}' FILE > RECORDS.json"
+                    rule = "must be an array of records, or one record"
+                    raise _refusal(path, rule, given, remedy)
                 yield text[start:end].encode()
                 item, start = item + 1, end
                 expected = "next record" if expected == "next record" else "comma or end"
+
+
+def _wrapper(value: object) -> str | None:
+    """Returns the field of an object that holds records, which are neither texts nor messages."""
+    for name in _WRAPPERS:
+        held = value.get(name) if isinstance(value, dict) else None
+        if isinstance(held, list) and held and all(isinstance(item, dict) for item in held):
+            return None if any(item.keys() & {"role", "from"} for item in held) else name
+    return None
 
 
 def _loads(data: bytes, where: str, remedy: str = "Correct the text") -> object:
@@ -153,8 +169,13 @@ def _described(error: ValueError) -> str:
 
 
 def _not_utf8(error: UnicodeDecodeError, where: str) -> InputError:
-    byte = f"byte 0x{error.object[error.start]:02x} at byte {error.start + 1}"
-    return _refusal(where, "must be UTF-8", byte, "Convert the file to UTF-8")
+    found = f"byte 0x{error.object[error.start]:02x} at byte {error.start + 1}"
+    remedy = "Convert the file to UTF-8"
+    if suffix := pieces.suffix_of(error.object):
+        known = suffix in pieces.COMPRESSIONS
+        found = f"a compressed file, as {suffix} files are"
+        remedy = f"End its name in {suffix}" if known else "Decompress it first"
+    return _refusal(where, "must be UTF-8", found, remedy)
 
 
 def _too_deep(where: str) -> InputError:

@@ -272,6 +272,18 @@ BROKEN: dict[str, tuple[str, bytes, str]] = {
     "open array": ("x.json", b'[{"a": 1}\n', "must go on with ',' or end with ']'; found the end"),
     "trailing comma": ("x.json", b"[1, ]", r"item 2: a record must stand here"),
     "text after the array": ("x.json", b"[1] 2", r"item 2: nothing must follow the array"),
+    "records inside of an object": (
+        "x.json",
+        b'{"version": 1, "data": [{"prompt": "a"}]}',
+        r"x\.json: must be an array of .* found one object, with the records under 'data'\. Give",
+    ),
+    "gzip without its suffix": (
+        "x.jsonl",
+        gzip.compress(b"{}"),
+        r"line 1: must be UTF-8; found a compressed file, as \.gz files are\. End its name in \.gz",
+    ),
+    "xz named json": ("x.json", b"\xfd7zXZ\0\xff", r"item 1 or later: .*\.xz files are\. Decomp"),
+    "gzip named csv": ("x.csv", gzip.compress(b"a\n1\n"), r"a compressed file, as \.gz files are"),
     "cut short": ("x.json", b'[{"a": "xyz', r"item 1: .* Unterminated string"),
     "a document named jsonl": ("x.jsonl", as_json(NESTED), r"line 1, .* must be named \.json"),
     "a huge number": ("x.jsonl", b"9" * 5000, r"x\.jsonl, line 1: must be valid JSON"),
