@@ -24,10 +24,11 @@ from packstore.torch.logprobs.tiles import HEAD_BACKENDS
 from packstore.torch.models.probe import ieee_products
 from packstore.torch.models.routers import carry, check_gradient, router_losses, router_settings
 from packstore.torch.models.unwrap import (
-    adapted,
     backbone_of,
+    check_adapters,
     check_not_compiled,
     check_own_precision,
+    layers,
     unwrapped,
 )
 
@@ -72,11 +73,14 @@ class Head:
         return getattr(self.output, "bias", None)
 
 
-_PROVED: WeakKeyDictionary[nn.Module, Head] = WeakKeyDictionary()
+_PROVED: WeakKeyDictionary[nn.Module, tuple[Head, tuple[Any, ...]]] = WeakKeyDictionary()
 
 
 def find_head(model: nn.Module) -> Head:
     """Returns the head of a causal LM, verified on the model at the first call.
+
+    It is verified anew where the head's module, its scale or softcap, or a hook of it or of the
+    model has changed since.
 
     Handles tied weights, biases (Phi), `final_logit_softcapping` (Gemma), `logits_scaling`
     (Granite), `logit_scale` (Cohere), and wrappers of DDP, torch.compile and PEFT, also with the
@@ -87,20 +91,44 @@ def find_head(model: nn.Module) -> Head:
 
     Raises:
         CompatibilityError: there is no head; it is not a plain matrix (adapted by LoRA, quantized,
-            sharded); it does something that its config does not declare; or Accelerate prepared
-            the model for mixed precision.
+            sharded); it does something that its config does not declare; an adapter reads the
+            row; or Accelerate prepared the model for mixed precision.
     """
-    adapters = adapted(model)
-    if adapters is not None and any(c.is_prompt_learning for c in adapters.peft_config.values()):
-        raise _unfit(adapters, "adapters must not add tokens", "prompt learning")
+    check_adapters(*layers(model))
     check_own_precision(model)
     base = unwrapped(model)
-    proved = _PROVED.get(base)
-    # Adding an adapter or resizing the vocabulary replaces the module.
-    if proved is None or proved.output is not base.get_output_embeddings():
-        proved = _prove(base, _read_heads(base))
-        _PROVED[base] = proved
-    return proved
+    head, premises = _PROVED.get(base, (None, None))
+    # A compiled call reads them once, when it is traced.
+    if head is None or (not torch.compiler.is_compiling() and premises != _premises(base)):
+        head = _prove(base, _read_heads(base))
+        _PROVED[base] = head, _premises(base)
+    return head
+
+
+def _premises(model: Any) -> tuple[Any, ...]:
+    """What a proof rests on: the head's module and factors, and what else runs in its call.
+
+    Adding an adapter or resizing the vocabulary replaces the module. FSDP's hooks gather weights.
+    """
+    output = model.get_output_embeddings()
+    hooks = [
+        hook
+        for module in (model, output)
+        for hooks in (module._forward_pre_hooks, module._forward_hooks)
+        for hook in hooks.values()
+        if not str(getattr(hook, "__module__", "")).startswith("torch.distributed")
+    ]
+    return (output, vars(output).get("forward"), *_factors(model), *hooks)
+
+
+def _factors(model: Any) -> tuple[float, float | None]:
+    """The scale and softcap of the logits, as the model or its config declares them."""
+    config = model.config.get_text_config()
+    scale = getattr(model, "logit_scale", None)
+    if scale is None:
+        scale = 1 / (getattr(config, "logits_scaling", None) or 1.0)
+    caps = (getattr(config, name, None) for name in CAPS)
+    return float(scale), next((cap for cap in caps if cap is not None), None)
 
 
 def packed_logps(model: nn.Module, batch: PackedBatch, **settings: Any) -> Tensor:
@@ -203,14 +231,8 @@ def _read_heads(model: Any) -> list[Head]:
             kind = f"an adapter over it ({type(inner).__module__}.{type(inner).__name__})"
         rule = "its head must be a matrix of its own, which LoRA, quantization and shards are not"
         raise _unfit(model, rule, kind)
-    config = model.config.get_text_config()
-    scale = getattr(model, "logit_scale", None)
-    if scale is None:
-        scale = 1 / (getattr(config, "logits_scaling", None) or 1.0)
-    caps = (getattr(config, name, None) for name in CAPS)
-    softcap = next((cap for cap in caps if cap is not None), None)
     backbones = {backbone: None, getattr(backbone, "decoder", backbone): None}
-    return [Head(each, output, float(scale), softcap) for each in backbones]
+    return [Head(each, output, *_factors(model)) for each in backbones]
 
 
 @torch.no_grad()

@@ -29,7 +29,13 @@ from packstore.torch.models.mask import (
     skip_row_search,
     window_of,
 )
-from packstore.torch.models.unwrap import by_length, rope_kinds, unwrapped
+from packstore.torch.models.unwrap import (
+    by_length,
+    check_adapters,
+    layers,
+    rope_kinds,
+    unwrapped,
+)
 
 logger = logging.getLogger("packstore")
 
@@ -75,8 +81,10 @@ def use_packed_attention(
     Raises:
         UnknownNameError: `backend` is unknown.
         BackendError: the model is no Hugging Face model, or not a decoder alone.
+        CompatibilityError: a PEFT adapter reads the row, see :func:`check_adapters`.
         MissingExtraError: transformers, or the package of the backend, is not installed.
     """
+    check_adapters(*layers(model))
     inner = unwrapped(model)
     config = getattr(inner, "config", None)
     where = f"use_packed_attention({type(model).__name__})"

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from packstore.errors import BackendError
 from packstore.torch.batch.layout import AttentionLayout
 from packstore.torch.models.mask import LAYOUT, PREFIX, UnservedError, computing
-from packstore.torch.models.unwrap import backbone_of, evaluating
+from packstore.torch.models.unwrap import backbone_of, check_adapters, evaluating
 
 logger = logging.getLogger("packstore")
 
@@ -230,6 +230,8 @@ class _Entry(_Replaced):
         for name in OTHER_INPUTS:
             if kwargs.get(name) is not None:
                 raise BackendError(f"packed row: inputs must be text; found {name}. {ONLY}.")
+        if not torch.compiler.is_compiling():
+            check_adapters(self.serving.model)  # PEFT leaves its configs there
         if self.serving.reason:
             return self._each(layout, args, kwargs)
         # In a graph, a variable of the thread would break it.

@@ -8,7 +8,16 @@ from typing import Any
 
 from torch import nn
 
-from packstore.errors import CompatibilityError
+from packstore.errors import CompatibilityError, sentence
+
+ROW_LOCAL = {
+    *("LORA", "ADALORA", "ADAPTION_PROMPT", "BEFT", "BOFT", "C3A", "DEFT", "DELORA", "FOURIERFT"),
+    *("FROD", "GLORA", "GRALORA", "HIRA", "HRA", "IA3", "LN_TUNING", "LOHA", "LOKR", "MISS", "OFT"),
+    *("OSF", "PEANUT", "PSOFT", "PVERA", "RANDLORA", "ROAD", "SHIRA", "SUPERTUNING", "TINYLORA"),
+    *("TRAINABLE_TOKENS", "UNILORA", "VBLORA", "VERA", "WAVEFT"),
+}
+"""PEFT types whose effect on a token depends on that token and what attention shows it, as measured
+(``tests/torch/models/test_adapters.py``): packed, they do what they do to the sequence alone."""
 
 
 def unwrapped(model: Any) -> Any:
@@ -35,6 +44,25 @@ def layers(model: Any) -> Iterator[Any]:
             children = getattr(outer, "_modules", {})
             names = ("_orig_mod", "_fsdp_wrapped_module", "module")  # compile; FSDP1; DDP, others
             inner = next((children[name] for name in names if name in children), None)
+
+
+def check_adapters(*models: Any) -> None:
+    """Refuses adapters that read the row: tokens of other sequences, or added ones, would count.
+
+    Raises:
+        CompatibilityError: a PEFT config of a model is of no type of :data:`ROW_LOCAL`, or begins
+            at tokens that it looks for (aLoRA).
+    """
+    for model in models:
+        for config in (getattr(model, "peft_config", None) or {}).values():
+            kind = str(getattr(config.peft_type, "value", config.peft_type))
+            if getattr(config, "alora_invocation_tokens", None) is not None:
+                kind += " with alora_invocation_tokens"
+            if kind not in ROW_LOCAL:
+                where = f"adapter of {type(model).__name__}"
+                must = "it must change each token of a packed row by that token alone"
+                remedy = "Train it unpacked, with batch.model_inputs(style='padded')"
+                raise CompatibilityError(sentence(where, must, kind, remedy))
 
 
 def _is_peft(model: Any) -> bool:

@@ -81,6 +81,39 @@ def test_the_proof_is_run_once_and_leaves_the_model_alone(kit: SimpleNamespace) 
     assert all(p.grad is None for p in model.parameters())
 
 
+CHANGES = {
+    "a softcap": lambda m: setattr(m.config, "final_logit_softcapping", None),
+    "another cap": lambda m: setattr(m.config, "final_logit_softcapping", 5.0),
+    "a scale": lambda m: setattr(m.config, "logits_scaling", 2.0),
+    "a hook": lambda m: m.lm_head.register_forward_hook(lambda *a: 2 * a[2]),
+    "a hook of the model": lambda m: m.register_forward_hook(double_logits),
+    "a forward call": lambda m: setattr(m.lm_head, "forward", lambda x: 2 * x @ m.lm_head.weight.T),
+    "a module": lambda m: setattr(m, "lm_head", Doubled(32, 50, bias=False, dtype=torch.float64)),
+}
+
+
+def double_logits(_: Any, __: Any, output: Any) -> Any:
+    output.logits = 2 * output.logits
+    return output
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_changes_after_the_proof_is_used_or_refused(
+    kit: SimpleNamespace, batch: PackedBatch, name: str
+) -> None:
+    model = use_packed_attention(kit.tiny_family("gemma2", **FAMILIES["gemma2"]))
+    find_head(model)
+    CHANGES[name](model)
+    expected = segment_logps(batch, logits=model(**batch.model_inputs()).logits)
+    try:
+        found = packed_logps(model, batch)
+    except CompatibilityError as error:
+        assert "its logits must be its hidden states times its head" in str(error)  # noqa: PT017
+    else:
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+        assert name in ("a softcap", "another cap")
+
+
 class Doubled(nn.Linear):
     def forward(self, hidden: Tensor) -> Tensor:
         return 2 * super().forward(hidden)
@@ -153,10 +186,6 @@ def test_adapters_that_it_would_miss_are_refused(kit: SimpleNamespace, batch: Pa
     find_head(model)  # proved before the adapter takes the place of the head
     with pytest.raises(CompatibilityError, match="LoRA, quantization and shards are not"):
         packed_logps(lora(model, target_modules=["lm_head"]), batch)
-    peft = pytest.importorskip("peft", reason="adapters")
-    config = peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
-    with pytest.raises(CompatibilityError, match="adapters must not add tokens"):
-        find_head(peft.get_peft_model(kit.tiny_model(), config))
 
 
 def test_wrappers(kit: SimpleNamespace, batch: PackedBatch, tmp_path: Any) -> None:
