@@ -30,6 +30,7 @@ REASONS: Mapping[str, Reason] = {
     "one_reward": Reason("rewards must stand on both sides, or on none", ("error", "drop")),
     "unpaired_feedback": Reason("an answer must be one to learn", ("error", "drop", "keep")),
     "wrong_type": Reason("every field must be of its type"),
+    "unknown_key": Reason("a message must have known keys", ("error", "drop", "keep")),
     "bad_role": Reason("the roles of messages must be known and in a sensible order"),
     "invalid_unicode": Reason("text must be valid Unicode", _KEPT_BY_WISH),
     "empty_side": Reason("every response must have text", _KEPT_BY_WISH),
@@ -47,8 +48,9 @@ REASONS: Mapping[str, Reason] = {
 }
 """Reason, as the manifest counts it -> its rule and answers.
 
-``keep`` replaces invalid Unicode by U+FFFD, takes control strings as plain text (``control``: as
-control ids) and a token that joins prompt and response as part of the response.
+``keep`` ignores unknown keys of messages, replaces invalid Unicode by U+FFFD, takes control strings
+as plain text (``control``: as control ids) and a token that joins prompt and response as part of
+the response.
 """
 
 

@@ -20,6 +20,8 @@ from packstore.tokenizer.chat.assistant_spans import (
     shows_tools,
 )
 from packstore.tokenizer.chat.messages import (
+    OBJECTS,
+    SKIPPED,
     map_strings,
     says_something,
     strip_thinking,
@@ -63,6 +65,8 @@ def draft_plain(record: object, hint: str, mode: Mode, unicode: bool) -> tuple[D
     if record.get("chosen_reward") is not None or record.get("rejected_reward") is not None:
         return None
     if not prompt or not chosen or not rejected or chosen == rejected:
+        return None
+    if OBJECTS.match(prompt) or OBJECTS.match(chosen) or OBJECTS.match(rejected):
         return None
     first, second = prompt + chosen, prompt + rejected
     if chosen.isspace() or rejected.isspace() or holds(first, hint) or holds(second, hint):
@@ -189,11 +193,13 @@ def _draft_messages(
     prompts: dict[int, str] = {}
     for response in parsed.responses:
         messages = [*prompt, *_as_taken(template, list(response))]  # type: ignore[arg-type]
+        turns = [i for i, m in enumerate(response, len(prompt)) if m["role"] == "assistant"]
+        learned = turns[-1:] if config.supervised_turns == "last" else turns
+        learned = [i for i in learned if SKIPPED not in response[i - len(prompt)]]
         prompts = {n: text for n, text in prompts.items() if n == len(prompt)}
-        last_only = config.supervised_turns == "last"
         try:
             text, spans = render_turns(
-                template, messages, len(prompt), parsed.tools, last_only=last_only, prompts=prompts
+                template, messages, len(prompt), parsed.tools, learned=learned, prompts=prompts
             )
         except Refused as refused:
             raise _explained(refused, template, messages, parsed.tools, config) from None
@@ -202,7 +208,8 @@ def _draft_messages(
             spans = bare
             events.append("empty_thinking")
         tools = None if drafts else parsed.tools  # checking one side for shown tools suffices
-        events += _remarks(template, messages, len(prompt), tools, text, config)
+        checked = [] if _is_empty(response) else learned
+        events += _remarks(template, messages, checked, tools, text, config)
         if written and text.endswith(written):
             events.append("generation_prompt_always")
             if config.append_eos:  # it follows the answer
@@ -216,7 +223,10 @@ def _draft_messages(
 
 
 def _as_taken(template: ChatTemplate, messages: list[Message]) -> list[Message]:
-    """Replaces null content if the template needs text."""
+    """Removes marks of our own, and replaces null content if the template needs text."""
+    if all(len(message) == 2 for message in messages):
+        return messages
+    messages = [{k: v for k, v in m.items() if k != SKIPPED} for m in messages]
     if not any("tool_calls" in message for message in messages) or template.takes_null:
         return messages
     return [{**m, "content": ""} if m["content"] is None else m for m in messages]
@@ -249,7 +259,7 @@ def _unrendered(name: str) -> Refused:
 def _remarks(
     template: ChatTemplate,
     messages: list[Message],
-    first: int,
+    learned: list[int],
     tools: Tools,
     text: str,
     config: TokenizeConfig,
@@ -261,10 +271,8 @@ def _remarks(
     if not tools and is_plain(template, messages, text):
         return []
     events = []
-    turns = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
-    learned = turns[-1:] if config.supervised_turns == "last" else turns
     empty = [i for i in learned if not says_something(messages[i])]
-    if empty and any(says_something(messages[i]) for i in turns):
+    if empty:
         if config.on["empty_turn"] != "keep":
             raise Refused("empty_turn", f"message {empty[0] + 1} is empty")
         events.append("empty_turn")

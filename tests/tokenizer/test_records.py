@@ -5,6 +5,7 @@ The tokenizer has one token for each byte, but for control strings and the merge
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +32,7 @@ def case(
     return Case(record, expected, noted, kind, tokenizer or {}, settings)
 
 
-def user(text: str) -> dict[str, Any]:
+def user(text: Any) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 
@@ -346,6 +347,119 @@ CASES = {
     "shifted labels": case({"input_ids": [1, 2], "labels": [2, -100]}, "wrong_type", kind="sft"),
     "no labels": case({"input_ids": [1, 2]}, "missing_field", kind="sft"),
     "no messages": case({"text": "x"}, "missing_field", kind="sft"),
+    **{
+        f"a prompt that the sides do not begin with, {i}": case(
+            {"prompt": prompt, **CHAT}, "no_common_prompt", tokenizer=TURNS
+        )
+        for i, prompt in enumerate(
+            ("Be a pirate. p", [user("a"), said("b")], [system("S"), user("p")], [system("S")])
+        )
+    },
+    "a prompt that one side begins with": case(
+        {**CHAT, "prompt": "p", "rejected": "r"}, "no_common_prompt", tokenizer=TURNS
+    ),
+    "a prompt after the system turn of the sides": case(
+        {"prompt": "p", **{name: [system("S"), *turns] for name, turns in CHAT.items()}},
+        ["[s]S<e>" + text for text in CHATTED],
+        tokenizer=TURNS,
+    ),
+    "a prompt that an sft response does not begin with": case(
+        {"prompt": [system("S"), user("p")], "completion": CHAT["chosen"]},
+        "no_common_prompt",
+        **SFT,
+    ),
+    "a prompt that ranked responses do not begin with": case(
+        {"prompt": "x", "responses": [*CHAT.values()], "scores": [1, 0]},
+        "no_common_prompt",
+        kind="ranked",
+        tokenizer=TURNS,
+    ),
+    "fields that are JSON text": case(
+        {name: json.dumps(turns) for name, turns in {"prompt": [user("p")], **CHAT}.items()},
+        CHATTED,
+        tokenizer=TURNS,
+    ),
+    "ranked responses that are JSON text": case(
+        {"prompt": "p", "responses": [json.dumps([said(x)]) for x in "cr"], "scores": [1, 0]},
+        CHATTED,
+        kind="ranked",
+        tokenizer=TURNS,
+    ),
+    "an answer in JSON": case(
+        {**P, "chosen": '[{"role": "admin", "id": 1}]'},
+        ['p«[{"role": "admin", "id": 1}]</s>»', PLAIN[1]],
+    ),
+    "an answer that begins as JSON": case(
+        {**P, "chosen": '{"a": 1} is JSON'}, ['p«{"a": 1} is JSON</s>»', PLAIN[1]]
+    ),
+    "JSON text that is cut": case(
+        {**P, "chosen": '[{"role": "assistant", "content": "'}, "wrong_type"
+    ),
+    **{
+        f"messages as Python's text, {name}": case(
+            {**P, "prompt": [user("p")], name: str([said("c")])}, "wrong_type", tokenizer=TURNS
+        )
+        for name in P
+    },
+    **{
+        f"a turn not to learn: {name}": case(
+            {"messages": [user("u"), said("a", **{name: off}), user("v"), said("b", **{name: on})]},
+            ["[u]u<e>[a]a<e>[u]v<e>[a]«b<e>»"],
+            **SFT,
+        )
+        for name, on, off in (
+            *(
+                ("weight", 1, 0),
+                ("weight", 1.0, 0.0),
+                ("train", True, False),
+                ("loss", None, False),
+            ),
+            *(("training", True, False), ("mask", False, True)),
+        )
+    },
+    "a turn not to learn in a generation block": case(
+        {"messages": [user("u"), said("a"), user("v"), said("b", weight=0), user("w"), said("c")]},
+        ["[u]u<e>[a]«a!»<e>[u]v<e>[a]b!<e>[u]w<e>[a]«c!»<e>"],
+        kind="sft",
+        tokenizer={"template": GENERATION},
+    ),
+    "no turn to learn": case({"messages": [user("u"), said("a", weight=0)]}, "unsupervised", **SFT),
+    **{
+        f"a flag that cannot be followed: {flags}": case(
+            {"messages": [{**user("u"), **first}, said("a", **flags)]}, "wrong_type", **SFT
+        )
+        for first, flags in (
+            *(({}, {"weight": 0.5}), ({}, {"train": "no"}), ({}, {"mask": 1})),
+            *(({"train": True}, {}), ({}, {"train": True, "weight": 0})),
+        )
+    },
+    "an unknown key": case({"messages": [user("u"), said("a", prefix=True)]}, "unknown_key", **SFT),
+    "an unknown key ignored": case(
+        {"messages": [{**user("u"), "id": 3, "images": []}, said("a")]},
+        ["[u]u<e>[a]«a<e>»"],
+        "unknown_key",
+        on={"unknown_key": "keep"},
+        **SFT,
+    ),
+    "an unknown key of a part": case(
+        {"messages": [user([{"type": "text", "text": "u", "file": "x"}]), said("a")]},
+        "unknown_key",
+        **SFT,
+    ),
+    **{
+        f"a part of type {kind}": case(
+            {"messages": [user([{"type": kind, "text": ""}, {"text": "u"}]), said("a")]},
+            "wrong_type",
+            **SFT,
+        )
+        for kind in ("image", "image_url", "document", "tool_use")
+    },
+    "content under two names": case(
+        {"messages": [{**user("u"), "value": "v"}, said("a")]}, "wrong_type", **SFT
+    ),
+    "thoughts of the user": case(
+        {"messages": [{**user("u"), "thinking": "hm"}, said("a")]}, "bad_role", **SFT
+    ),
     "messages that are text": case({"messages": "[x"}, "wrong_type", kind="sft"),
     "no message": case({"messages": []}, "wrong_type", kind="sft"),
     "a message that is a number": case({"messages": [3]}, "wrong_type", kind="sft"),
@@ -366,7 +480,8 @@ def test_a_record(name, pack, byte_level):
     case = CASES[name]
     tokenizer = byte_level(**case.tokenizer)
     settings = {"kind": case.kind, **case.settings}
-    answers = {"missing_field": "drop", "one_reward": "drop", "unpaired_feedback": "drop"}
+    stops = [name for name, reason in REASONS.items() if reason.answers[:1] == ("error",)]
+    answers = dict.fromkeys(stops, "drop")
     settings["on"] = {**answers, **settings.get("on", {})}
     packed = pack(tokenizer, case.record, **settings)
     if isinstance(case.expected, list):

@@ -30,24 +30,31 @@ def render_turns(
     first: int,
     tools: Tools,
     *,
-    last_only: bool,
+    learned: Sequence[int],
     prompts: dict[int, str] | None = None,
 ) -> tuple[str, list[Span]]:
-    """Renders a dialogue, and finds its supervised spans."""
+    """Renders a dialogue, and finds the spans of the turns that are `learned`, in order."""
+    if not learned:
+        raise Refused("unsupervised", "no turn of the assistant to learn")
     turns = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
-    if not turns:
-        raise Refused("unsupervised", "no turn of the assistant")
+    others = [i for i in turns if i not in learned]
     if template.marks_generation:
         text, spans = template.render_spans(messages, tools)
         finder = Finder(template, messages, tools, text, prompts)
         begin = finder.start(first, 0) if first else 0
         spans = [(max(a, begin), b) for a, b in spans if b > begin]
+        if others == turns[:-1]:
+            spans = spans[-1:]
+        else:
+            for start, end in finder.spans(others):
+                spans = [(a, b) for a, b in spans if b <= start or a >= end]
     else:
         text = template.render(messages, tools)
-        spans = Finder(template, messages, tools, text, prompts).spans(turns)
+        found = Finder(template, messages, tools, text, prompts).spans(turns)
+        spans = [span for i, span in zip(turns, found, strict=True) if i in learned]
     if not spans:
         raise Refused("unsupervised", "the template marks no words of the assistant")
-    return text, spans[-1:] if last_only else spans
+    return text, spans
 
 
 def after_empty_thinking(text: str, span: Span) -> Span:

@@ -38,40 +38,62 @@ KEPT = ("name", "tool_call_id")
 """Other text fields of a message that templates use."""
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Fields of reasoning, in order of precedence; templates get it under the first two names, as in
-transformers."""
+"""Names of reasoning; templates get it under the first two, as in transformers."""
+
+CALLS = ("tool_calls", "function_call")
+"""Names of an assistant's calls: a list, or one call in OpenAI's first form."""
+
+LEARNED: dict[str, tuple[object, object]] = {
+    "weight": (1, 0),  # OpenAI
+    "train": (True, False),  # axolotl
+    "training": (True, False),
+    "loss": (True, False),  # ms-swift
+    "mask": (False, True),
+}
+"""Names of a flag of a turn -> its values for a turn to learn, and for one to read only."""
+
+MESSAGE_KEYS = frozenset(("role", "from", "content", "value", *KEPT, *REASONING, *CALLS, *LEARNED))
+"""Every key of a message that is read; others are of the reason ``unknown_key``."""
+
+SKIPPED = "_skipped"
+"""Key of a normalised message that is not to be learned; templates do not get it."""
+
+OBJECTS = re.compile(r"""\s*\[?\s*\{\s*(["'])\w+\1\s*:""")
+"""The beginning of a text that may be messages, written as JSON or as Python."""
 
 
-def normalize_messages(value: object) -> list[Message]:
+def normalize_messages(value: object, unknown: set[str]) -> list[Message]:
     """Converts messages to the form that templates expect.
 
     Accepts ``role`` / ``content`` and ShareGPT's ``from`` / ``value``; content as text or as text
     parts; a tool call or reasoning as a separate message, which is merged into its assistant
     message. A turn with calls only has the record's content, or null; arguments that are JSON text
-    stay text.
+    stay text. Keys that are not read are added to `unknown`.
     """
     if isinstance(value, dict):
         value = [value]
     if not isinstance(value, list) or not value:
         raise Refused("wrong_type", f"messages must be a list, found {quote(value)}")
     found: list[Message] = []
-    reasoning: str | None = None
+    reasoning: Message | None = None
     calling = False
     for raw in value:
-        role, message = _normalize(raw)
+        role, message = _normalize(raw, unknown)
         if role == "reasoning":
-            reasoning, calling = message["content"], False
+            reasoning, calling = message, False
             continue
         if role == "call":
             calls = _calls(message["content"])
+            message = {**message, "role": "assistant", "content": None, "tool_calls": calls}
             if calling:
+                _check_alike(found[-1], message)
                 found[-1]["tool_calls"] += calls
                 continue
-            message = {"role": "assistant", "content": None, "tool_calls": calls}
         if reasoning is not None:
             if message["role"] != "assistant":
                 raise Refused("bad_role", f"reasoning must precede an answer, found {role!r}")
-            message["reasoning_content"] = message["thinking"] = reasoning
+            _check_alike(reasoning, message)
+            message["reasoning_content"] = message["thinking"] = reasoning["content"]
             reasoning = None
         found.append(message)
         calling = role == "call"
@@ -80,10 +102,31 @@ def normalize_messages(value: object) -> list[Message]:
     return found
 
 
-def parsed_json(messages: object) -> object:
-    """Parses messages that are JSON text, as in text columns."""
-    is_json = isinstance(messages, str) and messages.lstrip()[:1] in ("[", "{")
-    return _json(str(messages), "messages") if is_json else messages
+def _check_alike(one: Message, other: Message) -> None:
+    if one.get(SKIPPED) != other.get(SKIPPED):
+        raise Refused("wrong_type", f"parts of one turn must agree on {', '.join(LEARNED)}")
+
+
+def parsed_json(value: object) -> object:
+    """Parses JSON text of messages, as in text columns; other values are returned as they are."""
+    if not isinstance(value, str) or not (begins := OBJECTS.match(value)):
+        return value
+    mark = begins[1]
+    for names in (("role", "from"), ("content", "value", *CALLS)):
+        if not any(f"{mark}{name}{mark}" in value for name in names):
+            return value
+    if mark == "'":
+        remedy = "Write messages to a column by json.dumps"
+        raise Refused("wrong_type", f"messages are Python text, found {quote(value)}", remedy)
+    parsed = _json(value, "messages")
+    turns = parsed if isinstance(parsed, list) else [parsed]
+    said = all(
+        isinstance(turn, dict)
+        and not {"role", "from"}.isdisjoint(turn)
+        and not {"content", "value", *CALLS}.isdisjoint(turn)
+        for turn in turns
+    )
+    return parsed if said else value  # an answer in JSON may have such keys
 
 
 def normalize_tools(value: object) -> Tools:
@@ -159,7 +202,7 @@ def map_strings(value: Any, change: Callable[[str], str]) -> Any:
     return value
 
 
-def _normalize(raw: object) -> tuple[str, Message]:
+def _normalize(raw: object, unknown: set[str]) -> tuple[str, Message]:
     if not isinstance(raw, dict):
         raise Refused("wrong_type", f"a message must be an object, found {quote(raw)}")
     written = raw.get("role")
@@ -167,32 +210,69 @@ def _normalize(raw: object) -> tuple[str, Message]:
         role = ROLES.get(written)
         if role is not None:  # the most common form
             return role, {"role": role, "content": content}
-    written = written or raw.get("from")
+    unknown.update(str(key) for key in raw.keys() - MESSAGE_KEYS if not is_empty(raw[key]))
+    written = _one_of(raw, ("role", "from"))
     role = ROLES.get(written) if isinstance(written, str) else None
     if role is None:
         raise Refused("bad_role", f"unknown role {quote(written)}")
     message: Message = {"role": role}
-    calls = raw.get("tool_calls") if role == "assistant" else None
-    content = raw.get("content")
-    if content is None:
-        content = raw.get("value")
-    message["content"] = None if content is None and calls else _text(content)
+    thoughts, calls = _one_of(raw, REASONING), _one_of(raw, CALLS)
+    if (thoughts or calls) and role != "assistant":
+        raise Refused("bad_role", f"only the assistant has reasoning and calls, found {role!r}")
+    content = _one_of(raw, ("content", "value"))
+    message["content"] = None if content is None and calls else _text(content, unknown)
     for name in KEPT:
         if raw.get(name) is not None:
-            message[name] = _text(raw[name])
-    thoughts = next((raw[name] for name in REASONING if isinstance(raw.get(name), str)), None)
+            message[name] = _text(raw[name], unknown)
     if thoughts is not None:
-        message["reasoning_content"] = message["thinking"] = thoughts
+        message["reasoning_content"] = message["thinking"] = _text(thoughts, unknown)
     if calls:
         message["tool_calls"] = _calls(calls)
+    if not _is_learned(raw, role):
+        message[SKIPPED] = True
     return role, message
 
 
-def _text(content: object) -> str:
+def _one_of(raw: dict[str, Any], names: tuple[str, ...]) -> Any:
+    """The value under one of several names; two that differ are refused."""
+    found = [raw[name] for name in names if raw.get(name) is not None]
+    if any(value != found[0] for value in found):
+        raise Refused("wrong_type", f"a message must have one of {', '.join(names)}; they differ")
+    return found[0] if found else None
+
+
+def _is_learned(raw: dict[str, Any], role: str) -> bool:
+    """Returns True unless a flag says that a turn is not to be learned."""
+    flags = {name: raw[name] for name in LEARNED if raw.get(name) is not None}
+    for name, value in flags.items():
+        learns, reads = LEARNED[name]
+        # 1 equals True, but as a mask either may mean that the turn is learned.
+        if value not in (learns, reads) or (name == "mask" and type(value) is not bool):
+            must = f"{name} of a turn must be {learns} or {reads}"
+            raise Refused("wrong_type", f"{must}, found {quote(value)}")
+    learned = {value == LEARNED[name][0] for name, value in flags.items()}
+    if len(learned) > 1:
+        raise Refused("wrong_type", f"{', '.join(flags)} of a turn must agree")
+    if True in learned and role in ("system", "user", "tool"):
+        raise Refused("wrong_type", f"only turns of the assistant are learned, found {role!r}")
+    return False not in learned
+
+
+def is_empty(value: object) -> bool:
+    """Returns True for null, and for text, a list or an object without anything in it."""
+    return value is None or (isinstance(value, str | list | dict) and not value)
+
+
+def _text(content: object, unknown: set[str]) -> str:
     if isinstance(content, list):
-        parts = [p.get("text") if isinstance(p, dict) else None for p in content]
-        if all(isinstance(p, str) for p in parts):
-            return "".join(p for p in parts if p)
+        for part in content:
+            if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+                raise Refused("wrong_type", f"a part must be text, found {quote(part)}")
+            if part.get("type", "text") not in ("text", None):
+                raise Refused("wrong_type", f"a part must be of type text, found {quote(part)}")
+            others = part.keys() - {"type", "text"}
+            unknown.update(f"content.{key}" for key in others if not is_empty(part[key]))
+        return "".join(part["text"] for part in content)
     if isinstance(content, str):
         return content
     raise Refused("wrong_type", f"message content must be text, found {quote(content)}")

@@ -14,6 +14,7 @@ from packstore.config.fields import FEEDBACK, LIKELY, MEANINGFUL, SPELLINGS
 from packstore.errors import ConfigError, quote, sentence
 from packstore.format.arrays import MAX_FIELDS, Column
 from packstore.format.schema import COLUMNS
+from packstore.tokenizer.chat.messages import is_empty
 from packstore.tokenizer.records.sequences import unwrapped
 from packstore.tokenizer.refusals import Refused
 
@@ -42,11 +43,13 @@ class Fields:
 
     Attributes:
         used: the record's names of the fields that were returned.
+        unknown: keys of its messages that are not read.
     """
 
     def __init__(self, record: Mapping[str, Any], config: TokenizeConfig) -> None:
         self._record, self.config = record, config
         self.used: set[str] = set()
+        self.unknown: set[str] = set()
 
     def spellings(self, name: str) -> tuple[str, ...]:
         """Returns the names that a field may have: the mapped one, or all synonyms."""
@@ -81,7 +84,7 @@ class Fields:
     def likely(self, name: str) -> str | None:
         """Returns a field of the record that is probably the canonical one under another name."""
         known = {n for names in (SPELLINGS, LIKELY) for c in names for n in self.spellings(c)}
-        free = [n for n, v in self._record.items() if n not in known and not _is_empty(v)]
+        free = [n for n, v in self._record.items() if n not in known and not is_empty(v)]
         for wanted in LIKELY.get(name, ()):
             if wanted in free:
                 return wanted
@@ -136,7 +139,7 @@ def unused(records: Sequence[Any], names: Collection[str], used: Counter[str]) -
         if used[name]:
             count = sum(record.get(name) is not None for record in records) - used[name]
         else:
-            count = sum(not _is_empty(record.get(name)) for record in records)
+            count = sum(not is_empty(record.get(name)) for record in records)
         if count > 0:
             counts[name.encode(errors="replace").decode()] += count
     return counts
@@ -158,10 +161,6 @@ def check_feedback(record: object, name: str) -> None:
     if isinstance(record, Mapping) and record.get(name) in _FALSE:
         remedy = "Pair good and bad answers by their prompt (kind preference)"
         raise Refused("unpaired_feedback", f"{name} {record[name]!r}", remedy)
-
-
-def _is_empty(value: object) -> bool:
-    return value is None or (isinstance(value, str | list | dict) and not value)
 
 
 def _is_number(value: object) -> bool:

@@ -102,7 +102,15 @@ def parse_record(record: object, kind: str, config: TokenizeConfig) -> Parsed:
     if not isinstance(record, dict):
         raise Refused("not_an_object", f"a record must be an object, found {quote(record)}")
     parsers = {"preference": _parse_pair, "sft": _parse_sft, "ranked": _parse_ranked}
-    return parsers[kind](Fields(record, config))
+    fields = Fields(record, config)
+    parsed = parsers[kind](fields)
+    if not fields.unknown:
+        return parsed
+    if config.on["unknown_key"] != "keep":
+        found = ", ".join(sorted(fields.unknown))
+        remedy = 'Remove it, or set on={"unknown_key": "keep"} to ignore it'
+        raise Refused("unknown_key", f"messages with {quote(found)}", remedy)
+    return replace(parsed, events=(*parsed.events, "unknown_key"))
 
 
 def _parse_ranked(fields: Fields) -> Parsed:
@@ -148,7 +156,7 @@ def _parse_sft(fields: Fields) -> Parsed:
         return _assemble(fields, fields.need("prompt"), [response], [1.0])
     return Parsed(
         prompt=[],
-        responses=[_with_system(fields, normalize_messages(parsed_json(messages)))],
+        responses=[_with_system(fields, normalize_messages(parsed_json(messages), fields.unknown))],
         rewards=[1.0],
         tools=normalize_tools(fields.get("tools")),
         variables=normalize_variables(fields.get("chat_template_kwargs")),
@@ -178,6 +186,7 @@ def _assemble(
     rewards: list[float],
     labels: Sequence[Any] = (),
 ) -> Parsed:
+    prompt, responses = parsed_json(prompt), [*map(parsed_json, responses)]
     sides = [s for s in (prompt, *responses) if s is not None]
     tools: Tools = None
     variables = supervised = None
@@ -198,7 +207,7 @@ def _assemble(
             prompt, responses = _split(fields, responses)
     else:
         _check_messages(prompt, responses)
-        prompt, responses = _as_dialogue(prompt, responses)
+        prompt, responses = _as_dialogue(fields, prompt, responses)
         prompt = _with_system(fields, prompt)
         tools = normalize_tools(fields.get("tools"))
         variables = normalize_variables(fields.get("chat_template_kwargs"))
@@ -251,18 +260,27 @@ def _names(responses: list[Any]) -> list[str]:
     return ["prompt", *sides.get(len(responses), numbered)]
 
 
-def _as_dialogue(prompt: Any, responses: list[Any]) -> tuple[list[Message], list[list[Message]]]:
+def _as_dialogue(
+    fields: Fields, prompt: Any, responses: list[Any]
+) -> tuple[list[Message], list[list[Message]]]:
     """Converts all sides to messages: a text prompt becomes a user turn, a response an answer."""
-    ends = [
-        normalize_messages([{"role": "assistant", "content": r}] if isinstance(r, str) else r)
-        for r in responses
-    ]
-    if isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}]
-    whole = all(end[0]["role"] in ("system", "developer", "user") for end in ends)
-    if prompt is None or whole:
-        return split_messages(ends)
-    return normalize_messages(prompt), ends
+
+    def messages(value: Any, role: str) -> list[Message]:
+        written = [{"role": role, "content": value}] if isinstance(value, str) else value
+        return normalize_messages(written, fields.unknown)
+
+    ends = [messages(response, "assistant") for response in responses]
+    begins = [] if prompt is None else messages(prompt, "user")
+    asking = [end[0]["role"] in ("system", "developer", "user") for end in ends]
+    if begins and not any(asking):
+        return begins, ends
+    shared, rest = split_messages(ends)
+    # A text prompt is often the question alone, where the sides begin with a system turn.
+    skip = int(shared[0]["role"] in ("system", "developer") and begins[:1] != shared[:1])
+    if begins and shared[skip : skip + len(begins)] != begins:
+        remedy = "Leave the prompt out, or the turns before the answers"
+        raise Refused("no_common_prompt", "the sides do not begin with the prompt", remedy)
+    return shared, rest
 
 
 def _values(value: Any) -> Any:
