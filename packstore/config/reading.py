@@ -9,7 +9,29 @@ from typing import Any, Literal, Self, get_type_hints
 import msgspec
 
 from packstore.config.settings import Settings, setting
-from packstore.errors import ConfigError, quote
+from packstore.errors import ConfigError, quote, sentence
+
+MOST_EXCESS = 1.25
+"""A step may hold so many times `examples_per_step` without a warning."""
+
+
+def too_large(
+    wanted: int, mean: float, largest: int, ranks: int, pack_size: int, longest: int
+) -> str:
+    """Returns a warning if steps are far larger than `wanted` examples; else an empty text.
+
+    `pack_size` and `longest`, the tokens of what must fit into a pack, are 0 if they are not known.
+    """
+    if largest <= MOST_EXCESS * wanted:
+        return ""
+    must = f"they should hold at most {MOST_EXCESS} times examples_per_step={wanted} examples"
+    found = f"{mean:.1f} on average and {largest} at most, as each rank (of {ranks}) takes a pack"
+    fits = pack_size * wanted // largest
+    ways = [f"pack with pack_size={fits} at most"] if fits >= max(longest, 2) else []
+    ways += ["use fewer ranks"] if ranks > 1 else []
+    ways.append(f"set examples_per_step={largest} on purpose")
+    remedy = ", or ".join(ways)
+    return sentence("optimizer steps", must, found, remedy[0].upper() + remedy[1:])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +43,7 @@ class BatchConfig(Settings):
     packs_per_batch: int | None = setting(None, "packs of one batch on one rank; default: 1", low=1)
     tokens_per_batch: int | None = setting(None, "most tokens of one batch on one rank", low=1)
     examples_per_step: int | None = setting(
-        None, "most examples of one optimizer step, over all its batches and all ranks", low=1
+        None, "most examples of a step, over all ranks; a pack of each rank may exceed it", low=1
     )
     accumulation: int = setting(1, "batches of one optimizer step on one rank", low=1)
     balance: bool = setting(False, "balance the squared lengths over the ranks of a step")

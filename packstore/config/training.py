@@ -31,7 +31,7 @@ class TrainDataConfig(Settings):
     storage_options: Mapping[str, str] = setting(
         dict, "for fsspec, e.g. endpoint_url=… (repeatable)", flag="storage-option"
     )
-    examples_per_step: int = setting(64, "most examples of an optimizer step", low=1)
+    examples_per_step: int = setting(64, "at most, if a pack a rank has no more", low=1)
     packs_per_batch: int | None = setting(
         None, "of one forward call on one rank; default: 1", low=1
     )
@@ -93,7 +93,7 @@ class TrainRunConfig(Settings):
     output: str = setting(..., "local folder of checkpoints, metrics, model", metavar="DIR")
     seed: int = setting(0, "of every random choice")
     resume: str = setting("auto", "auto (newest), never, or a checkpoint")
-    log_every: int = setting(10, "steps between lines of metrics", low=1)
+    log_every: int = setting(10, "steps between lines, after the tenth", low=1)
     eval_every: int | None = setting(None, "steps between validations; default: at the end", low=1)
     save_every: int | None = setting(None, "steps between checkpoints; default: few", low=1)
     trackers: tuple[str, ...] = setting(

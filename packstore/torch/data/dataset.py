@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from packstore.config import BatchConfig, ReadConfig
-from packstore.errors import ConfigError, quote
+from packstore.errors import ConfigError, quote, sentence
 from packstore.format.arrays import Packs
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.dataset.dataset import open as open_dataset
@@ -81,6 +81,7 @@ class PackedDataset(IterableDataset[Packs]):
         self.stream: PackStream = source
         self.stream.set_epoch(0)
         self.rank, self.world_size = placement(rank, world_size)
+        self._found = rank is None
         self.epoch = 0
         self.position = Position()
         self.start = SharedStart()
@@ -157,7 +158,17 @@ class PackedDataset(IterableDataset[Packs]):
             self._move(epoch, Position())
 
     def begin(self) -> Position:
-        """Begins an iteration: returns its position, and rewinds the next one."""
+        """Begins an iteration: returns its position, and rewinds the next one.
+
+        Raises:
+            ConfigError: the ranks started after the dataset was made; all would read all packs.
+        """
+        if self._found and get_worker_info() is None:
+            now, before = placement(None, None), (self.rank, self.world_size)
+            if now != before and now[1] > 1:
+                must = "it must be made after the ranks have started, or be given rank, world_size"
+                found = "rank {} of {}, after {} of {}".format(*now, *before)
+                raise ConfigError(sentence("PackedDataset", must, found))
         epoch = self.start.new_epoch()
         if epoch is not None and epoch != self.epoch:
             self.epoch = epoch
@@ -180,7 +191,8 @@ class PackedDataset(IterableDataset[Packs]):
         """
         config, ranks = BatchConfig.of(**batching), world_size or self.world_size
         try:
-            return plan_steps(self.stream, config, ranks, range(self.epoch, self.epoch + epochs))
+            numbers = range(self.epoch, self.epoch + epochs)
+            return plan_steps(self.stream, config, ranks, numbers, Position())
         finally:
             self.stream.set_epoch(self.epoch)
 

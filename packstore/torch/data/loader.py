@@ -28,7 +28,9 @@ from packstore.torch.data.steps import (
     StepPlan,
     assign_ranks,
     check_fits,
+    plan_steps,
     settled,
+    tell,
 )
 from packstore.torch.data.stream import PackStream, StoredPacks
 
@@ -116,6 +118,9 @@ class PackedDataLoader:
         self._batches = _Batches(data, self.config)
         self._loader: DataLoader[Any] | None = None
         self._length: tuple[object, int] = (None, 0)
+        self._told = data.rank > 0 or (
+            self.config.examples_per_step is None and self.config.tail == "pad"
+        )
         if self.config.tokens_per_batch is not None:
             _check_budget(data.stream, self.config.tokens_per_batch)
 
@@ -142,6 +147,9 @@ class PackedDataLoader:
         data, cut = self.data, self._batches.cut
         if data.start.times_set != moves:  # frameworks may load a state after making the iterator
             start = data.begin()
+        if not self._told:
+            self._told = True
+            tell(self.plan(), data.stream, self.config, data.world_size)
         start = self._batches.begin(start)
         unseen, steps = Unseen(data.num_packs, start), start.step
         for batch, mark in self._running(bool(len(start.given))):
@@ -171,9 +179,19 @@ class PackedDataLoader:
         """Moves to the beginning of `epoch`; does nothing for the current epoch."""
         self.data.set_epoch(epoch)
 
-    def plan(self, epochs: int = 1) -> StepPlan:
-        """Plans the steps of `epochs` epochs, from the beginning of the current one."""
-        return self.data.plan(epochs=epochs, **self.config.changed())
+    def plan(self, epochs: int = 1, *, left: bool = False) -> StepPlan:
+        """Plans `epochs` epochs from the current one: from its beginning, or what is `left` of it.
+
+        A step that was interrupted counts whole.
+        """
+        data, start = self.data, Position()
+        if left:
+            start = self._batches.expressed(data.start.peek())
+        try:
+            numbers = range(data.epoch, data.epoch + epochs)
+            return plan_steps(data.stream, self.config, data.world_size, numbers, start)
+        finally:
+            data.stream.set_epoch(data.epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position after the batches yielded so far; prefetched ones do not count."""
@@ -203,13 +221,13 @@ class _Batches(IterableDataset[tuple[PackedBatch, _Mark]]):
 
     def begin(self, position: Position) -> Position:
         """Starts the next iteration at `position`; returns it as these settings express it."""
-        self._start = start = self._expressed(position)
+        self._start = start = self.expressed(position)
         self._cells[:] = torch.tensor([self.data.epoch, start.next, start.step, start.batches])
         return start
 
     def count(self, position: Position) -> int:
         """Counts the batches of this rank from `position` on."""
-        start = self._expressed(position)
+        start = self.expressed(position)
         cutter = self._cutter(start)
         if cutter.fixed is None:
             return sum(len(step.edges) - 1 for step in cutter) - start.batches
@@ -264,7 +282,7 @@ class _Batches(IterableDataset[tuple[PackedBatch, _Mark]]):
                 yield indices[part]
             size = _CHUNK
 
-    def _expressed(self, position: Position) -> Position:
+    def expressed(self, position: Position) -> Position:
         """Converts `position` to the step boundaries of these settings."""
         return position if position.cut == self.cut else settled(self.data.stream, position)
 

@@ -7,6 +7,7 @@ windows, so that it starts at once and uses little memory for any number of pack
 from __future__ import annotations
 
 import heapq
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,11 +16,14 @@ from itertools import pairwise
 import numpy as np
 
 from packstore.config import BatchConfig
+from packstore.config.reading import too_large
 from packstore.errors import ConfigError
 from packstore.format.arrays import COUNTS, Int64, PackSizes, to_offsets
 from packstore.torch.batch.batch import StepInfo
 from packstore.torch.data.position import Position, Unseen, stale
 from packstore.torch.data.stream import PackStream
+
+logger = logging.getLogger("packstore")
 
 WINDOW = 4096
 """Approximate number of packs whose sizes are looked up at once."""
@@ -296,9 +300,13 @@ class StepPlan:
 
 
 def plan_steps(
-    stream: PackStream, config: BatchConfig, world_size: int, epochs: Sequence[int]
+    stream: PackStream,
+    config: BatchConfig,
+    world_size: int,
+    epochs: Sequence[int],
+    start: Position,
 ) -> StepPlan:
-    """Plans whole `epochs`; leaves the stream at the last one.
+    """Plans `epochs`, the first from `start` on; leaves the stream at the last one.
 
     Looks up the sizes of all packs, in windows; holds one number per step.
     """
@@ -306,16 +314,16 @@ def plan_steps(
     batches = packs = dropped_packs = dropped_examples = padded = 0
     for epoch in epochs:
         stream.set_epoch(epoch)
-        end = 0
-        for step in StepCutter(stream, Unseen(len(stream), Position()), config, world_size):
+        unseen, start, end = Unseen(len(stream), start), Position(), 0
+        for step in StepCutter(stream, unseen, config, world_size):
             examples.append(step.examples)
             batches += len(step.edges) - 1
             padded += sum(max(world_size - (b - a), 0) for a, b in pairwise(step.edges))
             end = step.stop
         packs += end
-        dropped_packs += len(stream) - end
-        for first in range(end, len(stream), WINDOW):
-            left = np.arange(first, min(first + WINDOW, len(stream)))
+        dropped_packs += len(unseen) - end
+        for first in range(end, len(unseen), WINDOW):
+            left = unseen[np.arange(first, min(first + WINDOW, len(unseen)))]
             dropped_examples += int(stream.sizes(left).examples.sum())
     steps, sizes = len(examples), examples or [0]
     return StepPlan(
@@ -329,6 +337,22 @@ def plan_steps(
         dropped_examples=dropped_examples,
         padded_packs=padded,
     )
+
+
+def tell(plan: StepPlan, stream: PackStream, config: BatchConfig, world_size: int) -> None:
+    """Logs how large the steps are, if the settings limit them, and what they leave out."""
+    _, mean, largest = plan.examples_per_step
+    if wanted := config.examples_per_step:
+        text = "%d examples in %d steps of %.1f on average, %d at most (examples_per_step=%d)"
+        logger.info(text, plan.examples, plan.steps, mean, largest, wanted)
+        pack_size = min((data.manifest.pack_size for data in stream.datasets), default=0)
+        longest = max((int(data.row_groups.longest.max()) for data in stream.datasets), default=0)
+        if text := too_large(wanted, mean, largest, world_size, pack_size, longest):
+            logger.warning(text)
+    if plan.dropped_examples:
+        text = "tail=drop leaves out %d of %d examples of the epoch, in its last %d packs"
+        whole = plan.examples + plan.dropped_examples
+        logger.warning(text, plan.dropped_examples, whole, plan.dropped_packs)
 
 
 def check_fits(tokens: Int64, indices: Int64, budget: int) -> None:

@@ -45,16 +45,12 @@ _NAME = re.compile(r"step-([0-9]{8})")
 FIXED = ("model", "reference_model", "dtype", "loss", "loss_parameters", "lora")
 """Settings that a resumed run must share with its checkpoint."""
 
-PLANNED = ("epochs", "max_steps", "examples_per_step")
-"""Settings that determine the number of steps of the schedule."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class RunState:
     """State of a run, as JSON values; `random` is that of each rank, `evaluation` of this step."""
 
     step: int
-    total_steps: int
     examples: int
     loader: Mapping[str, Any]
     schedule: Mapping[str, Any]
@@ -271,12 +267,12 @@ def check_unchanged(config: TrainConfig, before: Mapping[str, Any]) -> None:
         logger.warning("since the checkpoint, %s", text)
 
 
-def count_steps(config: TrainConfig, loader: PackedDataLoader, state: RunState | None) -> int:
-    """Returns the optimizer steps of the whole run: the checkpoint's, unless the plan changed."""
-    settings = config.recorded()
-    if state is not None and all(settings[n] == state.config.get(n) for n in PLANNED):
-        return state.total_steps
-    plan = loader.plan(config.epochs)
-    if not plan.steps:
+def count_steps(config: TrainConfig, loader: PackedDataLoader, done: int) -> int:
+    """Returns the optimizer steps of the whole run: those `done`, and those of the data left."""
+    total = done + loader.plan(config.epochs - loader.data.epoch, left=True).steps
+    if not total:
         raise ConfigError(f"dataset {config.dataset} must hold packs to train on; found none.")
-    return min(plan.steps, config.max_steps or plan.steps)
+    if config.max_steps is None or config.max_steps >= total:
+        return total
+    logger.info("max_steps ends training before step %d of %d", config.max_steps + 1, total)
+    return config.max_steps

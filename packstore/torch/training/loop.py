@@ -20,6 +20,9 @@ from packstore.torch.training.evaluate import evaluate_batches
 from packstore.torch.training.setup import Run
 from packstore.torch.training.sinks import Sink
 
+FIRST = 10
+"""The first steps, each of which is logged."""
+
 
 class Loop:
     """Runs the remaining steps; `sinks` are empty on ranks that do not write."""
@@ -46,8 +49,6 @@ class Loop:
             while self.step < run.total_steps and (batches := next(steps, None)) is not None:
                 self._train(batches)
                 self._after_step(epoch, last=self.step == run.total_steps)
-        if self.step < run.total_steps:  # another number of ranks than planned gave fewer steps
-            self._after_step(run.config.epochs - 1, last=True)
 
     def _train(self, batches: list[PackedBatch]) -> None:
         """Runs one optimizer step over its batches."""
@@ -84,7 +85,7 @@ class Loop:
         run, config = self.run, self.run.config
         evaluates = run.validation is not None and _due(self.step, config.eval_every, last)
         saves = _due(self.step, config.save_every, last)
-        logs = evaluates or saves or self.step % config.log_every == 0
+        logs = evaluates or saves or self.step <= FIRST or self.step % config.log_every == 0
         if logs and self._window.packs:
             self.metrics = self._window.close()
             self._write({"step": self.step, "epoch": epoch, **self.metrics})
@@ -124,7 +125,6 @@ class Loop:
         run = self.run
         state = {
             "step": self.step,
-            "total_steps": run.total_steps,
             "examples": self.examples,
             "loader": run.loader.state_dict(),
             "schedule": run.schedule.state_dict(),

@@ -96,6 +96,8 @@ class Run:
             known = None if self.start is None else self.start.config
             check_precomputed(config, model, known, sides, accelerator)
         self.loader = self._loader(self.dataset, config.ref_logps, config.examples_per_step)
+        if self.start is not None:
+            self.loader.load_state_dict(self.start.loader)
         self.validation = None
         if held_out is not None:
             self.validation = self._loader(held_out, config.validation_ref_logps, None)
@@ -106,7 +108,7 @@ class Run:
             compile_layers(model)
         self.policy, self.optimizer = accelerator.prepare(policy, make_optimizer(policy, config))
         fuse_updates(self.optimizer.optimizer)
-        self.total_steps = count_steps(config, self.loader, self.start)
+        self.total_steps = count_steps(config, self.loader, self.start.step if self.start else 0)
         self.schedule = make_schedule(self.optimizer.optimizer, config, self.total_steps)
         self._make_references([config.ref_logps, config.validation_ref_logps][: len(both)])
         if checkpoint is None or self.start is None:
@@ -199,10 +201,9 @@ class Run:
         return reference
 
     def _restore(self, checkpoint: Path, state: RunState) -> None:
-        """Restores optimizer, schedule, position and random generators."""
+        """Restores optimizer, schedule and random generators."""
         load_optimizer(self.policy, self.optimizer.optimizer, checkpoint, state)
         self.schedule.load_state_dict(dict(state.schedule))
-        self.loader.load_state_dict(state.loader)
         rank = self.accelerator.process_index
         if rank < len(state.random):
             set_random_state(state.random[rank])

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
+import packstore
 from packstore import Dataset
 from packstore.errors import CompatibilityError, ConfigError, DatasetNotFoundError
 from packstore.testing import random_examples
@@ -156,11 +161,63 @@ def test_the_global_random_state_is_left_alone(stored: Dataset) -> None:
 
 
 def test_rank_of_the_launcher(stored: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    early = PackedDataset(stored)
     monkeypatch.setenv("RANK", "2")
     monkeypatch.setenv("WORLD_SIZE", "3")
+    for each in (early, PackedDataLoader(early)):  # else every rank would train on all packs
+        with pytest.raises(ConfigError, match=r"made after .* found rank 2 of 3, after 0 of 1"):
+            iter(each)
+    assert len(list(make(stored))) == N
     data = PackedDataset(stored.url, seed=1, lanes=LANES)
     assert (data.rank, data.world_size) == (2, 3)
     assert [packs_of(p)[0] for p in data] == the_order(stored)[2::3]
+
+
+STEPS_OF_FOUR = "46 examples in 12 steps of 3.8 on average, 4 at most (examples_per_step="
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"packs_per_batch": 2}, []),
+        ({"examples_per_step": 4}, [f"{STEPS_OF_FOUR}4)"]),
+        ({"examples_per_step": 2}, [f"{STEPS_OF_FOUR}2)", "1.25 times examples_per_step=2 exam"]),
+        ({"accumulation": 5, "tail": "drop"}, ["tail=drop leaves out 6 of 46 examples"]),
+    ],
+    ids=str,
+)
+def test_what_steps_hold_and_leave_out_is_said_once_on_one_rank(
+    stored: Dataset, caplog: pytest.LogCaptureFixture, settings: dict[str, Any], says: list[str]
+) -> None:
+    caplog.set_level(logging.INFO, "packstore")
+    for rank in (1, 0):
+        loader = PackedDataLoader(make(stored, rank, 2), **settings)
+        assert not caplog.records
+        for epoch in (0, 1):
+            loader.set_epoch(epoch)
+            list(loader)
+    for record, said in zip(caplog.records, says, strict=True):
+        assert said in record.message
+
+
+def test_the_advised_pack_size_fits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of packs for 4 ranks; and where none would, none is advised."""
+    lengths = np.random.default_rng(0).integers(2, 30, 2000).tolist()
+    records = [{"prompt": [5] * n, "chosen": [6] * n, "rejected": [7] * n} for n in lengths]
+
+    def warning(pack_size: int, examples_per_step: int) -> str:
+        url = tmp_path / f"{pack_size}-{examples_per_step}"
+        data = PackedDataset(
+            packstore.pack(records, url, pack_size=pack_size), rank=0, world_size=4
+        )
+        caplog.clear()
+        next(iter(PackedDataLoader(data, examples_per_step=examples_per_step)))
+        return caplog.text
+
+    advised = re.search(r"as each rank \(of 4\).* Pack with pack_size=(\d+) at", warning(2048, 64))
+    assert advised
+    assert not warning(int(advised[1]), 64)
+    assert "takes a pack. Use fewer ranks, or set examples_per_step=" in warning(2048, 1)
 
 
 def test_refusals(stored: Dataset, tmp_path: Any) -> None:
@@ -177,7 +234,7 @@ def test_refusals(stored: Dataset, tmp_path: Any) -> None:
         ({"prefetch": 2}, "prefetch and persistent_workers need num_workers"),
         ({"packs": 2}, "unknown setting 'packs'; BatchConfig lists all"),
         ({"packs_per_batch": 1, "tokens_per_batch": 99}, "packs_per_batch or tokens_per_batch"),
-        ({"examples_per_step": 9, "accumulation": 2}, "omit accumulation"),
+        ({"examples_per_step": 9, "accumulation": 2}, "or accumulation, not both"),
         (
             {"tokens_per_batch": 20},
             "every pack must fit tokens_per_batch=20; found .* tokens in pack",

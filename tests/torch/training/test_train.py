@@ -20,7 +20,7 @@ pytest.importorskip("accelerate", reason="training needs accelerate")
 pytest.importorskip("peft", reason="LoRA needs peft")
 
 from huggingface_hub import ModelCard
-from train_runs import change_state, checkpoints, losses, records, save_gpt2, state_of
+from train_runs import checkpoints, losses, records, save_gpt2, state_of
 from transformers import AutoModelForCausalLM
 
 from packstore import open as open_dataset
@@ -315,19 +315,6 @@ def test_trackers_are_told_every_record(
     monkeypatch.setattr(Accelerator, "end_training", lambda self: None)
     train(**settings(made, tmp_path, max_steps=2, trackers=["wandb"]))
     assert said == ["some-project", "0.001", *records(tmp_path, "step")]
-
-
-def test_an_end_before_the_planned_one(made: SimpleNamespace, tmp_path: Path) -> None:
-    """Fewer steps than the schedule counts on, as other ranks may cut: it ends all the same."""
-    run = settings(made, tmp_path / "a", validation=made.urls["large", "concat"], save_every=2)
-    train(**run)
-    begun = checkpoints(tmp_path / "a")[0]
-    planned = state_of(begun)["total_steps"]
-    change_state(begun, total_steps=planned + 9)
-    result = train(**{**run, "output": str(tmp_path / "b")}, resume=str(begun))
-    last = state_of(checkpoints(tmp_path / "b")[-1])
-    assert last["step"] == result.step == planned
-    assert last["evaluation"] == result.evaluation
 
 
 @pytest.mark.parametrize(
