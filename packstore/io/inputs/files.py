@@ -23,6 +23,7 @@ from packstore.config import PackConfig
 from packstore.config.fields import NOT_TEXT, SPELLINGS
 from packstore.errors import InputError, PackstoreError, quote, sentence, spelled
 from packstore.format.arrays import Rows
+from packstore.io.inputs.hugging_face import NO_RECORDS, one_split, plain, saved_files
 from packstore.io.inputs.pieces import (
     COMPRESSIONS,
     FORMATS,
@@ -111,6 +112,7 @@ class InputReader:
         self.sources: list[dict[str, Any]] = []
         self._memory: tuple[str, Any] | None = None
         inputs: list[Input] = []
+        source = plain(one_split(source))
         given = source if isinstance(source, list | tuple) else [source]
         if given and all(isinstance(path, str | os.PathLike) for path in given):
             inputs = expand(given, storage_options)
@@ -122,7 +124,7 @@ class InputReader:
             self._memory = ("<iterable>", source)
         else:  # a mapping iterates over names
             rule = "must be a path, a list of paths, a table, or an iterable of records"
-            remedy = "Give one split, or a list of records" if isinstance(source, Mapping) else ""
+            remedy = "Give a list of records" if isinstance(source, Mapping) else ""
             raise InputError(sentence("input", rule, f"a {type(source).__name__}", remedy))
         self.inputs = tuple(inputs)
         paths = [self._memory[0]] if self._memory else [item.path for item in inputs]
@@ -279,8 +281,10 @@ def _files_of_folder(folder: Location) -> list[tuple[str, Location]]:
     if folder.is_dir(FOLDER):
         rule, remedy = "must be a file or folder of records", "Give it alone to pack it anew"
         raise InputError(sentence(folder.display, rule, "a packed dataset", remedy))
-    names = [name for name, _ in folder.files() if name[0] not in "._" and format_of(name)[0]]
-    if not names:
+    listed = [name for name, _ in folder.files()]
+    shown = (n for n in listed if n[0] not in "._" and n not in NO_RECORDS and format_of(n)[0])
+    places = saved_files(folder, listed) or [folder.join(name) for name in shown]
+    if not places:
         rule = f"the folder must hold a file named {_KNOWN}"
         raise InputError(sentence(folder.display, rule, "none", "Name the files, or a glob"))
-    return [(place.display, place) for place in map(folder.join, names)]
+    return [(place.display, place) for place in places]

@@ -25,7 +25,7 @@ from packstore.errors import InputError, StorageError
 from packstore.io.inputs.files import InputReader
 
 RECORDS: list[dict[str, Any]] = [
-    {"prompt": f"p{i}", "chosen": "é\nx", "rejected": "007", "chosen_reward": 1.5 * i}
+    {"prompt": f"p{i}", "chosen": "é\nx", "rejected": "007", "chosen_reward": i / 10}
     for i in range(300)
 ]
 TABLE = pa.Table.from_pylist(RECORDS)
@@ -45,6 +45,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Path("sub").mkdir()
     Path("odd[1]?.jsonl").write_bytes(LINES)
     Path("sub/d.jsonl").write_bytes(LINES)
+    Path("sub/dataset_infos.json").write_text("{}", encoding="utf-8")
     return tmp_path
 
 
@@ -78,7 +79,7 @@ def test_paths_are_recorded_as_given(folder: Path, source: Any, paths: list[str]
         ("*.txt", r"^notes\.txt: its name must end in"),
         ("none", r"^none: the folder must hold a file named one of \.jsonl"),
         ("packed", r"^packed: must be a file or folder of records; found a packed dataset\. Give"),
-        ({"prompt": "p"}, r"^input: must be a path, .* found a dict\. Give one split, or a list"),
+        ({"prompt": "p"}, r"^input: must be a path, .* found a dict\. Give a list"),
         (7, r"^input: must be a path, .* found a int\.$"),
         (None, "found a NoneType"),
         (b"x", "found a bytes"),
@@ -143,8 +144,21 @@ SOURCES: dict[str, Callable[[], Any]] = {
     "arrow reader": lambda: TABLE.to_reader(7),
     "polars frame": lambda: pl.DataFrame(RECORDS),
     "polars lazy frame": lambda: pl.DataFrame(RECORDS).lazy(),
-    "datasets.Dataset": lambda: pytest.importorskip("datasets").Dataset.from_list(RECORDS),
+    "datasets.Dataset": lambda: hugging_face(),
+    "with format torch": lambda: hugging_face().with_format("torch"),
+    "with format pandas": lambda: hugging_face().with_format("pandas"),
+    "streamed": lambda: hugging_face().to_iterable_dataset().with_format("torch"),
+    "with a transform": lambda: hugging_face().with_transform(lambda batch: batch),
+    "a dict of one split": lambda: splits("train"),
 }
+
+
+def hugging_face() -> Any:
+    return pytest.importorskip("datasets").Dataset.from_list(RECORDS)
+
+
+def splits(*names: str) -> Any:
+    return pytest.importorskip("datasets").DatasetDict(dict.fromkeys(names, hugging_face()))
 
 
 @pytest.mark.parametrize("name", SOURCES)
@@ -157,6 +171,33 @@ def test_tables_and_iterables_give_the_same_records_and_fingerprint(name: str) -
     lines = "".join(json.dumps(r, separators=(",", ":")) + "\n" for r in RECORDS).encode()
     assert source["sha256"] == hashlib.sha256(lines).hexdigest()
     assert (source["bytes"], source["records"]) == (len(lines), 300)
+
+
+def test_folders_of_save_to_disk(folder: Path) -> None:
+    """The files that its state names; not what lies beside, nor a view that only `datasets` has."""
+    hugging_face().select(range(299, -1, -1)).save_to_disk("one", num_shards=2)
+    Path("one/cache-7.arrow").write_bytes(b"left by a map")
+    assert load("one") == RECORDS[::-1]
+    splits("train").save_to_disk("single")
+    assert load("single") == RECORDS
+    splits("train", "test").save_to_disk("several")
+    assert load("several/test") == RECORDS
+    hugging_face().with_format("torch", columns=["prompt"]).save_to_disk("view")
+    state = Path("single/train/state.json")
+    old = {**json.loads(state.read_text()), "_indices_files": [{"filename": "indices.arrow"}]}
+    state.write_text(json.dumps(old))
+    Path("several/test/state.json").write_text('{"_data_files": [{"filename": "../one/x.arrow"}]}')
+    several = r"records must come from one split; found 2: train, test\. Give .*"
+    for source, text in {
+        "several": rf"^several: {several}several/train",
+        "several/test": r"state\.json: it must hold names of files in this folder, .* '\.\./one",
+        "view": r"^view/state\.json: its rows and .* found a view of them \(_format_columns\)",
+        "single": r"^single/train/state\.json: its rows .*\(_indices_files\)\. Pack datasets\.load",
+    }.items():
+        with pytest.raises(InputError, match=text):
+            load(source)
+    with pytest.raises(InputError, match=rf"^input: {several}dataset\['train'\]"):
+        load(splits("train", "test"))
 
 
 def test_a_lazy_frame_whose_query_fails(folder: Path) -> None:
