@@ -35,7 +35,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
 def sentence(where: str, must: str, found: str = "", do: str = "") -> str:
@@ -73,9 +73,14 @@ def visible(text: str) -> str:
     """Escapes control characters of `text`, except tab and newline, as ``\\x1b``, ``\\u202e``.
 
     A terminal would execute them: clear the screen, set the clipboard, hide text, or show the rest
-    of the line in another order.
+    of the line in another order. YAML reads these escapes in quotes.
     """
-    return _CONTROL.sub(lambda match: _escaped(ord(match[0])), text)
+    return CONTROL.sub(lambda match: _escaped(ord(match[0])), text)
+
+
+def visible_line(text: str) -> str:
+    """Escapes control characters and newlines: no part of `text` looks like another line."""
+    return visible(text).replace("\n", "\\n")
 
 
 def _escaped(code: int) -> str:
@@ -98,16 +103,20 @@ class Login(NamedTuple):
     """One part of a chained URL, split at the login before its host.
 
     Attributes:
-        scheme: scheme with ``://``; empty: the part is no URL.
+        scheme: scheme with ``://``, or what was mistyped for it; empty: the part is no URL.
         login: user and password, up to the last ``@`` that may end them; empty: none.
         rest: host and path; empty: the end of the login is ambiguous.
+        more: query, fragment or session id after the path, with the character before it.
         cut: True if the login has a ``/``, ``?`` or ``#``, where clients end it too early.
+        mistyped: True if `scheme` is none: the part resembles a URL, and is a local path.
     """
 
     scheme: str
     login: str
     rest: str
+    more: str = ""
     cut: bool = False
+    mistyped: bool = False
 
 
 def logins(url: str) -> list[Login]:
@@ -117,31 +126,51 @@ def logins(url: str) -> list[Login]:
     to the last ``@`` counts as login, even after a possible port. An ``@`` in a path after a host
     without login does not.
     """
-    return [_login(part) for part in re.split(r"::(?=[A-Za-z][A-Za-z0-9+.-]*://)", url)]
+    return [_login(part) for part in re.split(r"::(?=[A-Za-z][A-Za-z0-9+.-]*:/)", url)]
 
 
 def display(url: str) -> str:
-    """Returns the URL without user, password and query string, for messages and manifests."""
-    return "::".join(
-        scheme + (rest.partition("?")[0] if scheme and rest else rest or "***")
-        for scheme, _, rest, _ in logins(spelled(url))
-    )
+    """Returns the URL without login, query string, fragment and session id, to be shown."""
+    return "::".join(part.scheme + (part.rest or "***") for part in logins(spelled(url)))
+
+
+def is_mistyped(url: str) -> bool:
+    """Returns True if a part of `url` resembles a URL, and is a local path."""
+    return any(part.mistyped for part in logins(url))
+
+
+_MISTYPED = re.compile(
+    r"[A-Za-z][A-Za-z0-9+.-]+:/(?!/)"  # http:/host
+    r"|(?:https?|ftp|s3a?|gc?s|az|abfss?)(?:/{2,}|:/{3,})"  # http//host, http:///host
+    r"|/{2,}(?=.*@)",  # //user:password@host
+    re.DOTALL,
+)
+_OF_KEYS = ["s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "file", "local", "memory", "hf"]
+"""Schemes of stores in whose names ``#`` and ``;`` are characters like others."""
+# A host without password or port; of IPv6 with a port, which resembles a password.
+_HOST = re.compile(r"[^:]*|(?:[^:@]*@)?\[[0-9A-Fa-f:.%]*\](?::[0-9]*)?")
 
 
 def _login(part: str) -> Login:
     scheme, colon, rest = part.partition("://")
-    if not colon:
-        return Login("", "", part)
     scheme += colon
+    if mistyped := _MISTYPED.match(part):
+        scheme, rest = mistyped[0], part[mistyped.end() :]
+    elif not colon:
+        return Login("", "", part)
     host = re.split("[/?#]", rest, maxsplit=1)[0]
-    if ":" not in re.sub(r"^\[[^]]*\]", "", host):  # neither password nor port
+    cut, login, name = False, "", rest
+    if _HOST.fullmatch(host):
         login, _, name = host.rpartition("@")
-        return Login(scheme, login, name + rest[len(host) :])
-    login, at, name = rest.rpartition("@")
-    if not at:
-        return Login(scheme, "", rest)
-    # After a question mark, the last @ may belong to the query, and a secret may follow it.
-    return Login(scheme, login, "" if "?" in login else name, "@" not in host)
+        name += rest[len(host) :]
+    elif "@" in rest:
+        login, _, name = rest.rpartition("@")
+        cut = "@" not in host
+        # After a question mark, the last @ may belong to the query, and a secret may follow it.
+        name = "" if "?" in login else name
+    ends = "[?]" if scheme.partition(":")[0].lower() in _OF_KEYS else "[?#;]"
+    shown = re.split(ends, name, maxsplit=1)[0]
+    return Login(scheme, login, shown, name[len(shown) :], cut, bool(mistyped))
 
 
 def _one_line(text: str, limit: int = 600) -> str:

@@ -12,12 +12,13 @@ import io
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from packstore.cli._messages import add_message_options, fail, set_up
 from packstore.cli._parser import FRONT_PAGE, SUMMARIES, Parser, add_command
-from packstore.errors import PackstoreError, quote, told
+from packstore.errors import PackstoreError, quote, told, visible
 from packstore.registry import Registry
 from packstore.version import VERSION
 
@@ -53,7 +54,7 @@ COMMANDS: Registry[Command] = Registry(
 )
 
 
-def parser(names: Iterable[str] = COMMANDS) -> argparse.ArgumentParser:
+def parser(names: Iterable[str] = COMMANDS) -> Parser:
     """Makes the parser of the command line, with the commands `names` only."""
     top = Parser(prog="packstore", description=FRONT_PAGE.partition("\n")[0])
     top.add_argument("--version", action="version", version=f"packstore {VERSION}")
@@ -92,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     top = parser(given[:1] if given[0] in COMMANDS else COMMANDS)
     args, rest = top.parse_known_args(given)
     if rest:  # an error of the command, not of the program
-        getattr(args, "parser", top).error(f"unrecognized arguments: {' '.join(rest)}")
+        getattr(args, "parser", top).refuse(rest)
     with contextlib.suppress(ValueError):  # only the main thread can set signal handlers
         signal.signal(signal.SIGTERM, _terminate)
     set_up(args)
@@ -108,7 +109,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except Exception as error:
         if args.debug:
-            raise
+            print(visible(traceback.format_exc()), end="", file=sys.stderr)
+            return 1
         if isinstance(error, PackstoreError):
             fail(args, f"error: {told(error)}")
             return 1

@@ -10,8 +10,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
-from packstore.errors import visible
+from packstore.errors import visible, visible_line
 from packstore.progress import Progress
 
 QUIET = ("fsspec", "s3fs", "aiobotocore", "gcsfs", "azure", "urllib3")
@@ -36,10 +37,10 @@ def add_message_options(parser: argparse.ArgumentParser) -> None:
 def set_up(args: argparse.Namespace) -> None:
     """Sends log records to stderr, as `args` ask."""
     handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Json() if args.log_format == "json" else _Text())
     if args.log_format == "json":
-        handler.setFormatter(_Json())
         logging.captureWarnings(True)  # Python would print them as text
-    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[handler])
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     log.setLevel(logging.WARNING if args.quiet else logging.INFO)
     for other in QUIET:
         logging.getLogger(other).setLevel(logging.WARNING)
@@ -47,8 +48,18 @@ def set_up(args: argparse.Namespace) -> None:
 
 def fail(args: argparse.Namespace, text: str) -> None:
     """Prints why a command failed, in one line."""
-    line = f"packstore: {text}"
+    line = visible_line(f"packstore: {text}")
     print(_object("error", line) if args.log_format == "json" else line, file=sys.stderr)
+
+
+class _Text(logging.Formatter):
+    """One line for each message, whatever is quoted in it."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return visible_line(super().formatMessage(record))
+
+    def formatException(self, info: Any) -> str:
+        return visible(super().formatException(info))
 
 
 class _Json(logging.Formatter):

@@ -6,7 +6,10 @@ import argparse
 import difflib
 import re
 import sys
+from collections.abc import Sequence
 from typing import Any, NoReturn
+
+from packstore.errors import display, visible_line
 
 FRONT_PAGE = """\
 Packed, checked, self-describing preference data: pack once, train anywhere.
@@ -84,8 +87,14 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Prints the error without the usage, and exits with code 2."""
         text = f"{self.prog}: error: {self._clearer(message)} See `{self.prog} --help`."
-        print(text, file=sys.stderr)
+        print(visible_line(text), file=sys.stderr)
         self.exit(2)
+
+    def refuse(self, rest: Sequence[str]) -> NoReturn:
+        """Refuses arguments that no flag takes; shows no values, which may be secrets."""
+        flags = [text.partition("=")[0] for text in rest if text[0:1] == "-"]
+        values = [display(text).partition("=")[0] for text in rest]
+        self.error(f"unrecognized arguments: {' '.join(flags or values)}")
 
     def _clearer(self, message: str) -> str:
         known = [option for action in self._actions for option in action.option_strings]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import re
 import sys
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from packstore.config import Settings
-from packstore.errors import spelled, visible
+from packstore.errors import CONTROL, spelled, visible
 
 if TYPE_CHECKING:
     from packstore.io.dataset.dataset import Dataset
@@ -76,7 +75,8 @@ def add_storage_options(parser: argparse.ArgumentParser, source: bool = False) -
     def read(text: str) -> Any:  # secrets that are digits stay text
         return json.loads(text) if text in ("true", "false", "null") or text[:1] in "{[" else text
 
-    flag: dict[str, Any] = {"action": KeyValue, "read": read, "metavar": "KEY=VALUE"}
+    flag: dict[str, Any] = {"action": KeyValue, "read": read, "secret": True}
+    flag["metavar"] = "KEY=VALUE"
     text = "for fsspec, e.g. endpoint_url=… (repeatable)"
     parser.add_argument("--storage-option", default={}, help=text, **flag)
     if source:
@@ -145,7 +145,7 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 def print_json(text: str) -> None:
     """Prints JSON; also escapes control characters that JSON allows."""
-    sys.stdout.write(re.sub(r"[\x7f-\x9f]", lambda match: f"\\u{ord(match[0]):04x}", text))
+    sys.stdout.write(CONTROL.sub(lambda match: f"\\u{ord(match[0]):04x}", text))
 
 
 def print_result(result: Any) -> None:
@@ -227,11 +227,16 @@ def read_settings(args: argparse.Namespace, config: type[Settings]) -> dict[str,
 
 
 class KeyValue(argparse.Action):
-    """Collects KEY=VALUE items into a dict, with values as `read` makes them of the text."""
+    """Collects KEY=VALUE items into a dict, with values as `read` makes them of the text.
 
-    def __init__(self, *args: Any, read: Callable[[str], Any] = str, **settings: Any) -> None:
+    An error does not show an item that is `secret`.
+    """
+
+    def __init__(
+        self, *args: Any, read: Callable[[str], Any] = str, secret: bool = False, **settings: Any
+    ) -> None:
         super().__init__(*args, **settings)
-        self.read = read
+        self.read, self.secret = read, secret
 
     def __call__(
         self,
@@ -243,10 +248,11 @@ class KeyValue(argparse.Action):
         """Adds an item; one that cannot be read is a usage error."""
         key, equals, value = spelled(values).partition("=")
         if not equals or not key:
-            parser.error(f"{option_string} must have the form {self.metavar}; found {values!r}")
+            found = "no = after a name" if self.secret else repr(values)
+            parser.error(f"{option_string} must have the form {self.metavar}; found {found}")
         try:
             item = {key: self.read(value)}
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             parser.error(f"{option_string} {key} must be JSON if it begins with a bracket: {error}")
         setattr(namespace, self.dest, {**(getattr(namespace, self.dest, None) or {}), **item})
 
@@ -272,7 +278,8 @@ def _argument(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
         return {"help": text, "action": "append", "metavar": metavar or "NAME"}
     if origin is Mapping:
         read = str if types[1] is str else json_or_text
-        return {"help": text, "action": KeyValue, "read": read, "metavar": metavar or "KEY=VALUE"}
+        more = {"metavar": metavar or "KEY=VALUE", "secret": "secret" in field.metadata}
+        return {"help": text, "action": KeyValue, "read": read, **more}
     base = types[0] if types else hint
     if base is bool:
         return {"help": text, "action": argparse.BooleanOptionalAction}

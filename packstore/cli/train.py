@@ -19,6 +19,7 @@ from packstore.config.training import (
     TrainRunConfig,
 )
 from packstore.config.training import read_settings as read_file
+from packstore.errors import display
 from packstore.pages.charts import train_page
 from packstore.pages.frame import check_writable, write
 
@@ -55,7 +56,7 @@ def _run(args: argparse.Namespace) -> int:
         metrics = Path(config.output) / "metrics.jsonl"
         if args.html and say() and metrics.exists():
             loss = config.loss if isinstance(config.loss, str) else " + ".join(config.loss)
-            subtitle = f"model {config.model}, dataset {config.dataset}, loss {loss}"
+            subtitle = f"model {config.model}, dataset {display(config.dataset)}, loss {loss}"
             write(args.html, train_page(f"Training of {config.output}", subtitle, metrics))
     if say():
         figures = {**result.metrics, **result.evaluation}

@@ -13,8 +13,8 @@ import yaml
 from msgspec import Meta
 
 from packstore.config.packing import PackConfig
-from packstore.config.settings import check_names
-from packstore.errors import ConfigError, quote, sentence
+from packstore.config.settings import check_names, kind_of
+from packstore.errors import ConfigError, sentence, visible
 
 _Path = Annotated[str, Meta(min_length=1)]
 _PATH = (_Path, "it must be a path or URL")
@@ -33,7 +33,23 @@ ARGUMENTS: Mapping[str, tuple[Any, str]] = {
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # it has no types
-    """Also reads 1e-6 as a number: YAML 1.1 takes it for text."""
+    """Also reads 1e-6 as a number, which YAML 1.1 takes for text; a name stands once.
+
+    Aliases are refused: nested, a few lines of them are more values than memory holds.
+    """
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.MarkedYAMLError(None, None, "an alias", self.peek_event().start_mark)
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        names = set[object]()
+        for key, _ in node.value:
+            if (name := (key.tag, str(key.value))) in names:
+                raise yaml.MarkedYAMLError(None, None, "a name for the second time", key.start_mark)
+            names.add(name)
+        return super().construct_mapping(node, deep)
 
 
 _Loader.add_implicit_resolver(
@@ -43,25 +59,58 @@ _Loader.add_implicit_resolver(
 )
 
 
+class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
+    """Writes no aliases, and texts with control characters in quotes."""
+
+    def ignore_aliases(self, data: object) -> bool:
+        return True
+
+    def represent_str(self, data: str) -> Any:
+        style = None if visible(data) == data else '"'
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style=style)
+
+
+_Dumper.add_representer(str, _Dumper.represent_str)
+
+
 def read_yaml(path: str | PathLike[str]) -> dict[str, Any]:
-    """Reads a mapping from a YAML file; lists become tuples."""
+    """Reads a mapping from a YAML file; lists become tuples.
+
+    An error shows nothing of the file, which may hold secrets, but the place.
+    """
+    where = str(path)
     try:
         settings = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(sentence(str(path), "it must be a readable file", reason)) from error
-    except yaml.YAMLError as error:
-        raise ConfigError(sentence(str(path), "it must be YAML", str(error))) from error
+        raise ConfigError(sentence(where, "it must be a readable file", reason)) from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        found = "what YAML does not allow"
+        if isinstance(error, yaml.MarkedYAMLError):
+            found = _without_text(error.problem or found)
+            if mark := error.problem_mark or error.context_mark:
+                where += f", line {mark.line + 1}, column {mark.column + 1}"
+        rule = "it must be YAML without aliases, and name each setting once"
+        raise ConfigError(sentence(where, rule, found)) from None
     if not isinstance(settings, Mapping):
         rule = "it must hold settings, name: value"
-        raise ConfigError(sentence(str(path), rule, quote(settings)))
+        raise ConfigError(sentence(where, rule, kind_of(settings)))
     return {n: tuple(v) if isinstance(v, list) else v for n, v in settings.items()}
+
+
+def _without_text(problem: str) -> str:
+    """Returns a problem of PyYAML with the names of its tokens, and nothing else of the file."""
+
+    def shown(quoted: re.Match[str]) -> str:
+        return quoted[0] if re.fullmatch(r"'(<[a-z -]+>|[][{},:?-]|\\t)'", quoted[0]) else "…"
+
+    return re.sub(r"""'[^']*'|"[^"]*\"""", shown, problem)
 
 
 def to_yaml(settings: Mapping[str, Any]) -> str:
     """Returns settings as YAML, in their order."""
-    text: str = yaml.safe_dump(dict(settings), sort_keys=False, allow_unicode=True, width=100)
-    return text
+    form: dict[str, Any] = {"sort_keys": False, "allow_unicode": True, "width": 100}
+    return visible(yaml.dump(dict(settings), Dumper=_Dumper, **form))
 
 
 def read_job(path: str | PathLike[str]) -> dict[str, Any]:
@@ -76,7 +125,7 @@ def read_job(path: str | PathLike[str]) -> dict[str, Any]:
         try:
             msgspec.convert(job[name], type_)
         except msgspec.ValidationError:
-            raise ConfigError(sentence(f"{path}, {name}", rule, quote(job[name]))) from None
+            raise ConfigError(sentence(f"{path}, {name}", rule, kind_of(job[name]))) from None
     return job
 
 

@@ -8,8 +8,8 @@ from typing import Any, Literal, Self, get_type_hints
 
 import msgspec
 
-from packstore.config.settings import Settings, setting
-from packstore.errors import ConfigError, quote, sentence
+from packstore.config.settings import Settings, kind_of, setting
+from packstore.errors import ConfigError, sentence
 
 MOST_EXCESS = 1.25
 """A step may hold so many times `examples_per_step` without a warning."""
@@ -76,7 +76,7 @@ class ReadConfig(Settings):
         None, "of decoded row groups, about; default: 4 MB, from a store 16 MB", low=0
     )
     cache_dir: str | None = setting(
-        None, "local folder that caches what is read of shards; default: no cache"
+        None, "local folder that caches what is read of shards; default: no cache", local=True
     )
 
     def ahead(self, local: bool) -> int:
@@ -121,6 +121,6 @@ class RetryConfig(Settings):
                 try:  # the command line passes numbers as text
                     given[name] = msgspec.convert(value, hint, strict=False)
                 except msgspec.ValidationError:
-                    text = f"storage option {option} must be a number; found {quote(value)}."
+                    text = f"storage option {option} must be a number; found {kind_of(value)}."
                     raise ConfigError(text) from None
         return cls(**given), rest

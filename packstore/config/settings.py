@@ -17,7 +17,7 @@ from typing import Any, Literal, Self
 
 import msgspec
 
-from packstore.errors import ConfigError, UnknownNameError, quote, spelled
+from packstore.errors import ConfigError, UnknownNameError, display, is_mistyped, quote, spelled
 
 RANGES: Mapping[str, tuple[str, Callable[[Any, Any], bool]]] = {
     "low": ("at least", operator.ge),
@@ -34,7 +34,8 @@ def setting(default: Any, help: str, **metadata: Any) -> Any:
         default: the default; ``...``: the setting is required; a callable is called per object.
         help: one line.
         metadata: `low`, `high`, `below`: bounds of a number; `flag`, `metavar`: name of the flag on
-            the command line, and of its value.
+            the command line, and of its value; `secret`: it is neither shown nor recorded; `place`:
+            a path or URL, recorded without its login; `local`: a path that may be no URL.
     """
     described = {"help": help, **metadata}
     if default is ...:
@@ -65,7 +66,12 @@ class Settings:
                 object.__setattr__(self, item.name, value)
             if not _fits(value, hint):
                 rule = _spell(hint)
-                raise ConfigError(f"setting {item.name} must be {rule}; found {quote(value)}.")
+                hidden = {"secret", "place"} & item.metadata.keys()
+                found = kind_of(value) if hidden else quote(value)
+                raise ConfigError(f"setting {item.name} must be {rule}; found {found}.")
+            if "local" in item.metadata and value and ("://" in value or is_mistyped(value)):
+                rule = "must be a folder on this machine"
+                raise ConfigError(f"setting {item.name} {rule}; found {display(value)}.")
             for name in RANGES.keys() & item.metadata if value is not None else ():
                 (text, holds), bound = RANGES[name], item.metadata[name]
                 if not holds(value, bound):
@@ -93,8 +99,13 @@ class Settings:
         return cls(**given)
 
     def recorded(self) -> dict[str, Any]:
-        """Returns all settings as JSON values, from which :meth:`of` makes an equal object."""
-        return {name: _plain(getattr(self, name)) for name in self.names()}
+        """Returns all settings but the secret ones as JSON values, as :meth:`of` takes them."""
+        items = ((item, getattr(self, item.name)) for item in dataclasses.fields(self))
+        return {
+            item.name: display(value) if value and "place" in item.metadata else _plain(value)
+            for item, value in items
+            if "secret" not in item.metadata
+        }
 
     def changed(self) -> dict[str, Any]:
         """Returns the settings that differ from their defaults, as JSON values."""
@@ -145,6 +156,13 @@ def _spell(hint: Any) -> str:
         return f"a mapping from string to {_spell(args[1])}"
     words = {Any: "a JSON value", int: "a whole number", float: "a number", str: "a string"}
     return "None" if hint is type(None) else words.get(hint, hint.__name__)
+
+
+def kind_of(value: object) -> str:
+    """Returns what `value` is, in words, where it may hold a secret."""
+    kinds = {"a text": str, "a list": list | tuple, "a mapping": Mapping, "a number": int | float}
+    found = (words for words, kind in kinds.items() if isinstance(value, kind))
+    return "nothing" if value is None else next(found, "another value")
 
 
 def _plain(value: Any) -> Any:

@@ -15,21 +15,20 @@ from packstore.config.job import read_yaml
 from packstore.config.settings import Settings, check_names, setting
 from packstore.errors import ConfigError, UnknownNameError, sentence
 
+_PATH, _SIDE = ({"metavar": name, "place": True} for name in ("PATH", "SIDE"))
+_LOCAL = {"metavar": "DIR", "local": True}
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainDataConfig(Settings):
     """Settings of data and batching."""
 
-    dataset: str = setting(..., "folder or URL of the packed dataset", metavar="PATH")
-    validation: str | None = setting(None, "packed dataset to validate on", metavar="PATH")
-    ref_logps: str | None = setting(
-        None, "side dataset, in place of a reference model", metavar="SIDE"
-    )
-    validation_ref_logps: str | None = setting(
-        None, "the same for the validation set", metavar="SIDE"
-    )
+    dataset: str = setting(..., "folder or URL of the packed dataset", **_PATH)
+    validation: str | None = setting(None, "packed dataset to validate on", **_PATH)
+    ref_logps: str | None = setting(None, "side dataset, in place of a reference model", **_SIDE)
+    validation_ref_logps: str | None = setting(None, "the same for the validation set", **_SIDE)
     storage_options: Mapping[str, str] = setting(
-        dict, "for fsspec, e.g. endpoint_url=… (repeatable)", flag="storage-option"
+        dict, "for fsspec, e.g. endpoint_url=… (repeatable)", flag="storage-option", secret=True
     )
     examples_per_step: int = setting(64, "at most, if a pack a rank has no more", low=1)
     packs_per_batch: int | None = setting(
@@ -90,7 +89,7 @@ class TrainOptimizerConfig(Settings):
 class TrainRunConfig(Settings):
     """Settings of outputs and their intervals."""
 
-    output: str = setting(..., "local folder of checkpoints, metrics, model", metavar="DIR")
+    output: str = setting(..., "local folder of checkpoints, metrics, model", **_LOCAL)
     seed: int = setting(0, "of every random choice")
     resume: str = setting("auto", "auto (newest), never, or a checkpoint")
     log_every: int = setting(10, "steps between lines, after the tenth", low=1)

@@ -12,7 +12,15 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
-from packstore.errors import CompatibilityError, TokenizerError, display, quote, sentence, spelled
+from packstore.errors import (
+    CompatibilityError,
+    TokenizerError,
+    display,
+    is_mistyped,
+    quote,
+    sentence,
+    spelled,
+)
 from packstore.tokenizer.chat.builtin_templates import BUILTIN
 from packstore.tokenizer.engines import ENGINES, Engine
 from packstore.tokenizer.tokenizer import Tokenizer
@@ -153,7 +161,7 @@ def _local(source: str | PathLike[str]) -> Path:
     """Returns the local path that `source` names; refuses a URL or the name of a hub."""
     name, path = fspath(source), Path(source)
     remedy = ""
-    if "://" in name:
+    if "://" in name or is_mistyped(name):
         name = display(name)
         remedy = "Copy it to a local folder, and give that"
     elif not path.exists() and re.fullmatch(r"[\w-]+/[\w.-]+", name) and not path.parent.exists():

@@ -18,7 +18,7 @@ from packstore.config import PackConfig
     [
         ("pak", "packstore: error: argument COMMAND: invalid choice: 'pak'"),
         ("pack", "packstore pack: error: SOURCE and OUT must be given"),
-        ("pack a b --pack-sise 3", "--pack-sise 3. Did you mean --pack-size? See `packstore pack "),
+        ("pack a b --pack-sise 3", "--pack-sise. Did you mean --pack-size? See `packstore pack "),
         ("pack a b --layout shared", "Did you mean shared_prefix? See `packstore pack --help`."),
         ("export nem a b", "Did you mean nemo? See `packstore export --help`."),
         ("stats a --jsn", "unrecognized arguments: --jsn. Did you mean --json? See "),

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from packstore.cli import main
-from packstore.errors import visible
+from packstore.errors import CONTROL, visible
 
 TITLE, CLIPBOARD, LINK = "\x1b]0;owned\x07", "\x1b]52;c;b3duZWQ=\x07", "\x1b]8;;http://x\x1b\\"
-ATTACK = f"{TITLE}{CLIPBOARD}{LINK}\x1b[2J\x9b2J\x9d0;x\x9c\x00\x08\x0b\x0c\r\x7f[link=http://x]y"
+ATTACK = f"{TITLE}{CLIPBOARD}{LINK}\x1b[2J\x9b2J\x9d0;x\x9c\x00\x08\x0b\x0c\r\x7f\u202e\u2066[link=http://x]y"
 STYLE = re.compile(r"\x1b\[[0-9;]*m")
 """Colours, which rich puts around text where it writes to a terminal."""
 
@@ -59,7 +62,15 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "command",
     [
-        *("show", "show --ids", "inspect", "inspect --json", "stats", "stats --json"),
+        *(
+            "show",
+            "show --ids",
+            "inspect",
+            "inspect --json",
+            "inspect --as-config",
+            "stats",
+            "stats --json",
+        ),
         *("verify", "clean", "doctor"),
     ],
 )
@@ -80,7 +91,7 @@ def test_no_control_characters_are_printed(
     told = capsys.readouterr()
     assert told.out
     plain = STYLE.sub("", told.out + told.err)
-    assert re.findall(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", plain) == []
+    assert CONTROL.findall(plain) == []
     if command in ("show", "inspect") and not terminal:  # a terminal folds cells
         assert "[link=http://x]y" in plain
     if command == "show":
@@ -88,6 +99,32 @@ def test_no_control_characters_are_printed(
         assert "line\nbreak" in plain
     if command == "inspect --json":
         assert json.loads(told.out)["strategy"] == ATTACK
+    if command == "inspect --as-config":
+        assert yaml.safe_load(told.out)["source"] == ATTACK
+
+
+def test_a_log_line_is_one_line_without_control_characters(
+    hostile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The names of fields and files are those of whoever made the records."""
+    name = re.sub("[/=\0]", "", ATTACK) + "\nFAKE:well"
+    record = {"prompt": "a|?", "chosen": "a|?", "rejected": "?|a"}
+    source = tmp_path / f"{name}.jsonl"
+    lines = [json.dumps({**record, name: 1}) for _ in range(3)]
+    source.write_text("\n".join([*lines, json.dumps({**record, "chosen": "a|" * 99})]))
+    tokenizer = str(hostile / "tokenizer.json")
+    flags = ["--tokenizer", tokenizer, "--pack-size", "64", "--dedup", "none"]
+    command = [sys.executable, "-m", "packstore", "pack", str(source)]
+    for more in (
+        [str(tmp_path / "ds"), *flags, "--max-drop-rate", "0.5"],
+        ["x", f"--{name}"],
+        ["x", "--config", name],
+        ["x", "--debug", "--tokenizer", name],
+    ):
+        done = subprocess.run([*command, *more], capture_output=True, encoding="utf-8", check=False)
+        assert "FAKE:well" in done.stderr
+        assert CONTROL.findall(done.stderr) == []
+        assert "\nFAKE" not in done.stderr
 
 
 def test_visible() -> None:

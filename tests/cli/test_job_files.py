@@ -6,6 +6,7 @@ import bz2
 import gzip
 import io
 import json
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -78,7 +79,7 @@ def test_the_config_of_a_dataset_makes_it_again(
     [
         ({"pack_sise": 64}, "unknown setting 'pack_sise'"),
         ({"pack_size": "64"}, "setting pack_size must be a whole number; found '64'"),
-        ({"out": 3}, "job.yaml, out: it must be a path or URL; found 3"),
+        ({"out": 3}, "job.yaml, out: it must be a path or URL; found a number"),
         ({"storage_options": {1: 2}}, "job.yaml, storage_options: it must be name: value"),
     ],
 )
@@ -88,6 +89,71 @@ def test_mistakes_in_a_job_file(
     assert main(["pack", "--config", job(**changes)]) == 1
     assert expected in capsys.readouterr().err
     assert not Path("packed").exists()
+
+
+BOMB = "".join(f"{n}: &{n} [{', '.join(9 * ['*' + m])}]\n" for m, n in pairwise("abcdefghij"))
+YAML_MISTAKES = {  # a file -> its error, which shows nothing of it but the place
+    "a: b\nstorage_options: {secret: SECRET, key: }: x": "line 2, column 41: it must be YAML",
+    "storage_options:\n  secret: *SECRET": "line 2, column 11: it must be YAML without aliases",
+    "a: &SECRET 1\nb: *SECRET": "line 2, column 4",
+    "storage_options: {secret: !SECRET x}": "line 1, column 27",
+    "storage_options: {secret: %SECRET}": "found character … that cannot start any token",
+    'storage_options: {secret: "SECRET': "found unexpected end of stream",
+    "\tstorage_options: SECRET": r"found character '\t' that cannot start any token",
+    "seed: 1\nseed: 2": "line 2, column 1: it must be YAML without aliases, and name each",
+    "storage_options: {a: SECRET, a: SECRET}": "line 1, column 30",
+    "storage_options:SECRET": "it must hold settings, name: value; found a text",
+    "storage_options: [SECRET]": "storage_options: it must be name: value; found a list",
+    "source: {a: 'http://u:SECRET@h'}": "source: it must be a path, glob or URL, or a list of",
+    "out: [SECRET]": "out: it must be a path or URL; found a list",
+    "seed: 2001-99-99": "it must be YAML without aliases",
+    "[" * 100_000: "it must be YAML without aliases",
+    "a: &a [1, 1]\n" + BOMB: "line 2, column 8: it must be YAML without aliases",
+}
+
+
+@pytest.mark.parametrize("number", range(len(YAML_MISTAKES)))
+def test_a_mistake_in_yaml_shows_no_secret(
+    number: int, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, expected = list(YAML_MISTAKES.items())[number]
+    Path("job.yaml").write_text(text)
+    assert main(["pack", "--config", "job.yaml"]) == 1
+    told = capsys.readouterr().err
+    assert expected in told
+    assert "SECRET" not in told
+    assert "internal error" not in told
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "pack a b --storage-option SECRET",
+        "pack a b --source-storage-option =SECRET",
+        "train --storage-option SECRET",
+        "verify a --storage-options key=SECRET",
+        "verify a --storage-option key=a secret=SECRET",
+        "verify a --storage-option retry_attempts=SECRET",
+        "verify a --storage-option x={SECRET",
+        "train numbers.yaml",
+        "verify http:/u:SECRET@h/x",
+        "verify a http://u:SECRET@h/x",
+    ],
+)
+def test_a_mistake_on_the_command_line_shows_no_secret(
+    arguments: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("numbers.yaml").write_text(
+        "storage_options: {secret: [SECRET]}\nmodel: m\ndataset: d\noutput: o"
+    )
+    try:
+        code = main(arguments.split())
+    except SystemExit as error:
+        code = int(str(error.code))
+    assert code in (1, 2)
+    told = capsys.readouterr().err
+    assert "error: " in told
+    assert "SECRET" not in told
 
 
 def test_a_dry_run_writes_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 import packstore
 from packstore import clean
 from packstore.config import ReadConfig
+from packstore.config.training import TrainConfig
 from packstore.errors import display
 from packstore.torch import SideWriter, open_side
 
@@ -166,6 +167,15 @@ ADDRESSES = [  # URL, what of it is shown; nobody may see what is in capitals
     ("abfs://container@account.net/x@y", "abfs://account.net/x@y"),
     ("https://host/a?token=x@y", "https://host/a"),
     ("folder/a:b@c", "folder/a:b@c"),
+    ("http://[::1]:8080/a@b", "http://[::1]:8080/a@b"),
+    ("http://host/a#SECRET", "http://host/a"),
+    ("http://host/a;jsessionid=SECRET?b=c", "http://host/a"),
+    ("s3://bucket/a;b#c?versionId=SECRET", "s3://bucket/a;b#c"),
+    ("http:/user:pWRD@host/a", "http:/host/a"),
+    ("http:///user:pWRD@host/a", "http:///host/a"),
+    ("https//user:pWRD@host/a", "https//host/a"),
+    ("//user:pWRD@host/a", "//host/a"),
+    ("simplecache::s3:/user:pWRD@bucket/a", "simplecache::s3:/bucket/a"),
 ]
 
 
@@ -193,8 +203,38 @@ def test_a_login_with_a_slash_is_refused() -> None:
         assert "SECRET" not in str(caught.value)
 
 
+def test_what_only_resembles_a_url_is_no_local_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for url in ("http:/u:W0RD@h/a", "//u:W0RD@h/a", "s3:/bucket/a", "s3//bucket/a"):
+        with pytest.raises(packstore.errors.StorageError, match="Write scheme://") as caught:
+            packstore.pack([{}], url, "never")
+        assert "W0RD" not in str(caught.value)
+    for url in ("s3://bucket/run", "http:/u:W0RD@h/run"):
+        with pytest.raises(packstore.errors.ConfigError, match="on this machine") as caught:
+            TrainConfig(model="m", dataset="d", output=url)
+        assert "W0RD" not in str(caught.value)
+        with pytest.raises(packstore.errors.ConfigError, match="on this machine"):
+            ReadConfig(cache_dir=url)
+    assert not [*tmp_path.iterdir()]
+
+
 def test_a_tokenizer_by_address_tells_no_password() -> None:
     for login in ("user:p@ss/W0RD", "user:abc?x#W0RD", "user:W0RD", "user:1/W0RD"):
-        with pytest.raises(packstore.errors.TokenizerError) as caught:
-            packstore.pack([{}], "never", f"http://{login}@host/tokenizer.json")
-        assert "W0RD" not in str(caught.value)
+        for scheme in ("http://", "http:/"):
+            with pytest.raises(packstore.errors.TokenizerError) as caught:
+                packstore.pack([{}], "never", f"{scheme}{login}@host/tokenizer.json")
+            assert "W0RD" not in str(caught.value)
+
+
+def test_records_of_a_run_have_no_storage_options() -> None:
+    """They go to checkpoints, trackers and the README.md of the model, which people publish."""
+    config = TrainConfig(
+        model="m",
+        output="o",
+        dataset="http://u:W0RD@h/d?sig=W0RD",
+        storage_options={"secret": "W0RD"},
+    )
+    assert config.recorded()["dataset"] == "http://h/d"
+    assert "W0RD" not in str(config.recorded())

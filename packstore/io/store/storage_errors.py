@@ -22,6 +22,7 @@ from packstore.errors import (
     PackstoreError,
     StorageError,
     display,
+    is_mistyped,
     logins,
     sentence,
 )
@@ -51,6 +52,10 @@ def named_place(url: str) -> str:
     if not url:
         remedy = "Write . for the current folder"
         raise StorageError(sentence("storage", "a place must have a name", "none", remedy))
+    if is_mistyped(url):
+        rule, found = "a URL must begin with a scheme and two slashes", "something like it"
+        remedy = "Write scheme://…; for a local path, ./ or one / at its beginning"
+        raise StorageError(sentence(display(url), rule, found, remedy))
     if any(login.cut for login in logins(url)):
         rule = "a login in a URL must not hold a slash, question mark or hash"
         remedy = "Write %2F, %3F or %23 for it, and %40 for an @ behind the host and its port"
@@ -126,15 +131,15 @@ class Secrets:
 
 
 def _of_url(url: str) -> Iterator[str]:
-    for scheme, login, rest, _ in logins(url):
+    for _, login, _, more, *_ in logins(url):
         if login:
             yield login
             password = login.partition(":")[2]
             # Clients may split a login at other characters than its author, and show the parts.
             pieces = [p for p in re.split("[@:/?#]", password) if len(p) > 2]
             yield from filter(None, (password, *pieces))
-        if scheme and (query := rest.partition("?")[2]):
-            yield query
+        if len(more) > 1:
+            yield more[1:]
     if any(login.login and not login.rest for login in logins(url)):
         # The end of the login is unknown: hide all that may belong to it or to a query.
         yield from (p for p in re.split("[@&]", url.partition("?")[2]) if len(p) > 2)

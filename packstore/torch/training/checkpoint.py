@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from packstore.config.training import TrainConfig
-from packstore.errors import ConfigError, FormatError, StorageError, quote, sentence
+from packstore.errors import ConfigError, FormatError, StorageError, display, quote, sentence
 from packstore.torch.data.loader import PackedDataLoader
 
 logger = logging.getLogger("packstore")
@@ -271,7 +271,8 @@ def count_steps(config: TrainConfig, loader: PackedDataLoader, done: int) -> int
     """Returns the optimizer steps of the whole run: those `done`, and those of the data left."""
     total = done + loader.plan(config.epochs - loader.data.epoch, left=True).steps
     if not total:
-        raise ConfigError(f"dataset {config.dataset} must hold packs to train on; found none.")
+        must = "it must hold packs to train on"
+        raise ConfigError(sentence(f"dataset {display(config.dataset)}", must, "none"))
     if config.max_steps is None or config.max_steps >= total:
         return total
     logger.info("max_steps ends training before step %d of %d", config.max_steps + 1, total)

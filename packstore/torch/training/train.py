@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from packstore.config.training import TrainConfig
+from packstore.errors import display
 from packstore.torch.training.checkpoint import commit, save_model
 from packstore.torch.training.loop import Loop
 from packstore.torch.training.setup import Run
@@ -122,7 +123,7 @@ def _model_card(run: Run, loop: Loop) -> str:
     tokenizer = manifest.provenance.get("tokenizer") or {}
     facts = {
         "starting model": config.model,
-        "dataset": config.dataset,
+        "dataset": display(config.dataset),
         "dataset fingerprint": manifest.fingerprint,
         "examples of the dataset": f"{manifest.totals.examples:,} of kind {manifest.kind}",
         "tokenizer sha256": tokenizer.get("sha256", "not recorded"),
