@@ -19,6 +19,7 @@ from packstore import clean
 from packstore.errors import DatasetExistsError, DatasetNotFoundError
 
 RECORDS = pairs(120)
+SHARD = "data/0123456789ab-00007-0123456789abcdef.parquet"
 CUT: dict[str, Any] = {"pack_size": 64, "partitions": 3, "shard_tokens": 2000}
 
 
@@ -59,24 +60,45 @@ def test_a_rerun_goes_on_and_nothing_is_left(
     assert clean(store.url, **to_store).leftovers == []
 
 
+def test_clean_looks_again_at_each_object(store: Store) -> None:
+    """Its answer to a listing and to a look are the same, unless the object was put anew."""
+    how: dict[str, Any] = {"storage_options": store.options}
+    for n in (20, 30):
+        packstore.pack(pairs(n), store.url, **how, **{**SETTINGS, "overwrite": n == 30})
+    files, (first, *_) = (
+        Files(store.url, **store.options),
+        packstore.open(store.url, **how, version=1).manifest.shards,
+    )
+
+    def put_again(path: str) -> None:
+        if path == first.path:
+            files.write(path, b"another")
+
+    with at_each("remove", put_again):
+        clean(store.url, **how, delete=True, older_than=0, no_writers=True, keep_versions=1)
+    newest = packstore.open(store.url, **how)
+    kept = {"_packstore/manifest-000002.json", first.path, *newest.manifest.files}
+    assert files.names() == kept
+    assert newest.verify().ok
+
+
 def test_unfinished_uploads_are_ended(s3: Store) -> None:
     store = s3
     dataset = packstore.pack(RECORDS, store.url, storage_options=store.options, **SETTINGS)
-    client, key = store.client(), f"{store.path}/data/0123456789ab-00007-0.parquet"
+    client, key = store.client(), f"{store.path}/{SHARD}"
     ids = [
         client.create_multipart_upload(Bucket=store.bucket, Key=name)["UploadId"]
-        for name in (key, key, f"{store.path}-other/data/x.parquet")
+        for name in (key, key, f"{store.path}-other/{SHARD}", f"{store.path}/data/raw.csv")
     ]
     report = clean(store.url, storage_options=store.options, delete=True)
-    assert [(x.path, bool(x.spared)) for x in report.leftovers] == [
-        ("data/0123456789ab-00007-0.parquet", True)
-    ]
+    spared = {x.path: x.spared for x in report.leftovers}
+    assert spared == {SHARD: "it is too young", "data/raw.csv": "not a name of packstore's"}
     report = clean(
         store.url, storage_options=store.options, delete=True, older_than=0, no_writers=True
     )
     assert [x.why for x in report.removable] == ["unfinished upload"]
     left = client.list_multipart_uploads(Bucket=store.bucket, Prefix=store.path)
-    assert [u["UploadId"] for u in left.get("Uploads", ())] == ids[2:]
+    assert {u["UploadId"] for u in left.get("Uploads", ())} == set(ids[2:])
     assert dataset.verify().ok
 
 

@@ -1,7 +1,8 @@
 """Finds and removes files that no version of a dataset names: of killed jobs, and of old versions.
 
 Only the age by the store's timestamps protects what a running job has not committed yet, as a job
-whose marker looks dead may be suspended. R1 to R5 are rules of ``schemas/format.md``.
+whose marker looks dead may be suspended. Files that packstore does not name so are kept, and right
+before its removal each file is looked at again. R1 to R6 are rules of ``schemas/format.md``.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ from packstore.io.store.operations import (
     ListedFile,
     Upload,
     abort_upload,
+    is_unchanged,
     list_folder,
     remove_empty,
     run_parallel,
@@ -58,9 +60,21 @@ YOUNGEST_SECONDS = 3600.0
 BATCH, LOOK_SECONDS = 1000, 60.0
 """Files removed, and seconds, between two looks at versions and ages (R4)."""
 
-_UPLOAD = "unfinished upload"
-_MANIFEST = re.compile(rf"{FOLDER}/(?:{DATASET}|{SIDE})-[0-9]{{6,}}\.json")
-_RUN = re.compile(rf"(?:{DATA}|{PARTITIONS})/\.?([0-9a-f]{{12}})-.*")
+_UPLOAD, _FOREIGN = "unfinished upload", "not a name of packstore's"
+_MANIFEST = rf"(?:{DATASET}|{SIDE})-(?:[0-9]{{6}}|[1-9][0-9]{{6,}})\.json"
+_NAMES = {
+    FOLDER: rf"{_MANIFEST}|packs-[0-9]{{6,}}-[0-9a-f]{{16}}\.index|\.packstore-[0-9a-f]{{32}}",
+    WRITERS: r"[0-9a-f]{32}\.json",
+    PARTITIONS: r"[0-9a-f]{12}-[0-9]{5,}\.json",
+}
+"""Folder -> names of the files that packstore makes there; hidden while they are written."""
+
+_OWN = re.compile(
+    rf"{SHARD.pattern}|{FOLDER}/{re.escape(PREFIX)}[a-z0-9_]{{8}}|"
+    + "|".join(rf"{at}/(?:{name}|\.(?:{name})\.[0-9a-f]{{32}})" for at, name in _NAMES.items())
+)
+_VERSION = re.compile(rf"{FOLDER}/{_MANIFEST}")
+_RUN = re.compile(rf"(?:{DATA}|{PARTITIONS})/\.?([0-9a-f]{{12}})(?:-p([0-9]+))?-.*")
 
 
 @dataclass(frozen=True)
@@ -86,7 +100,8 @@ class CleanReport:
 
     Attributes:
         url: of the dataset, without secrets.
-        leftovers: all files found; if `deleted`, those not spared were removed.
+        leftovers: all files found, also those of others, which are spared; if `deleted`, those
+            not spared were removed.
         deleted: True if called with `delete`.
         writer: the job that is writing there now, if any.
         lists_uploads: True if the store can list unfinished uploads.
@@ -156,17 +171,16 @@ def clean(
     cleaner = _Cleaner(location, keep_versions, older_than)
     leftovers = cleaner.find()
     if delete:
-        cleaner.remove([x for x in leftovers if not x.spared])
+        changed = cleaner.remove([x for x in leftovers if not x.spared])
+        leftovers = [replace(x, spared=changed.get(x.path, x.spared)) for x in leftovers]
     writer = jobs[0].text if jobs else None
     return CleanReport(where, leftovers, delete, writer, cleaner.uploads is not None)
 
 
 def _is_ours(location: Location) -> bool:
     """Returns True if packstore wrote there; a first job that failed leaves only shards."""
-    if any(list_folder(location, folder) for folder in (FOLDER, PARTITIONS, WRITERS)):
-        return True
-    data = list_folder(location, DATA)
-    return bool(data) and all(SHARD.fullmatch(file.path) for file in data)
+    listed = (list_folder(location, folder) for folder in (DATA, *_NAMES))
+    return any(_OWN.fullmatch(file.path) for files in listed for file in files)
 
 
 class _Cleaner:
@@ -174,7 +188,10 @@ class _Cleaner:
 
     def __init__(self, location: Location, keep: int | None, older_than: float) -> None:
         self._location, self._keep, self._older_than = location, keep, older_than
-        self._paths: dict[tuple[str, int], set[str]] = {}
+        # Prefix of manifests -> path -> the newest version that names it; and what was read so far.
+        self._newest: dict[str, dict[str, int]] = {DATASET: {}, SIDE: {}}
+        self._read = set[tuple[str, int]]()
+        self._listed = dict[str, ListedFile]()
         self.uploads: list[Upload] | None = None
 
     def find(self) -> list[Leftover]:
@@ -182,6 +199,8 @@ class _Cleaner:
         folder, data, jobs, notes = (
             list_folder(self._location, name) for name in (FOLDER, DATA, WRITERS, PARTITIONS)
         )
+        staged = list(self._staging_folders())
+        self._listed = {f.path: f for f in (*folder, *data, *jobs, *notes, *staged)}
         self.uploads = uploads(self._location)
         begun = [ListedFile(upload.path, 0, upload.age) for upload in self.uploads or ()]
         youngest: dict[str, float] = {}
@@ -192,48 +211,63 @@ class _Cleaner:
         unnamed = [
             (file, _why(file.path))
             for file in (*data, *folder, *jobs)
-            if file.path not in named and not _MANIFEST.fullmatch(file.path)
+            if file.path not in named and not _VERSION.fullmatch(file.path)
         ]
         unnamed += [(file, _UPLOAD) for file in begun]
-        unnamed += [(file, _why(file.path)) for file in (*self._staging_folders(), *notes)]
+        unnamed += [(file, _why(file.path)) for file in (*staged, *notes)]
         leftovers = {item.path: item for item in old}
         for file, why in unnamed:
             age = min(_age(file), youngest.get(_run_of(file.path), math.inf))
-            leftovers[file.path] = Leftover(file.path, file.bytes, why, self._spared(age))
+            spared = self._spared(age) if _OWN.fullmatch(file.path) else _FOREIGN
+            leftovers[file.path] = Leftover(file.path, file.bytes, why, spared)
         return list(leftovers.values())
 
-    def remove(self, leftovers: Sequence[Leftover]) -> None:
-        """Removes leftovers that can still be removed; looks again before each batch."""
+    def remove(self, leftovers: Sequence[Leftover]) -> dict[str, str]:
+        """Removes leftovers; returns path and reason of those that may no longer be removed."""
+        kept = dict[str, str]()
         for rank in range(3):
             waiting = [item for item in leftovers if _rank(item.path) == rank]
             while waiting:
                 batch, waiting = waiting[:BATCH], waiting[BATCH:]
-                going = {item.path for item in self.find() if not item.spared}
-                waiting += self._remove_soon([item for item in batch if item.path in going])
+                found = {item.path: item for item in self.find()}
+                going = [item for x in batch if (item := found.get(x.path))]
+                kept |= {item.path: item.spared for item in going if item.spared}
+                waiting += self._remove_soon([item for item in going if not item.spared], kept)
         remove_empty(self._location, PARTITIONS, WRITERS)
+        return kept
 
-    def _remove_soon(self, items: Sequence[Leftover]) -> list[Leftover]:
-        """Removes items; returns those left once the last look is too long ago."""
+    def _remove_soon(self, items: Sequence[Leftover], kept: dict[str, str]) -> list[Leftover]:
+        """Removes items, unless they are new; returns those left once the look is too long ago."""
         looked, late = time.time(), list[Leftover]()
 
         def remove(item: Leftover) -> None:
-            if 0 <= time.time() - looked <= LOOK_SECONDS:
-                self._remove(item)
-            else:
+            if not 0 <= time.time() - looked <= LOOK_SECONDS:
                 late.append(item)
+            elif not self._remove(item):
+                kept[item.path] = "it changed meanwhile"
 
         run_parallel(partial(remove, item) for item in items)
         return late
 
-    def _remove(self, item: Leftover) -> None:
-        if item.path.startswith(f"{FOLDER}/{PREFIX}"):
-            shutil.rmtree(self._location.join(item.path).local_path or "", ignore_errors=True)
-        elif item.why == _UPLOAD:
+    def _remove(self, item: Leftover) -> bool:
+        """Removes a leftover that is still what was listed; returns False for another (R6)."""
+        if item.why == _UPLOAD:
             for upload in self.uploads or ():
                 if upload.path == item.path:
                     abort_upload(self._location, upload)
-        else:
-            self._location.remove(item.path)
+            return True
+        listed = self._listed[item.path]
+        if item.path.startswith(f"{FOLDER}/{PREFIX}"):
+            now = {file.path: _age(file) for file in self._staging_folders()}
+            if now.get(item.path, math.inf) < _age(listed):
+                return False
+            shutil.rmtree(self._location.join(item.path).local_path or "", ignore_errors=True)
+            return True
+        # Who takes over an old shard puts its note anew, and removes it once that is committed.
+        run = _RUN.fullmatch(item.path)
+        note = self._listed.get(f"{PARTITIONS}/{run[1]}-{run[2]}.json") if run else None
+        watched = [listed] if note is None else [listed, note]
+        return self._location.remove(item.path, partial(is_unchanged, self._location, watched))
 
     def _versions(self, folder: Sequence[ListedFile]) -> tuple[list[Leftover], set[str]]:
         """Returns the versions that are not to be kept, and the files of all that stay (R1).
@@ -245,29 +279,33 @@ class _Cleaner:
         for name in (DATASET, SIDE):
             sizes = versions(self._location, name)
             numbers = list(sizes)
-            gone = len(numbers) - self._keep if self._keep else 0
-            for place, number in enumerate(numbers):
-                spared = "current"
-                if place < gone:
-                    spared = self._spared(ages.get(manifest_path(numbers[place + 1], name), -1))
-                    path = manifest_path(number, name)
-                    old.append(Leftover(path, sizes[number], f"version {number}", spared))
-                if spared:
-                    named |= self._files(name, number)
+            first, spared = 0, ""  # of those that stay: all behind one that is spared
+            for n, number in enumerate(numbers[: -self._keep] if self._keep else ()):
+                spared = spared or self._spared(ages.get(manifest_path(numbers[n + 1], name), -1))
+                first += not spared
+                path = manifest_path(number, name)
+                old.append(Leftover(path, sizes[number], f"version {number}", spared))
+            for number in numbers[first:]:
+                self._read_version(name, number, sizes)
+            oldest, newest = min(numbers[first:], default=0), self._newest[name].items()
+            named |= {path for path, last in newest if last >= oldest}
         return old, named
 
-    def _files(self, name: str, number: int) -> set[str]:
-        """Returns the files of a version, which never change; empty if it was removed meanwhile."""
-        key, read = (name, number), SideManifest if name == SIDE else Manifest
-        if key not in self._paths:
-            try:
-                text, where, _ = read_committed(self._location, number, name)
-                self._paths[key] = set(read.from_json(text, where).files)
-            except PackstoreError:
-                if number in versions(self._location, name):
-                    raise
-                return set()
-        return self._paths[key]
+    def _read_version(self, name: str, number: int, sizes: Mapping[int, int]) -> None:
+        """Notes the files of a version, which never change; none if it was removed meanwhile."""
+        if (name, number) in self._read:
+            return
+        read = SideManifest if name == SIDE else Manifest
+        try:
+            text, where, _ = read_committed(self._location, number, name, sizes)
+            paths = read.from_json(text, where).files
+        except PackstoreError:
+            if self._location.exists(manifest_path(number, name)):
+                raise
+            return
+        self._read.add((name, number))
+        for path in paths:
+            self._newest[name][path] = max(number, self._newest[name].get(path, 0))
 
     def _spared(self, age: float) -> str:
         if self._older_than <= 0 or age >= self._older_than:
@@ -275,16 +313,22 @@ class _Cleaner:
         return "its age is not known" if age < 0 else "it is too young"
 
     def _staging_folders(self) -> Iterator[ListedFile]:
-        """Yields the folders of unfinished files in a local dataset; the newest file is its age."""
+        """Yields the folders of unfinished files in a local dataset; the newest file is its age.
+
+        In place of a folder with files of others it yields these.
+        """
         root = self._location.local_path
         if root is None:
             return
         for folder in sorted(Path(root, FOLDER).glob(f"{PREFIX}*")):
             with contextlib.suppress(OSError):  # its job has just removed it
-                stats = [path.lstat() for path in (folder, *folder.iterdir())]
-                age = max(0.0, time.time() - max(stat.st_mtime for stat in stats))
-                size = sum(stat.st_size for stat in stats[1:])
-                yield ListedFile(f"{FOLDER}/{folder.name}", size, age)
+                files = {path.name: path.lstat() for path in folder.iterdir()}
+                age = time.time() - max(s.st_mtime for s in (folder.lstat(), *files.values()))
+                size, path = sum(stat.st_size for stat in files.values()), f"{FOLDER}/{folder.name}"
+                foreign = [name for name in files if not name.isdecimal()]
+                for name in foreign or ("",):
+                    at = f"{path}/{name}" if name else path
+                    yield ListedFile(at, files[name].st_size if name else size, max(0.0, age))
 
 
 def _age(file: ListedFile) -> float:
@@ -310,4 +354,4 @@ def _why(path: str) -> str:
 
 def _rank(path: str) -> int:
     """Returns the rank in the order of removal, in which the rest stays valid if killed."""
-    return 0 if _MANIFEST.fullmatch(path) else 1 + path.startswith(f"{PARTITIONS}/")
+    return 0 if _VERSION.fullmatch(path) else 1 + path.startswith(f"{PARTITIONS}/")

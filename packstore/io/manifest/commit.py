@@ -30,7 +30,8 @@ FOLDER, DATA = "_packstore", "data"
 """Folders of a dataset: manifests and notes; shards."""
 MAX_MANIFEST_BYTES = 256 << 20
 """Maximum bytes of a manifest, checked on write and on read."""
-SHARD = re.compile(rf"{DATA}/\.?[0-9a-f]{{12}}(?:-p[0-9]+)?-[0-9]+-[0-9a-f]+\.(?:parquet|arrow)")
+_SHARD = r"[0-9a-f]{12}(?:-p[0-9]{5,})?-[0-9]{5,}-[0-9a-f]{16}\.(?:parquet|arrow)"
+SHARD = re.compile(rf"{DATA}/(?:{_SHARD}|\.{_SHARD}\.[0-9a-f]{{32}})")
 """Path of a shard of any job; a hidden one is not finished."""
 DATASET = "manifest"
 """Prefix of the names of a dataset's manifests."""
@@ -47,16 +48,22 @@ def manifest_path(version: int, name: str = DATASET) -> str:
 
 def versions(location: Location, name: str = DATASET) -> dict[int, int]:
     """Maps the committed versions of a dataset to the sizes of their manifests, oldest first."""
-    pattern = re.compile(rf"{name}-([0-9]{{6,}})\.json")
+    pattern = re.compile(rf"{name}-([0-9]{{6}}|[1-9][0-9]{{6,}})\.json")
     matches = ((pattern.fullmatch(e.name), e.size) for e in location.files(FOLDER))
     return dict(sorted((int(m.group(1)), size) for m, size in matches if m))
 
 
 def read_committed(
-    location: Location, version: int | None = None, name: str = DATASET
+    location: Location,
+    version: int | None = None,
+    name: str = DATASET,
+    sizes: Mapping[int, int] | None = None,
 ) -> tuple[bytes, str, int]:
-    """Returns a manifest's text without its hash, its place for error texts, its version."""
-    sizes = versions(location, name)
+    """Returns a manifest's text without its hash, its place for error texts, its version.
+
+    `sizes`: what :func:`versions` told, for callers that read many.
+    """
+    sizes = versions(location, name) if sizes is None else sizes
     number = version if version is not None else max(sizes, default=0)
     if number not in sizes:
         raise _not_found(location, version, list(sizes), name)

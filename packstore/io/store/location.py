@@ -29,7 +29,8 @@ from packstore.io.store.storage_errors import (
 
 T = TypeVar("T")
 
-_VERSIONS = ("VersionId", "version_id", "generation", "ETag", "etag", "e_tag", "md5Hash")
+VERSIONS = ("VersionId", "version_id", "generation", "ETag", "etag", "e_tag", "md5Hash")
+"""Fields of a client's answer that change with the content of an object."""
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=-]*")
 
 
@@ -190,15 +191,21 @@ class Location:
 
         self.request("write", path, create)
 
-    def remove(self, path: str) -> None:
-        """Removes the file, if it exists."""
+    def remove(self, path: str, still: Callable[[], bool] = lambda: True) -> bool:
+        """Removes the file, if it exists; returns False if `still`, asked at each try, is not so.
+
+        `still` may raise FileNotFoundError for a file that is gone.
+        """
         fs, full = self.filesystem(path)
 
-        def remove() -> None:
+        def remove() -> bool:
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                if not still():
+                    return False
                 fs.rm_file(full)
+            return True
 
-        self.request("remove", path, remove)
+        return self.request("remove", path, remove)
 
     def object_version(self, path: str = "") -> str:
         """Returns the version id or ETag of the file, with its label; empty if there is none."""
@@ -206,7 +213,7 @@ class Location:
             info = self._info(path) or {}
         except StorageError:
             return ""
-        for name in _VERSIONS:
+        for name in VERSIONS:
             if (value := str(info.get(name) or "null").strip('"')) != "null":
                 return f"{name} {value}"
         return ""

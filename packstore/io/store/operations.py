@@ -5,25 +5,34 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from functools import partial
+from operator import itemgetter
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from packstore.io.store import clients, local
-from packstore.io.store.location import Location
+from packstore.io.store.location import VERSIONS, Location
 
 AT_ONCE = 16
 """Concurrent small requests (removals)."""
 
+CLOCK_SECONDS = 1.0
+"""Most that two answers may differ in the time of one object: some tell whole seconds."""
+
 
 class ListedFile(NamedTuple):
-    """A file of a listing: path in the dataset, bytes, and age in seconds if known."""
+    """A file of a listing: path in the dataset, bytes, and age in seconds if known.
+
+    `marks` name its content, as far as the store does: an ETag or generation, an inode.
+    """
 
     path: str
     bytes: int
     age: float | None
+    marks: Mapping[str, str] = MappingProxyType({})
 
 
 class Upload(NamedTuple):
@@ -41,7 +50,33 @@ def list_folder(location: Location, folder: str) -> list[ListedFile]:
         return []
     entries = location.request("list", folder, partial(clients.ls, fs, full))
     files = [(name, e) for name, e in entries if e["type"] != "directory"]
-    return sorted(ListedFile(f"{folder}/{name}", int(e["size"] or 0), _age(e)) for name, e in files)
+    return [_listed(f"{folder}/{name}", e) for name, e in sorted(files, key=itemgetter(0))]
+
+
+def is_unchanged(location: Location, files: Sequence[ListedFile]) -> bool:
+    """Returns True if files are still those that were listed, by a look at each.
+
+    Raises FileNotFoundError if the first one is gone; a request of the caller's retries.
+    """
+    fs, _ = location.filesystem()
+    fs.invalidate_cache()
+    for number, old in enumerate(files):
+        try:
+            now = _listed(old.path, fs.info(location.filesystem(old.path)[1]))
+        except FileNotFoundError:
+            if not number:
+                raise
+            return False
+        same = all(old.marks.get(name, mark) == mark for name, mark in now.marks.items())
+        oldest = -1.0 if now.age is None else now.age + CLOCK_SECONDS
+        if not same or now.bytes != old.bytes or (old.age is not None and old.age > oldest):
+            return False
+    return True
+
+
+def _listed(path: str, entry: Mapping[str, Any]) -> ListedFile:
+    marks = {name: str(entry[name]).strip('"') for name in (*VERSIONS, "ino") if entry.get(name)}
+    return ListedFile(path, int(entry["size"] or 0), _age(entry), marks)
 
 
 def uploads(location: Location) -> list[Upload] | None:
@@ -129,7 +164,7 @@ def removing_empty_folders(location: Location) -> Iterator[None]:
         remove_empty(location, *reversed(made))
 
 
-def _age(entry: dict[str, Any]) -> float | None:
+def _age(entry: Mapping[str, Any]) -> float | None:
     """Returns the age by the latest timestamp: a linked or moved file keeps its `mtime`."""
     names = ("LastModified", "mtime", "last_modified", "updated", "created")
     ages = [_since(entry.get(name)) for name in names]

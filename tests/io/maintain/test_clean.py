@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from places import Files, at_each, manifest_path
-from small_jobs import DAY, SETTINGS, later, pairs
+from small_jobs import DAY, SETTINGS, later, pairs, write_jsonl
 
 import packstore
 from packstore import clean
@@ -21,6 +23,10 @@ from packstore.errors import (
     StorageError,
 )
 from packstore.io.store import operations
+
+RUN = "0123456789ab"
+SHARD = f"data/{RUN}-p00000-00000-0123456789abcdef.parquet"
+NOW: dict[str, Any] = {"delete": True, "older_than": 0, "no_writers": True}
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 
@@ -47,14 +53,124 @@ def test_shards_of_a_failed_first_job_are_removed(place: str, pack: Callable[...
     left = files(place)
     assert left
     assert all(name.startswith("data/") for name in left), left
+    assert {x.path for x in clean(place).leftovers} == left
+    clean(place, **NOW)
+    assert not files(place)
     Files(place).write("data/table.parquet", b"of another program")
     with pytest.raises(DatasetNotFoundError, match="must be a dataset"):
-        clean(place, delete=True, older_than=0, no_writers=True)
-    assert files(place) == left | {"data/table.parquet"}
-    Files(place).remove("data/table.parquet")
-    assert {x.path for x in clean(place).leftovers} == left
-    clean(place, delete=True, older_than=0, no_writers=True)
-    assert not files(place)
+        clean(place, **NOW)
+
+
+FOREIGN = {
+    "data": "prefs.jsonl labels.csv train-00000-of-00002.parquet .x 0123456789ab-00000-aa.arrow",
+    "_packstore": "notes.txt manifest-1.json manifest-0000002.json packs-000001.index",
+    "_packstore/writers": "todo.json",
+    "_packstore/partitions": "list.json",
+    "_packstore/.staging-abcdefgh": "report.txt",
+}
+OWN = (
+    SHARD,
+    f"data/.{SHARD[5:]}.{'0' * 32}",
+    f"data/{RUN}-00000-0123456789abcdef.arrow",
+    "_packstore/packs-000009-0123456789abcdef.index",
+    f"_packstore/.packstore-{'0' * 32}",
+    f"_packstore/.manifest-000002.json.{'0' * 32}",
+    f"_packstore/writers/{'0' * 32}.json",
+    f"_packstore/partitions/{RUN}-00000.json",
+)
+
+
+def test_only_names_of_packstore_go(place: str, pack: Callable[..., Any]) -> None:
+    pack(place)
+    foreign = {f"{folder}/{name}" for folder, names in FOREIGN.items() for name in names.split()}
+    if "://" in place:  # where no folders are staged
+        foreign = {path for path in foreign if ".staging" not in path}
+    named = files(place)
+    for path in (*foreign, *OWN):
+        Files(place).write(path, b"1")
+    report = clean(place, **NOW)
+    assert files(place) == named | foreign
+    assert {x.path for x in report.leftovers if x.spared == "not a name of packstore's"} == foreign
+    assert {x.path for x in report.removable} == set(OWN)
+
+
+def test_a_file_that_is_written_anew_stays(
+    place: str, pack: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names follow from contents: a job may write those of an old version while that goes."""
+    pack(place, shard_tokens=1 << 20)
+    pack(place, pairs(30), overwrite=True)
+    old = {shard.path for shard in packstore.open(place, version=1).manifest.shards}
+    later(monkeypatch, 8 * DAY)
+    began: list[str] = []
+
+    def pack_again(path: str) -> None:
+        if path in old and not began:
+            began.append(path)
+            pack(place, shard_tokens=1 << 20, overwrite=True)
+            Files(place).renew(path, 8 * DAY)
+
+    with at_each("remove", pack_again) as asked:
+        report = clean(place, delete=True, keep_versions=1)
+    newest = packstore.open(place)
+    assert (newest.version, {s.path for s in newest.manifest.shards}) == (3, old)
+    assert newest.verify().ok
+    assert {x.path for x in report.leftovers if x.spared == "it changed meanwhile"} == old
+    assert manifest_path(1) in asked
+    assert manifest_path(1) not in files(place)
+
+
+def test_shards_that_a_rerun_takes_over_stay(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are as old as before; the note of their partition is not."""
+    source = write_jsonl(tmp_path / "in.jsonl", pairs(60))
+
+    def run() -> Any:
+        return packstore.pack(source, place, **{**SETTINGS, "shard_tokens": 1 << 20})
+
+    def fail(path: str) -> None:
+        if path.endswith(".index"):  # all shards and notes are there
+            raise StorageError("refused")
+
+    with at_each("put_file", fail), pytest.raises(StorageError, match="refused"):
+        run()
+    shards = {name for name in files(place) if name.startswith("data/")}
+    later(monkeypatch, 8 * DAY)
+    began: list[str] = []
+
+    def resume(path: str) -> None:
+        if path in shards and not began:
+            began.append(path)
+            with at_each("put_file") as written:
+                run()
+            assert not shards & set(written)
+
+    with at_each("remove", resume):
+        clean(place, delete=True)
+    assert {s.path for s in packstore.open(place).manifest.shards} == shards
+    assert packstore.open(place).verify().ok
+
+
+@pytest.mark.parametrize("keep", [None, 1])
+def test_it_lists_as_often_for_many_versions(
+    pack: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, keep: int | None
+) -> None:
+    listed, asked, url = MemoryFileSystem.ls, list[str](), f"memory://{uuid.uuid4().hex}/ds"
+    pack(url)
+
+    def count(fs: Any, path: str, *more: Any, **how: Any) -> Any:
+        asked.append(path)
+        return listed(fs, path, *more, **how)
+
+    monkeypatch.setattr(MemoryFileSystem, "ls", count)
+    counts = []
+    for number in range(2, 40):
+        Files(url).write(manifest_path(number), Files(url).read(manifest_path(1)))
+        asked.clear()
+        clean(url, keep_versions=keep)
+        counts.append(len(asked))
+    assert len(set(counts)) == 1
 
 
 def test_small_ages_need_a_word(place: str, pack: Callable[..., Any], tmp_path: Path) -> None:
@@ -74,7 +190,7 @@ def test_small_ages_need_a_word(place: str, pack: Callable[..., Any], tmp_path: 
     writer.start()
     assert reached.wait(120)
     with pytest.raises(DatasetBusyError, match=r"found 'pack', process \d+ of this machine"):
-        clean(place, delete=True, older_than=0, no_writers=True)
+        clean(place, **NOW)
     assert "process" in (clean(place, delete=True).writer or "")
     go.set()
     writer.join()
@@ -85,28 +201,19 @@ def test_a_run_is_as_young_as_its_youngest_file(
     place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     location = Files(place)
-    location.write("_packstore/x", b"")
-    location.write("data/0123456789ab-00000-aa.parquet", b"1")
-    location.write("data/ba9876543210-00000-aa.parquet", b"1")
-    location.write("_packstore/partitions/0123456789ab-00000.json", b"1")
-    listed = operations.list_folder
-
-    def aged(where: Any, folder: str) -> list[operations.ListedFile]:
-        old = [f._replace(age=9 * DAY) for f in listed(where, folder)]
-        return [f._replace(age=60.0) if "partitions" in f.path else f for f in old]
-
-    monkeypatch.setattr("packstore.io.maintain.clean.list_folder", aged)
+    note = f"_packstore/partitions/{RUN}-00007.json"
+    for path in (SHARD, SHARD.replace(RUN, "ba9876543210"), note):
+        location.write(path, b"1")
+    later(monkeypatch, 9 * DAY)
+    location.renew(note, 9 * DAY - 60)
     clean(place, delete=True)
-    assert files(place) == {
-        "data/0123456789ab-00000-aa.parquet",
-        "_packstore/partitions/0123456789ab-00000.json",
-    }
+    assert files(place) == {SHARD, note}
 
 
 def test_an_unknown_age_is_spared(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     location = Files(place)
-    location.write("_packstore/x", b"")
-    location.write("data/x.parquet", b"1")
+    location.write(SHARD, b"1")
+    location.write(f"_packstore/writers/{'0' * 32}.json", b"1")
     listed = operations.list_folder
     monkeypatch.setattr(
         "packstore.io.maintain.clean.list_folder",
@@ -114,7 +221,7 @@ def test_an_unknown_age_is_spared(place: str, monkeypatch: pytest.MonkeyPatch) -
     )
     assert {x.spared for x in clean(place, delete=True).leftovers} == {"its age is not known"}
     assert len(files(place)) == 2
-    clean(place, delete=True, older_than=0, no_writers=True)
+    clean(place, **NOW)
     assert files(place) == set()
 
 
@@ -144,7 +251,7 @@ def test_what_is_named_meanwhile_stays(
     path = manifest_path(1)
     text = location.read(path)
     location.remove(path)
-    location.write("data/x.parquet", b"1")
+    location.write(SHARD, b"1")
     later(monkeypatch, 8 * DAY)
     listed, looks = operations.list_folder, list[str]()
 
@@ -157,7 +264,7 @@ def test_what_is_named_meanwhile_stays(
     monkeypatch.setattr("packstore.io.maintain.clean.list_folder", look)
     clean(place, delete=True)
     assert packstore.open(place).verify().ok
-    assert "data/x.parquet" not in files(place)
+    assert SHARD not in files(place)
 
 
 def test_the_index_of_a_new_version_is_never_an_old_one(
@@ -194,10 +301,10 @@ def test_nothing_goes_where_a_version_cannot_be_read(place: str, pack: Callable[
     damaged = location.read(path).replace(b'"shards"', b'"shardz"')
     location.remove(path)
     location.write(path, damaged)
-    location.write("data/x.parquet", b"1")
+    location.write(SHARD, b"1")
     before = files(place)
     with pytest.raises(FormatError):
-        clean(place, delete=True, older_than=0, no_writers=True)
+        clean(place, **NOW)
     assert files(place) == before
 
 
@@ -206,7 +313,7 @@ def test_a_manifest_goes_before_its_files(place: str, pack: Callable[..., Any]) 
     for n in (30, 31):
         pack(place, pairs(n), overwrite=True)
     with at_each("remove") as removed:
-        clean(place, delete=True, older_than=0, no_writers=True, keep_versions=1)
+        clean(place, **NOW, keep_versions=1)
     assert removed[0] == manifest_path(1)
     assert len(removed) > 2
 
@@ -215,12 +322,11 @@ def test_two_cleaners_are_harmless(place: str, pack: Callable[..., Any], tmp_pat
     """Everything that one wants to remove was removed by another an instant before."""
     for n in (30, 31):
         pack(place, pairs(n), overwrite=True)
-    Files(place).write("data/x.parquet", b"1")
+    Files(place).write(SHARD, b"1")
     if "://" not in place:  # of a killed job
-        (Path(place) / "_packstore" / ".staging-x").mkdir()
-        (Path(place) / "_packstore" / ".staging-x" / "1").write_bytes(b"1")
-    how: dict[str, Any] = {"delete": True, "older_than": 0, "no_writers": True}
-    how |= {"keep_versions": 1}
+        (Path(place) / "_packstore" / ".staging-abcdefgh").mkdir()
+        (Path(place) / "_packstore" / ".staging-abcdefgh" / "1").write_bytes(b"1")
+    how: dict[str, Any] = {**NOW, "keep_versions": 1}
     nested: list[str] = []
 
     def clean_first(path: str) -> None:
@@ -233,4 +339,4 @@ def test_two_cleaners_are_harmless(place: str, pack: Callable[..., Any], tmp_pat
     assert len(report.removable) >= 4
     assert not list(tmp_path.rglob(".staging-*"))
     assert packstore.open(place).verify().ok
-    assert "data/x.parquet" not in files(place)
+    assert SHARD not in files(place)

@@ -184,11 +184,12 @@ def test_a_cleaner_wakes_after_a_commit(place: str, monkeypatch: pytest.MonkeyPa
     files = Files(place)
     text = files.read(manifest_path(1))
     files.remove(manifest_path(1))
-    files.write("data/0.parquet", b"1")
+    first = f"data/{'0' * 12}-00000-{'0' * 16}.parquet"
+    files.write(first, b"1")
     later(monkeypatch, 8 * DAY)
 
     def sleep(path: str) -> None:
-        if path == "data/0.parquet":
+        if path == first:
             files.write(manifest_path(1), text)
             later(monkeypatch, 8 * DAY + 3600)
 
@@ -197,5 +198,5 @@ def test_a_cleaner_wakes_after_a_commit(place: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(module, "run_parallel", lambda calls: [call() for call in calls])
     with at_each("remove", after=sleep) as removed:
         clean(place, delete=True)
-    assert removed == ["data/0.parquet"]
+    assert removed == [first]
     assert packstore.open(place).verify().ok
