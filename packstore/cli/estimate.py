@@ -31,6 +31,7 @@ NUMBERS = {
     "world_size": "ranks that share a step (1)",
     "packs_per_batch": "packs of a batch on one rank (1)",
     "accumulation": "batches of an optimizer step (1)",
+    "examples_per_step": "most examples of a step, instead",
 }
 """Argument of :func:`packstore.estimate` -> help of its flag."""
 
@@ -115,7 +116,8 @@ def _configure_estimate(parser: argparse.ArgumentParser) -> None:
         tried.add_argument(many, one, type=read, metavar="LIST", help=text)
     tried.add_argument("--seed", type=int, metavar="N", help="of the sample and the plans (0)")
     for name, text in NUMBERS.items():
-        tried.add_argument("--" + name.replace("_", "-"), type=int, metavar="N", help=text)
+        flags = ["--" + name.replace("_", "-")] + ["--ranks"] * (name == "world_size")
+        tried.add_argument(*flags, type=int, metavar="N", help=text)
     parser.add_argument("--html", metavar="FILE", help="also write a page with charts")
     common.add_json(parser)
     common.add_storage_options(parser)
@@ -197,7 +199,7 @@ def _summary(result: Estimate) -> str:
 def _advice(result: Estimate) -> str:
     from packstore.etl.estimate import ENOUGH_FILL
 
-    best = result.recommended or max(result.choices, key=lambda choice: choice.fill_rate)
+    best = result.best
     choice = f"pack size {best.pack_size}, layout {best.layout}, strategy {best.strategy}"
     if result.recommended is None:
         return (
@@ -256,7 +258,7 @@ DOCTOR = Command(
     _doctor,
 )
 ESTIMATE = Command(
-    "  packstore estimate prefs.jsonl --tokenizer Qwen3/ --world-size 8 --html estimate.html\n",
+    "  packstore estimate prefs.jsonl --tokenizer Qwen3/ --ranks 8 --examples-per-step 64\n",
     _configure_estimate,
     _estimate,
 )

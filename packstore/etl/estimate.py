@@ -8,6 +8,7 @@ the differences of neighbouring places of the sample.
 from __future__ import annotations
 
 import functools
+import logging
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,16 +17,20 @@ from typing import Any, Literal, Self
 import numpy as np
 import numpy.typing as npt
 
-from packstore.config import PackConfig
+from packstore.config import BatchConfig, PackConfig
+from packstore.config.reading import too_large
 from packstore.errors import ConfigError, InputError, sentence
 from packstore.etl.sources import RecordExampleReader, open_examples
-from packstore.format.arrays import Bool, Examples, Int32, Tally
+from packstore.format import seeds
+from packstore.format.arrays import Bool, Examples, Int32, Int64, Tally, to_offsets
 from packstore.format.schema import LAYOUTS
 from packstore.io.inputs.sampling import SAMPLE_BLOCK_BYTES, Sampling
 from packstore.pack.algorithms import STRATEGIES as KNOWN
 from packstore.pack.layout import sizes
 from packstore.pack.plan import MAX_PACK_SIZE, plan
 from packstore.progress import Progress
+
+log = logging.getLogger("packstore")
 
 PACK_SIZES = (2048, 4096, 8192, 16384, 32768)
 STRATEGIES = ("pool",)
@@ -37,6 +42,9 @@ ENOUGH_FILL = 0.99
 ENOUGH_RECORDS = 0.999
 """Minimum fill rate of a recommended pack size, and the minimum fraction of records that it keeps,
 relative to the combination that keeps most."""
+
+STEPS_TRIED = 10_000
+"""Packs, of those of the sample in turn, that are cut into steps."""
 
 UNSEEN = 3
 """95 % upper limit of hits in a sample without any (rule of three); scaled to all records."""
@@ -62,6 +70,7 @@ class Choice:
     tokens_saved: float  # fraction of the tokens of layout ``concat`` that this layout saves
     steps: int  # optimizer steps of an epoch
     examples_per_step: float  # mean
+    largest_step: int  # examples
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -77,6 +86,11 @@ class Estimate:
     example_tokens: Mapping[str, Int32]  # layout -> `[E]`, tokens of each example of the sample
     sequence_tokens: Int32  # `[S]`, logical tokens of each sequence of the sample
 
+    @property
+    def best(self) -> Choice:
+        """The recommended choice, or else the fullest."""
+        return self.recommended or max(self.choices, key=lambda choice: choice.fill_rate)
+
 
 def estimate(
     source: Any,
@@ -88,8 +102,9 @@ def estimate(
     sample: int = SAMPLE,
     records: int | None = None,
     world_size: int = 1,
-    packs_per_batch: int = 1,
+    packs_per_batch: int | None = None,
     accumulation: int = 1,
+    examples_per_step: int | None = None,
     config: PackConfig | None = None,
     storage_options: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
@@ -105,8 +120,9 @@ def estimate(
             `layout` and `strategy` if given, else `PACK_SIZES`, `LAYOUTS` and `STRATEGIES`.
         sample: maximum number of sampled records.
         records: total number of records to scale counts to, if larger than the input.
-        world_size, packs_per_batch, accumulation: ranks of a training run, packs of a batch on one,
-            and batches of an optimizer step, for the steps of an epoch.
+        world_size: ranks of a training run, for the steps of an epoch.
+        packs_per_batch, accumulation, examples_per_step: see :class:`packstore.config.BatchConfig`;
+            logs a warning where steps are far larger.
         config: other settings of :func:`packstore.pack`. Its `pack_size`, `layout` and `strategy`
             are not used; `seed` also decides the sample.
         progress: called with the number of records read.
@@ -117,8 +133,12 @@ def estimate(
         InputError: no record could be used.
         PackstoreError: the input cannot be read, or the tokenizer does not load.
     """
-    names = ("sample", "world_size", "packs_per_batch", "accumulation")
-    for name, value in zip(names, (sample, world_size, packs_per_batch, accumulation), strict=True):
+    batching = BatchConfig(
+        packs_per_batch=packs_per_batch,
+        accumulation=accumulation,
+        examples_per_step=examples_per_step,
+    )
+    for name, value in (("sample", sample), ("world_size", world_size)):
         if value < 1:
             raise ConfigError(sentence(f"setting {name}", "must be at least 1", str(value)))
     sizes_tried = sorted(set(_tried("pack_size", pack_sizes, settings, PACK_SIZES)))
@@ -152,14 +172,24 @@ def estimate(
         truncated = reader.sized(pack_size, layout)
         return Measured(("concat", layout), base.pad_to_multiple).of(truncated)
 
-    return estimate_of(
+    made = estimate_of(
         reader.kind,
         measured,
         drawn,
         [(c, cut(c.pack_size, c.layout)) for c in combinations],
         total=max(drawn.records, records or drawn.total or 0),
-        packs_per_step=world_size * packs_per_batch * accumulation,
+        batching=batching,
+        world_size=world_size,
     )
+    best, wanted = made.best, examples_per_step
+    if wanted is not None:
+        tokens = made.example_tokens[best.layout]
+        longest = int(tokens[tokens <= best.pack_size].max(initial=0))
+        sizes_of_steps = best.examples_per_step, best.largest_step
+        text = too_large(wanted, *sizes_of_steps, world_size, best.pack_size, longest)
+        if text:
+            log.warning("pack size %d, layout %s: %s", best.pack_size, best.layout, text)
+    return made
 
 
 def estimate_of(
@@ -169,7 +199,8 @@ def estimate_of(
     combinations: Iterable[tuple[PackConfig, Measured]],
     *,
     total: int,
-    packs_per_step: int = 1,
+    batching: BatchConfig | None = None,
+    world_size: int = 1,
 ) -> Estimate:
     """Plans all combinations; recommends the smallest pack size that fills well and keeps most."""
     tally = measured.tally
@@ -177,7 +208,7 @@ def estimate_of(
     if not tally.kept:
         raise InputError("no record of the sample could be used: run `packstore doctor` on it.")
     choices = [
-        _Projection(sample, drawn, total).choice(config, packs_per_step)
+        _Projection(sample, drawn, total).choice(config, batching or BatchConfig(), world_size)
         for config, sample in combinations
     ]
     enough = ENOUGH_RECORDS * max(c.examples for c in choices)
@@ -243,7 +274,7 @@ class _Projection:
         weights[-1] = drawn.last_run
         self._weights = weights / (weights @ self._read / total)
 
-    def choice(self, config: PackConfig, packs_per_step: int) -> Choice:
+    def choice(self, config: PackConfig, batching: BatchConfig, world_size: int) -> Choice:
         """Plans one combination."""
         measured, layout = self._measured, config.layout
         tokens, padded = measured.values(layout), measured.values(f"padded {layout}")
@@ -267,6 +298,7 @@ class _Projection:
             by_pack = np.add.reduceat(tokens[fits][made.order], made.offsets[:-1], dtype=np.int64)
             room = (made.num_packs - 1) * made.pack_size
             fullest = float((by_pack.sum() - by_pack.min()) / room)
+        steps, step_mean, largest = _steps(np.diff(made.offsets), packs, batching, world_size)
         return Choice(
             pack_size=made.pack_size,
             layout=layout,
@@ -281,8 +313,9 @@ class _Projection:
             aligned_fill_rate=made.aligned_fill_rate,
             examples_per_pack=per_pack,
             tokens_saved=float(1 - tokens.sum() / max(measured.values("concat").sum(), 1)),
-            steps=packs // packs_per_step,
-            examples_per_step=per_pack * packs_per_step,
+            steps=steps,
+            examples_per_step=step_mean,
+            largest_step=largest,
         )
 
     def _total(self, values: npt.NDArray[Any], more: Any = 0) -> tuple[float, float]:
@@ -296,6 +329,25 @@ class _Projection:
         off = weights * (by_place - total / (weights @ self._read) * self._read)
         variance = np.sum(np.diff(off) ** 2) / (2 * (len(off) - 1))
         return total, 2 * float(np.sqrt((1 - self._known) * len(off) * variance))
+
+
+def _steps(
+    examples: Int64, packs: int, batching: BatchConfig, world_size: int
+) -> tuple[int, float, int]:
+    """Steps of `packs` packs like those of the sample, and their mean and most examples."""
+    wanted = batching.examples_per_step or 0
+    least = world_size * (1 if wanted else batching.width * batching.accumulation)
+    tried = min(packs, max(STEPS_TRIED, 10 * least))
+    if not tried or not len(examples):
+        return 0, 0.0, 0
+    offsets = to_offsets(np.resize(examples[seeds.permutation(len(examples), 0, "steps")], tried))
+    most = np.searchsorted(offsets, offsets[:-1] + wanted, side="right") - 1
+    ends = np.minimum(np.maximum(most, np.arange(tried) + least), tried).tolist()
+    edges = [0]
+    while edges[-1] < tried:
+        edges.append(ends[edges[-1]])
+    sizes_of_steps, steps = np.diff(offsets[edges]), len(edges) - 1
+    return -(-steps * packs // tried), float(sizes_of_steps.mean()), int(sizes_of_steps.max())
 
 
 def _tried(

@@ -220,6 +220,29 @@ def test_the_advised_pack_size_fits(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert "takes a pack. Use fewer ranks, or set examples_per_step=" in warning(2048, 1)
 
 
+def test_an_estimate_foretells_the_steps_of_a_loader(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And warns of them, before anything is packed, with a pack size that fits."""
+    lengths = np.random.default_rng(1).integers(2, 30, 2000).tolist()
+    records = [{"prompt": [5] * n, "chosen": [6] * n, "rejected": [7] * n} for n in lengths]
+    size, steps = {"pack_size": 1024, "layout": "concat"}, {"examples_per_step": 40}
+    for batching in ({"accumulation": 3}, {"examples_per_step": 100}, steps):
+        caplog.clear()
+        (choice,) = packstore.estimate(records, world_size=4, **size, **batching).choices
+        data = packstore.pack(records, tmp_path / "packed", **size)
+        plan = PackedDataset(data).plan(world_size=4, **batching)
+        assert choice.steps == pytest.approx(plan.steps, rel=0.02)
+        assert choice.examples_per_step == pytest.approx(plan.examples_per_step[1], rel=0.02)
+        assert choice.largest_step == pytest.approx(plan.examples_per_step[2], rel=0.15)
+        assert bool(caplog.records) == (batching is steps)
+    advised = re.search(r"layout concat: optimizer .* Pack with pack_size=(\d+) at", caplog.text)
+    assert advised
+    caplog.clear()
+    packstore.estimate(records, world_size=4, pack_size=int(advised[1]), layout="concat", **steps)
+    assert not caplog.records
+
+
 def test_refusals(stored: Dataset, tmp_path: Any) -> None:
     with pytest.raises(DatasetNotFoundError):
         PackedDataset(tmp_path / "nothing")
