@@ -29,7 +29,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     )
     flags = {
         "--config FILE": "YAML file of SOURCE, OUT, settings; flags override",
-        "--tokenizer PATH": "tokenizer.json, Hugging Face folder, or .model",
+        "--tokenizer PATH": "tokenizer.json, .model, Hugging Face folder or name",
         "--dry-run": "only lint and plan a sample, and try OUT",
     }
     common.add_flags(parser, flags)

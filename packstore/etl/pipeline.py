@@ -71,11 +71,13 @@ def pack(
 
     Args:
         source: path, glob, URL, folder, or a list of them (``.jsonl .json .parquet .arrow .csv``,
-            also ``.gz`` and ``.zst``); an Arrow table, a Polars frame, an iterable of dicts; or a
-            packstore dataset, which is packed again without tokenizing.
+            also ``.gz`` and ``.zst``, or of ``save_to_disk``); an Arrow table, a Polars frame, a
+            Hugging Face ``Dataset``, an iterable of dicts; or a packstore dataset, which is packed
+            again without tokenizing.
         out: folder or any fsspec URL that will hold the dataset.
-        tokenizer: ``tokenizer.json``, a Hugging Face folder, a SentencePiece ``.model``, or a
-            ``tokenizers.Tokenizer``. Not for a packstore dataset.
+        tokenizer: ``tokenizer.json``, a Hugging Face folder or name on the hub, a SentencePiece
+            ``.model``, a ``tokenizers.Tokenizer``, or a fast tokenizer of transformers. Not for a
+            packstore dataset.
         config: all settings as one object.
         storage_options: passed to the fsspec filesystems of `out` and `source`.
         source_storage_options: passed to those of `source` instead, if it lies elsewhere.

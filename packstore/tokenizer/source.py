@@ -30,6 +30,12 @@ log = logging.getLogger("packstore")
 FILE_NAMES = ("tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 """File names in a folder, the preferred one first."""
 
+SETTINGS, TEMPLATE, TEXT = "tokenizer_config.json", "chat_template.json", "chat_template.jinja"
+MAP, MORE = "special_tokens_map.json", "additional_chat_templates"
+"""Files, and a folder, beside it."""
+
+_ON_HUB = re.compile(r"([\w-][\w.-]*/)?(?!.*\.(json|model|jinja)$)[\w-][\w.-]*")
+
 MAX_FILE_BYTES = 1 << 30
 """Largest size of a tokenizer file in bytes."""
 
@@ -73,17 +79,17 @@ class _Files:
 
     def read_templates(self, folder: Path) -> None:
         """Reads chat templates; later files override earlier ones, as in Hugging Face folders."""
-        stored = self.read_json(folder / "chat_template.json").get("chat_template")
+        stored = self.read_json(folder / TEMPLATE).get("chat_template")
         for value in (self.settings.pop("chat_template", None), stored):
             if isinstance(value, list):
                 named = [v for v in value if isinstance(v, dict)]
                 self.templates |= {str(v.get("name")): str(v.get("template")) for v in named}
             elif value is not None:
                 self.templates["default"] = str(value)
-        text = self.read(folder / "chat_template.jinja")
+        text = self.read(folder / TEXT)
         if text is not None:
             self.templates["default"] = text
-        for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+        for path in sorted((folder / MORE).glob("*.jinja")):
             self.templates[path.stem] = self.read(path) or ""
 
 
@@ -92,8 +98,10 @@ def load_tokenizer(source: object, *, chat_template: str | None = None) -> Token
 
     Args:
         source: path of a ``tokenizer.json``, of a SentencePiece ``.model`` or of a Hugging Face
-            folder, or a ``tokenizers.Tokenizer``. ``tokenizer_config.json`` and similar files next
-            to it, which name EOS, BOS and the template, are read too.
+            folder; a name on its hub, if there is no file or folder so named; a
+            ``tokenizers.Tokenizer``, or a fast tokenizer of transformers. Of a path or name,
+            ``tokenizer_config.json`` and similar files next to the tokenizer, which name EOS, BOS
+            and the template, are read too.
         chat_template: ``chatml`` or ``plain``, a Jinja file, Jinja text, or the name of one of the
             tokenizer's templates; None: the tokenizer's default, and for records with tools its
             ``tool_use``, if any.
@@ -101,14 +109,8 @@ def load_tokenizer(source: object, *, chat_template: str | None = None) -> Token
     where = "tokenizer"
     if isinstance(source, str | PathLike):
         files, where = _from_path(_local(source)), f"tokenizer {source}"
-    elif hasattr(source, "to_str"):
-        files = _Files("tokenizers.Tokenizer", source.to_str().encode())
     else:
-        rule = "it must be a path or a tokenizers.Tokenizer"
-        remedy = "Save it, e.g. tokenizer.save_pretrained(FOLDER), and give the folder"
-        raise TokenizerError(
-            sentence(where, rule, f"an object of type {type(source).__name__}", remedy)
-        )
+        files = _from_object(source)
     engine_name = "tokenizers" if files.payload.lstrip()[:1] == b"{" else "sentencepiece"
     engine = ENGINES.load(engine_name)(files.payload, where)
     if dropout := getattr(engine, "dropout", 0.0):
@@ -150,7 +152,9 @@ def recorded_tokenizer(
         if path is not None:
             raise
         raise TokenizerError(f"{error} {do}.") from error
-    if recorded.get("sha256") not in (None, tokenizer.sha256):
+    now, alike = tokenizer.provenance(), ("vocab_sha256", "probe_sha256")
+    same = all(recorded.get(name) == now[name] for name in alike)  # as of one saved again
+    if not same and recorded.get("sha256") not in (None, tokenizer.sha256):
         rule = f"must be the tokenizer that {where} was packed with"
         hashes = f"sha256 {tokenizer.sha256[:12]}…, recorded {recorded['sha256'][:12]}…"
         raise CompatibilityError(sentence(str(chosen), rule, hashes, do))
@@ -158,19 +162,46 @@ def recorded_tokenizer(
 
 
 def _local(source: str | PathLike[str]) -> Path:
-    """Returns the local path that `source` names; refuses a URL or the name of a hub."""
+    """Returns the local path that `source` names, or of the files of that name on the hub."""
     name, path = fspath(source), Path(source)
-    remedy = ""
     if "://" in name or is_mistyped(name):
-        name = display(name)
-        remedy = "Copy it to a local folder, and give that"
-    elif not path.exists() and re.fullmatch(r"[\w-]+/[\w.-]+", name) and not path.parent.exists():
-        remedy = f"Of a name on a hub: `hf download {name} --local-dir FOLDER`, and give that"
-    if remedy:
-        raise TokenizerError(
-            sentence(f"tokenizer {name}", "it must be a file or folder on this machine", "", remedy)
-        )
-    return path
+        must, remedy = "it must be on this machine", "Copy it to a local folder, and give that"
+        raise TokenizerError(sentence(f"tokenizer {display(name)}", must, "", remedy))
+    if path.exists() or not isinstance(source, str) or not _ON_HUB.fullmatch(name):
+        return path
+    try:
+        from huggingface_hub import snapshot_download
+
+        wanted = [*FILE_NAMES, SETTINGS, MAP, TEMPLATE, TEXT, f"{MORE}/*.jinja"]
+        return Path(snapshot_download(name, allow_patterns=wanted))
+    except Exception as error:  # of the hub, of its HTTP client, and of the disk
+        must = "it must be a file or folder on this machine, or a name on the Hugging Face hub"
+        remedy = f"Where there is a network, `hf download {name} --local-dir FOLDER`, and give that"
+        if isinstance(error, ImportError):
+            remedy = f"Run: pip install huggingface-hub. Or {remedy}"
+        found = f"neither: {str(error).partition(chr(10))[0]}"
+        raise TokenizerError(sentence(f"tokenizer {name}", must, found, remedy)) from error
+
+
+def _from_object(source: Any) -> _Files:
+    """Takes a ``tokenizers.Tokenizer``, or what transformers holds around one."""
+    if hasattr(source, "to_str"):
+        return _Files("tokenizers.Tokenizer", source.to_str().encode())
+    if not hasattr(source, "backend_tokenizer"):
+        must = "it must be a path, a name on the hub, or a fast tokenizer"
+        remedy = "Save it, e.g. tokenizer.save_pretrained(FOLDER), and give the folder"
+        found = f"an object of type {type(source).__name__}"
+        raise TokenizerError(sentence("tokenizer", must, found, remedy))
+    files = _Files(type(source).__name__, source.backend_tokenizer.to_str().encode())
+    # Whether it adds BOS is in its post-processor.
+    tokens = {role: getattr(source, role, None) for role in WELL_KNOWN}
+    files.settings = {role: str(token) for role, token in tokens.items() if token is not None}
+    template = getattr(source, "chat_template", None)
+    if isinstance(template, Mapping):
+        files.templates = dict(template)
+    elif template is not None:
+        files.templates["default"] = template
+    return files
 
 
 def _from_path(path: Path) -> _Files:
@@ -182,7 +213,7 @@ def _from_path(path: Path) -> _Files:
             must = f"the folder must hold one of {', '.join(FILE_NAMES)}"
             raise TokenizerError(sentence(f"tokenizer {path}", must))
     files = _Files(spelled(file.name), _read(file))
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+    for name in (MAP, SETTINGS):
         files.settings |= files.read_json(folder / name)
     files.read_templates(folder)
     return files

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 import tokenizers
+import transformers
 
+from packstore.cli import main
 from packstore.errors import MissingExtraError, TokenizerError
 
 IDS = {"prompt": [0], "chosen": [1], "rejected": [0]}
@@ -31,6 +33,16 @@ def facts(pack):
         return tuple(recorded[name] for name in names)
 
     return load
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder, and an empty cache of the hub, without a network."""
+    monkeypatch.chdir(tmp_path)
+    # Its variables of the environment are read when it is imported, which was before.
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    return tmp_path
 
 
 @pytest.mark.parametrize(
@@ -80,17 +92,61 @@ def test_bos_and_eos_by_the_post_processor(facts):
             object(),
             r"found an object of type object\. Save it, e\.g\. tokenizer\.save_pretrained\(FOLD",
         ),
+        (transformers.CanineTokenizer(), r"a fast tokenizer; .* type CanineTokenizer\. Save it"),
         ("s3://key:secret@bucket/t", r"^tokenizer s3://bucket/t: .* Copy it to a local folder"),
-        ("Qwen/Qwen3-0.6B", r"hf download Qwen/Qwen3-0\.6B --local-dir FOLDER"),
+        ("Qwen/Qwen3-0.6B", r"name on the .* hub; found neither: .*hf download Qwen/Qwen3-0\.6B"),
+        ("gpt2", r"^tokenizer gpt2: it must be a file or folder .* found neither"),
         ("nowhere/tokenizer/x.json", "readable file or folder"),
     ],
 )
 def test_a_tokenizer_that_is_elsewhere_names_the_way(
-    source: object, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, facts
+    source: object, found: str, hub: Path, facts
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     with pytest.raises(TokenizerError, match=found):
         facts(source)
+
+
+def test_names_on_the_hub(hub: Path, facts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the cache, as without a network; a local folder of that name wins."""
+    commit = "0" * 40
+    repository = hub / "cache" / "models--some--model"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    (repository / "snapshots" / commit).mkdir(parents=True)
+    settings = {"eos_token": "b", "chat_template": "{{ 1 }}"}
+    folder(repository / "snapshots" / commit, word_level(), tokenizer_config=settings)
+    names = ("eos_token", "chat_template", "path")
+    assert facts("some/model", *names) == ("b", "{{ 1 }}", "some/model")
+    Path("some/model").mkdir(parents=True)
+    folder(Path("some/model"), word_level(), tokenizer_config={"eos_token": "a"})
+    assert facts("some/model", "eos_token") == ("a",)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(TokenizerError, match="Run: pip install huggingface-hub"):
+        facts("some/other")
+
+
+def test_tokenizers_of_transformers(tokenizer, facts, tmp_path, pack) -> None:
+    """What the object says of its tokens and template is what its folder says."""
+    names = ("vocab_sha256", "probe_sha256", "bos_id", "eos_id", "pad_id", "adds_bos")
+    names += ("chat_template", "tool_use_template")
+    place = tokenizer("qwen3").file
+    loaded = transformers.AutoTokenizer.from_pretrained(place)
+    assert facts(loaded, *names) == facts(place, *names)
+    loaded.eos_token, loaded.chat_template = "<|endoftext|>", {"default": "{{ 1 }}", "rag": "a"}
+    names = ("eos_token", "chat_template", "name")
+    assert facts(loaded, *names) == ("<|endoftext|>", "{{ 1 }}", type(loaded).__name__)
+    assert facts(loaded, "chat_template", template="rag") == ("a",)
+    made = word_level(**{"<e>": 2, "<b>": 3})
+    made.add_special_tokens(["<e>", "<b>"])
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<b> $A", special_tokens=[("<b>", 3)]
+    )
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<e>")
+    assert facts(fast, "bos_id", "eos_id", "adds_bos") == (3, 2, True)
+    # Saved by transformers it has other bytes, but is the tokenizer of the dataset.
+    dataset = pack(fast, {"prompt": "a", "chosen": "b", "rejected": "a"}).dataset
+    fast.save_pretrained(tmp_path)
+    assert main(["show", dataset.url, "--tokenizer", str(tmp_path)]) == 0
 
 
 def folder(tmp_path: Path, made: tokenizers.Tokenizer, **files: object) -> Path:

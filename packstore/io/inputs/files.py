@@ -11,6 +11,7 @@ import hashlib
 import io
 import itertools
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -267,7 +268,10 @@ def _files(location: Location) -> list[tuple[str, Location]]:
     # In a URL a question mark starts the query.
     if not any(c in url for c in ("*[" if "://" in url else "*?[")):
         location.files()  # raises if the bucket is missing
-        raise InputError(sentence(location.display, "must exist", "no such file", "Check the path"))
+        remedy = "Check the path"
+        if re.fullmatch(r"[\w-]+/[\w-]+", url):
+            remedy += f"; of a dataset on the Hugging Face hub, give hf://datasets/{url}/FILES"
+        raise InputError(sentence(location.display, "must exist", "no such file", remedy))
     dotted = os.path.basename(url).startswith(".")
     matches = [m for m in location.glob() if dotted or not os.path.basename(m.url).startswith(".")]
     if not matches:

@@ -98,7 +98,8 @@ def missing_filesystem(url: str, error: ImportError) -> MissingExtraError:
         cause = error.__cause__ if isinstance(error.__cause__, ImportError) else error
         return missing_extra(f"{scheme}:// storage", EXTRAS[scheme], cause)
     rule = "the package of its filesystem must be installed"
-    return MissingExtraError(sentence(display(url), rule, str(error)))
+    remedy = "Run: pip install huggingface-hub" if scheme == "hf" else ""
+    return MissingExtraError(sentence(display(url), rule, str(error), remedy))
 
 
 def means_exists(error: BaseException) -> bool:
@@ -194,6 +195,11 @@ _NAMED: dict[Cause, str] = {
     "ContentLengthError ResponseParserError ContentDecodingError ChecksumError",
     Cause("bytes that were damaged on the way", _LATER, True): "BadDigest FlexibleChecksumError "
     "XAmzContentChecksumMismatch XAmzContentSHA256Mismatch",
+    Cause(
+        "that the Hugging Face hub is switched off (HF_HUB_OFFLINE)",
+        "Unset it; or `hf download` the files where there is a network, and name the local ones",
+        False,
+    ): "OfflineModeIsEnabled",
     _UNREACHABLE: "EndpointConnectionError ConnectionClosedError ClientConnectionError "
     "ServerDisconnectedError ClientConnectorError HTTPClientError ServiceRequestError "
     "ServiceResponseError ProxyError RemoteDisconnected ECONNREFUSED ECONNRESET ECONNABORTED "

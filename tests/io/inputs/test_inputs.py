@@ -73,6 +73,7 @@ def test_paths_are_recorded_as_given(folder: Path, source: Any, paths: list[str]
     [
         ("nowhere.jsonl", r"^nowhere\.jsonl: must exist; found no such file\. Check"),
         (["a.jsonl", "nowhere.jsonl"], r"^nowhere\.jsonl: must exist"),
+        ("trl-lib/kto", r"^trl-lib/kto: must exist; .* give hf://datasets/trl-lib/kto/FILES\.$"),
         ("no*.jsonl", r"^no\*\.jsonl: the pattern must match at least one file"),
         ("notes.txt", r"^notes\.txt: its name must end in one of \.jsonl .*'notes\.txt'"),
         ("data.gz", r"^data\.gz: its name must end in one of \.jsonl"),
@@ -96,6 +97,14 @@ def test_what_is_no_input(folder: Path, source: Any, text: str) -> None:
     with pytest.raises(InputError, match=text) as caught:
         load(source)
     assert str(caught.value).isprintable()
+
+
+def test_the_hub_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not tried again for minutes, as other stores are."""
+    # The variable of the environment is read at the import, which was before.
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(StorageError, match=r"switched off \(HF_HUB_OFFLINE\)\. .*hf download"):
+        load("hf://datasets/trl-lib/kto/data/train-*.parquet")
 
 
 def test_a_file_that_vanishes(folder: Path) -> None:
