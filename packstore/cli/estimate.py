@@ -71,7 +71,7 @@ def _doctor(args: argparse.Namespace) -> int:
 
 def print_diagnosis(diagnosis: Diagnosis) -> None:
     """Prints the findings as a table."""
-    from packstore.etl.doctor import meaning
+    from packstore.etl.notes import meaning
 
     console = common.stdout_console()
     console.print(f"{diagnosis.records:,} records of kind {diagnosis.kind}")

@@ -16,11 +16,12 @@ from typing import Any, Literal
 
 import numpy as np
 
-from packstore.config import CHECK_RETRIES, REASONS, PackConfig
+from packstore.config import CHECK_RETRIES, PackConfig
 from packstore.config.fields import MEANINGFUL
 from packstore.errors import ConfigError, PackstoreError, quote
 from packstore.etl.dedup_and_split import Seen
 from packstore.etl.estimate import SAMPLE, Estimate, Measured, estimate, estimate_of
+from packstore.etl.notes import PROBLEMS
 from packstore.etl.sources import RecordExampleReader, open_examples
 from packstore.etl.tokenize import Tokenize
 from packstore.etl.totals import absent_fields, dropped_unasked
@@ -35,39 +36,6 @@ from packstore.progress import Progress
 from packstore.tokenizer import Tokenizer
 from packstore.tokenizer.records.shapes import Parsed, parse_record
 from packstore.tokenizer.refusals import Refused
-
-MEANING = {
-    "double_bos": "a sequence begins with BOS twice",
-    "no_bos": "the tokenizer begins texts with BOS, a sequence does not",
-    "no_eos": "a response does not end with EOS, so the model is not taught to stop",
-    "marker_no_token": "a marker of the chat template is no token, but split into several",
-    "unknown_tokens": "text that the vocabulary cannot spell",
-    "generation_prompt_always": "the chat template writes the generation prompt even where it is "
-    "not asked for; behind the last turn it is stored, and not supervised",
-    "empty_thinking": "a turn begins with an empty thinking block, which is not supervised",
-    "arguments_quoted": "arguments of tool calls that are JSON text, quoted by the chat template",
-    "reasoning_unrendered": "the chat template leaves out the reasoning of a supervised turn",
-    "empty_prompt": "the prompt is empty, or only white space",
-    "glued_prompt": "no white space separates the prompt from its answer",
-    "duplicate_prompts": "the prompt of an earlier record again (dedup=prompt leaves it out)",
-    "duplicate_records": "an earlier record again, rewards apart (dedup=pair leaves it out)",
-    "reward_default": "no rewards, while other records have some: 1 and 0 are taken",
-}
-"""Checks of texts and tokenized sequences, and notes of packing that need an explanation."""
-
-
-def meaning(check: str) -> str:
-    """Returns what a check finds, with the setting that decides what then happens, if any."""
-    if check in MEANING or check not in REASONS:
-        return MEANING.get(check, "")
-    rule, answers = REASONS[check]
-    return f"{rule} (--on {check}={'|'.join(answers)})" if answers else f"{rule} (setting {check})"
-
-
-PROBLEMS = (
-    *("double_bos", "no_bos", "no_eos", "marker_no_token"),
-    *("reward_reversed", "reward_rounded"),
-)
 
 
 @dataclass(frozen=True)

@@ -45,9 +45,6 @@ from packstore.pack.plan import merged_statistics
 from packstore.progress import Progress
 from packstore.tokenizer.fastest import misread
 
-WARNED = ("reward_reversed", "reward_default", "reward_rounded")
-"""Events that usually mean a mistake in the data; logged as warnings."""
-
 log = logging.getLogger("packstore")
 
 
@@ -257,6 +254,3 @@ def _log_result(dataset: Dataset) -> None:
     )
     if not m.statistics.planning.get("shuffle", True):
         log.info("kept the order of the input (shuffle=False): packs hold neighbours of the input")
-    for event, count in m.records.noted.items():
-        level = logging.WARNING if event in WARNED else logging.INFO
-        log.log(level, "noted in %s records: %s", f"{count:,}", event)

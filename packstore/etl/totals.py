@@ -11,6 +11,7 @@ from packstore.config import PackConfig
 from packstore.config.fields import MEANINGFUL
 from packstore.errors import ConfigError, DropRateError, InputError, sentence
 from packstore.etl.dedup_and_split import DUPLICATES, OTHER_PART
+from packstore.etl.notes import PROBLEMS
 from packstore.etl.provenance import provenance_of
 from packstore.etl.rejects import RejectsFile
 from packstore.etl.sources import ExampleReader
@@ -109,6 +110,10 @@ class RecordTotals(Counting):
             first = next((s for s in self._tally.samples if s.reason == reason), None)
             text = "" if first is None else f"; the first: {first.where}: {first.detail}"
             log.warning("dropped %s records: %s%s", f"{count:,}", reason, text)
+        for event, count in self._tally.events.items():
+            level = logging.WARNING if event in PROBLEMS else logging.INFO
+            text = f" ({PROBLEMS[event]})" if event in PROBLEMS else ""
+            log.log(level, "noted in %s records: %s%s", f"{count:,}", event, text)
         _check_drops(self._tally, self._config)
         _check_fields(self._tally, self._config, next(iter(self._jobs.values())))
         for part in self._jobs:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from small_jobs import trained_tokenizer, write_jsonl
+from small_jobs import trained_tokenizer, write_jsonl, write_tokenizer
 from tokenizers import Tokenizer
 
 import packstore
+from packstore.cli import main
 from packstore.errors import ConfigError, RecordError
 
 Record = dict[str, Any]
@@ -84,3 +86,35 @@ def test_the_log_names_them_once(do_pack: Pack, caplog: pytest.LogCaptureFixture
     told = [r.getMessage() for r in caplog.records if r.levelno == logging.INFO]
     assert "further fields not used: lang" in told
     assert any("score_chosen" in text for text in told)
+
+
+HARMFUL = {
+    "no_eos": PAIRS[:1],
+    "reward_reversed": [{**PAIRS[0], "chosen_reward": 1, "rejected_reward": 2}],
+    "reward_rounded": [{**PAIRS[0], "chosen_reward": 1e9 + 1, "rejected_reward": 1e9}],
+    "reward_default": [SCORED[0], PAIRS[0]],
+}
+"""Note -> records that have it, with a tokenizer that names no EOS."""
+
+
+@pytest.mark.parametrize("note", HARMFUL)
+def test_a_problem_of_doctor_is_a_warning_of_the_job(
+    note: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In Python, with --quiet, and of appended records; with what it means."""
+    source, out = write_jsonl(tmp_path / "in.jsonl", HARMFUL[note]), str(tmp_path / "out")
+    path = str(write_tokenizer(tmp_path / "tokenizer.json"))
+    [found] = [f for f in packstore.doctor(source, path).findings if f.check == note]
+    assert found.level == "problem"
+    more = write_jsonl(tmp_path / "more.jsonl", [{**r, "prompt": "a "} for r in HARMFUL[note]])
+    quiet = ["pack", source, f"{out}-2", "--tokenizer", path, "--quiet"]
+    jobs = (
+        lambda: packstore.pack(source, out, path),
+        lambda: packstore.append(out, more),
+        lambda: main(quiet),
+    )
+    for job in jobs:
+        caplog.clear()
+        job()
+        warned = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+        assert any(re.fullmatch(rf"noted in 1 records: {note} \(.+\)", text) for text in warned)
