@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from packstore import errors
 from packstore.config import (
+    BatchConfig,
     PackConfig,
     PlanConfig,
     RunConfig,
@@ -19,6 +20,8 @@ from packstore.config import (
     TokenizeConfig,
     WriteConfig,
 )
+from packstore.config.names import ELSEWHERE
+from packstore.config.training import TrainConfig
 from packstore.errors import ConfigError, UnknownNameError, sentence
 from packstore.format import Examples, seeds
 from packstore.testing import assert_examples_equal, random_examples
@@ -70,8 +73,19 @@ def test_config_refuses(settings: dict[str, object], text: str) -> None:
 def test_config_names_the_nearest_setting() -> None:
     with pytest.raises(UnknownNameError, match="Did you mean 'pack_size'"):
         PackConfig.of(packsize=8)
+    with pytest.raises(UnknownNameError, match="Did you mean 'examples_per_step' or 'packs_per_b"):
+        BatchConfig.of(batch_size=4)
+    with pytest.raises(UnknownNameError, match=r"The dataset decides: PackedDataset\(url, shuffle"):
+        BatchConfig.of(shuffle=True)
     with pytest.raises(UnknownNameError, match="unknown field 'promt'"):
         PackConfig.of(fields={"promt": "question"})
+
+
+def test_names_of_other_tools_lead_to_settings() -> None:
+    settings = {*PackConfig.names(), *TrainConfig.names(), *BatchConfig.names()}
+    flags = {"tokenizer", "tracker", "loss_parameter"}  # of commands, not settings
+    assert {name for ours in ELSEWHERE.values() for name in ours.split()} <= settings | flags
+    assert settings & ELSEWHERE.keys() <= {"shuffle"}  # which a loader does not have
 
 
 def test_every_setting_has_one_home_and_a_help() -> None:

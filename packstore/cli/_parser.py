@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import re
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from packstore.config.names import meant
 from packstore.errors import display, visible_line
 
 FRONT_PAGE = """\
@@ -101,8 +101,8 @@ class Parser(argparse.ArgumentParser):
         wrong = re.match(r"unrecognized arguments: (--[\w-]+)", message)
         if wrong is None and (wrong := re.search(r"invalid choice: '([^']+)'", message)):
             known = re.findall(r"[\w-]+", message[wrong.end() :])
-        if wrong and (near := difflib.get_close_matches(wrong[1], known, n=1)):
-            return f"{message.partition(' (choose from')[0]}. Did you mean {near[0]}?"
+        if wrong and (hint := meant(wrong[1], known, str)):
+            return f"{message.partition(' (choose from')[0]}.{hint}"
         number = re.fullmatch(r"argument (.+): invalid (int|float) value: (.+)", message)
         if number:
             message = f"{number[1]} must be {NUMBERS[number[2]]}; found {number[3]}"

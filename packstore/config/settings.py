@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import hashlib
 import json
@@ -17,6 +16,7 @@ from typing import Any, Literal, Self
 
 import msgspec
 
+from packstore.config.names import meant
 from packstore.errors import ConfigError, UnknownNameError, display, is_mistyped, quote, spelled
 
 RANGES: Mapping[str, tuple[str, Callable[[Any, Any], bool]]] = {
@@ -120,8 +120,7 @@ def check_names(
     known = sorted(known)
     for name in given:
         if name not in known:
-            near = difflib.get_close_matches(str(name), known, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
+            hint = meant(str(name), known)
             raise UnknownNameError(f"unknown {what} {quote(name)}; {listed_by} lists all.{hint}")
 
 

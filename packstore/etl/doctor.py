@@ -207,7 +207,7 @@ def _drops(planned: Estimate, config: PackConfig) -> preflight.Trial:
     tally, (choice,) = planned.tally, planned.choices
     overlong = choice.overlong / max(choice.overlong + choice.examples, 1)
     rate = (dropped_unasked(tally) + overlong * tally.kept) / max(tally.read, 1)
-    text = f"{rate:.1%} are dropped; max_drop_rate allows {config.max_drop_rate:.0%}"
+    text = f"{100 * rate:.3g}% are dropped; max_drop_rate allows {100 * config.max_drop_rate:g}%"
     return preflight.Trial("records", rate <= config.max_drop_rate, text)
 
 

@@ -185,7 +185,7 @@ def _check_drops(tally: Tally, config: PackConfig) -> None:
     if tally.dropped["overlong"] == max(tally.dropped.values(), default=0):
         remedy = "Raise pack_size or max_length, or set overlong to truncate_prompt"
     if tally.kept:
-        must = f"at most {config.max_drop_rate:.0%} of the records may be dropped"
+        must = f"at most {100 * config.max_drop_rate:g}% of the records may be dropped"
         remedy += ", or allow more with max_drop_rate"
     share = f"{dropped:,} of {tally.read:,} dropped: {reasons}{where}"
     raise DropRateError(sentence("input", must, share, remedy))

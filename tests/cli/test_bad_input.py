@@ -67,6 +67,11 @@ CASES: dict[str, tuple[bytes | None, list[str], list[str]]] = {
         ["good.jsonl", "--pack-size", "8"],
         ["40 of 40 dropped: 40 overlong", "Raise pack_size"],
     ),
+    "a share below one percent": (
+        FIRST + one(rejected=GOOD["chosen"]),
+        ["bad.jsonl", "--max-drop-rate", "0.0001"],
+        ["at most 0.01% of the records may be dropped"],
+    ),
     "unknown store": (None, ["nope://bucket/x.jsonl"], ["nope://bucket/x.jsonl"]),
 }
 

@@ -173,7 +173,7 @@ def test_a_dry_run_finds_what_would_stop_the_job(
 ) -> None:
     write_jsonl(folder / "pairs.jsonl", RECORDS[:3] + 2 * [{**RECORDS[0], "rejected": ""}])
     assert main(["pack", "--config", job(), "--dry-run"]) == 1
-    assert "40.0% are dropped; max_drop_rate allows 10%" in capsys.readouterr().out
+    assert "40% are dropped; max_drop_rate allows 10%" in capsys.readouterr().out
     assert main(["pack", "--config", job(max_drop_rate=0.5)]) == 0
     capsys.readouterr()
     assert main(["pack", "--config", job(max_drop_rate=0.5), "--dry-run"]) == 0
