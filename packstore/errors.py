@@ -225,9 +225,11 @@ class StorageError(PackstoreError, OSError):
 
     Attributes:
         passing: True: a retry helps; False: it never does; None: it seldom does.
+        written: True if the file is there, whole, but might not survive a power cut.
     """
 
     passing: bool | None = None
+    written: bool = False
 
     @property
     def is_missing(self) -> bool:

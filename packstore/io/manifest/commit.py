@@ -13,6 +13,8 @@ import hashlib
 import re
 from collections.abc import Mapping
 
+import msgspec
+
 from packstore.errors import (
     ConfigError,
     DatasetExistsError,
@@ -30,6 +32,12 @@ FOLDER, DATA = "_packstore", "data"
 """Folders of a dataset: manifests and notes; shards."""
 MAX_MANIFEST_BYTES = 256 << 20
 """Maximum bytes of a manifest, checked on write and on read."""
+MAX_COST, FREE_COST = 8, 64 << 20
+"""A manifest takes at most so many times its bytes in memory, and free bytes more."""
+_COSTS = {b",": 40, b":": 40, b"[": 64, b"{": 64, b'"': 16}
+"""Bytes that values take at most in memory, by the characters of JSON that there are for each: a
+number in a list 40, an empty list 80, a text 32 besides its own, a name 80."""
+
 _SHARD = r"[0-9a-f]{12}(?:-p[0-9]{5,})?-[0-9]{5,}-[0-9a-f]{16}\.(?:parquet|arrow)"
 SHARD = re.compile(rf"{DATA}/(?:{_SHARD}|\.{_SHARD}\.[0-9a-f]{{32}})")
 """Path of a shard of any job; a hidden one is not finished."""
@@ -38,7 +46,6 @@ DATASET = "manifest"
 
 _HASH, _END = "sha256", b"\n}\n"
 _LAST = re.compile(rb',\s*"([^"]*)"\s*:\s*("[^"]*"|[^"{}\[\]]*?)\s*}\s*')
-_DAMAGED = "Restore the file from a copy, or open another version"
 
 
 def manifest_path(version: int, name: str = DATASET) -> str:
@@ -71,7 +78,18 @@ def read_committed(
     where = location.join(path).display
     if sizes[number] > MAX_MANIFEST_BYTES:
         raise too_large(where, str(sizes[number]))
-    return without_hash(location.read_bytes(path), where), where, number
+    data = location.read_bytes(path)
+    _check_cost(data, where)
+    other, do = max((n for n in sizes if n != number), default=0), "Restore it from a copy"
+    do += f", open version {other} (version={other}, --version {other})" if other else ""
+    if number > other:
+        do += ", or write another version (overwrite=True, --overwrite)"
+    try:
+        msgspec.json.decode(data, type=msgspec.Raw)
+    except (msgspec.DecodeError, RecursionError) as error:  # torn, where no file is made at once
+        found = f"{len(data)} bytes: {error}"
+        raise IntegrityError(sentence(where, "must be valid JSON", found, do)) from error
+    return _without_hash(data, where, do), where, number
 
 
 def require_exclusive(location: Location) -> None:
@@ -102,9 +120,16 @@ def commit(location: Location, data: bytes, version: int, name: str = DATASET) -
     data, path = with_hash(data), manifest_path(version, name)
     if len(data) > MAX_MANIFEST_BYTES:
         raise too_large(location.join(path).display, str(len(data)))
+    _check_cost(data, location.join(path).display)
     with contextlib.suppress(DatasetExistsError):
         if version == refuse_existing(location, True, name):
-            location.create_bytes(path, data)
+            try:
+                location.create_bytes(path, data)
+            except StorageError as error:
+                if not error.written:
+                    raise
+                rule = f"version {version} is committed, but might not survive a power cut"
+                raise StorageError(sentence(location.display, rule, do=str(error))) from error
             return
     if version not in versions(location, name) or location.read_bytes(path) != data:
         raise too_late(location)
@@ -136,7 +161,7 @@ def with_hash(text: bytes) -> bytes:
     return body + b',\n "%s": %s%s' % (_HASH.encode(), _sha256(body), _END)
 
 
-def without_hash(data: bytes, where: str) -> bytes:
+def _without_hash(data: bytes, where: str, do: str) -> bytes:
     """Verifies and removes the hash; returns the JSON object, or `data` if it has no hash."""
     comma = data.rfind(b",")
     last = _LAST.fullmatch(data, comma) if comma >= 0 else None
@@ -147,12 +172,12 @@ def without_hash(data: bytes, where: str) -> bytes:
         return data[:comma] + _END
     if named:
         must = f"the text before field {_HASH!r} must have the sha256 that it names"
-        raise IntegrityError(sentence(where, must, "another: the file is damaged", _DAMAGED))
+        raise IntegrityError(sentence(where, must, "another: the file is damaged", do))
     if matches:
         # One flipped bit in its name would make the hash a field that readers ignore. A value that
         # matches shows that it is not the last field of another writer.
         must = f"the field with the hash of the manifest must be named {_HASH!r}"
-        raise IntegrityError(sentence(where, must, quote(last[1]), _DAMAGED))
+        raise IntegrityError(sentence(where, must, quote(last[1]), do))
     return data
 
 
@@ -190,6 +215,16 @@ def too_late(location: Location) -> DatasetExistsError:
     parts = "only one writer may commit at a time", "that another one just did"
     remedy = "Look at its dataset, then run again if it is not yours"
     return DatasetExistsError(sentence(location.display, *parts, remedy))
+
+
+def _check_cost(data: bytes, where: str) -> None:
+    """Refuses, before it is parsed, a manifest of very many small values."""
+    cost, most = sum(data.count(c) * n for c, n in _COSTS.items()), MAX_COST * len(data) + FREE_COST
+    if cost > most:
+        must = f"a manifest must take at most {MAX_COST} times its bytes in memory"
+        found = f"{cost} from {len(data)}"
+        do = "Write larger row groups (row_group_tokens)"
+        raise FormatError(sentence(where, must, found, do))
 
 
 def too_large(where: str, found: str) -> FormatError:

@@ -89,22 +89,29 @@ def in_its_folder(full: str, put: Callable[[], None]) -> None:
     return put()
 
 
+class UnsyncedError(OSError):
+    """A new file is there, whole, but its folder could not be synced."""
+
+
 def create(full: str, data: bytes) -> None:
-    """Writes a temporary file and links it: link never replaces, and readers see it complete."""
+    """Writes a temporary file and links it: link never replaces, and readers see it complete.
+
+    Raises:
+        FileExistsError: there is such a file.
+        UnsyncedError: all was done but the last step.
+    """
     temporary = _hidden(full)
     try:
         _write_new(temporary, data)
-        try:
-            os.link(temporary, full)
-        except FileExistsError:
-            raise
-        except OSError:  # no hard links on this filesystem
-            if not _rename_new(temporary, full):  # still one winner, but not in one step
-                _write_new(full, data)
+        if not (_link_new(temporary, full) or _rename_new(temporary, full)):
+            _write_new(full, data)  # still one winner, but not in one step
     finally:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
-    sync_folder(os.path.dirname(full))
+    try:
+        sync_folder(os.path.dirname(full))
+    except OSError as error:
+        raise UnsyncedError(error.errno, error.strerror) from error
 
 
 def replace(full: str, data: bytes) -> None:
@@ -146,6 +153,17 @@ def _write_new(path: str, data: bytes) -> None:
         except BaseException:
             os.unlink(path)  # ours; half a manifest would make the dataset unreadable
             raise
+
+
+def _link_new(source: str, target: str) -> bool:
+    """Links a file under a new name; returns False if the filesystem has no hard links."""
+    try:
+        os.link(source, target)
+    except FileExistsError:
+        raise
+    except OSError:
+        return False
+    return True
 
 
 def _rename_new(source: str, target: str) -> bool:

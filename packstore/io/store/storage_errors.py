@@ -26,6 +26,7 @@ from packstore.errors import (
     logins,
     sentence,
 )
+from packstore.io.store.local import UnsyncedError
 from packstore.registry import missing_extra
 
 _SCHEMES = {"s3": "s3 s3a", "gcs": "gs gcs", "azure": "az abfs abfss", "http": "http https"}
@@ -86,8 +87,10 @@ def as_storage_errors(verb: str, url: str, options: Mapping[str, Any]) -> Iterat
             payer = "if its bucket lets the requester pay, add requester_pays=true"
             cause = cause._replace(do=f"{cause.do}; {payer}")
         what = f"{cause.what} ({code})" if code and cause.do else cause.what
-        named = StorageError(sentence(display(url), f"cannot {verb}", what, cause.do))
-        named.passing = cause.passing
+        written = isinstance(error, UnsyncedError)
+        rule = "it is written, but its folder cannot be synced" if written else f"cannot {verb}"
+        named = StorageError(sentence(display(url), rule, what, cause.do))
+        named.written, named.passing = written, False if written else cause.passing
         raise named from secrets.hide_in(error)
 
 
@@ -233,6 +236,7 @@ _NAMED: dict[Cause, str] = {
     Cause("no space left on the device", _OTHER_PLACE): "ENOSPC",
     Cause("File too large", "Raise the limit on file sizes (ulimit -f)"): "EFBIG",
     Cause("disk quota exceeded", _OTHER_PLACE): "EDQUOT",
+    Cause("an error of the device", "Check it, e.g. with dmesg"): "EIO",
     Cause("a read-only filesystem", "Name another place"): "EROFS",
     Cause("no such file or folder", "Check the path", False): "FileNotFoundError",
     Cause("permission denied", "Check the rights, or the credentials"): "PermissionError",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -15,7 +16,13 @@ from hypothesis import strategies as st
 from places import Files
 
 import packstore
-from packstore.errors import DatasetExistsError, DatasetNotFoundError, FormatError
+from packstore.errors import (
+    DatasetExistsError,
+    DatasetNotFoundError,
+    FormatError,
+    IntegrityError,
+    StorageError,
+)
 from packstore.torch import open_side
 
 pytestmark = pytest.mark.usefixtures("no_collector")
@@ -196,3 +203,63 @@ def test_text_that_is_not_unicode_is_refused(good, read):
     manifest.provenance["sources"][0]["path"] = "\udcff.jsonl"
     with pytest.raises(FormatError, match="valid Unicode"):
         manifest.to_json()
+
+
+DENSE = {  # values that take far more memory than text
+    "empty lists": b"[" + b",".join([b"[]"] * 4_000_000) + b"]",
+    "lists of one": b"[" + b",".join([b"[1]"] * 3_000_000) + b"]",
+    "short texts": b"[" + b",".join([b'"ab"'] * 4_000_000) + b"]",
+    "names": b"{" + b",".join(b'"%06d":1' % i for i in range(4_000_000)) + b"}",
+    "numbers": b"[" + b",".join([b"1.5"] * 9_000_000) + b"]",
+}
+
+
+@pytest.mark.parametrize("values", DENSE)
+def test_a_manifest_of_many_small_values_is_refused_before_it_is_parsed(values, good, read):
+    change = good.replace(b'"settings":{', b'"settings":{"x":%s,' % DENSE[values], 1)
+    with pytest.raises(FormatError, match="at most 8 times its bytes in memory; found"):
+        read(change)
+
+
+def test_a_torn_manifest_names_the_ways_out(kit, place):
+    """A system without links and exclusive renames may leave one after a crash."""
+    kit.made(place, 20), kit.made(place, 30, overwrite=True)
+    files = Files(place)
+    for end in (1000, 0):
+        second = files.read(MANIFEST.replace("1", "2"))[:end]
+        files.write(MANIFEST.replace("1", "2"), second)
+        told = rf"must be valid JSON; found {end} bytes.* open version 1 \(version=1.*--overwrite"
+        for read in (packstore.open, packstore.clean):
+            with pytest.raises(IntegrityError, match=told):
+                read(place)
+    assert len(packstore.open(place, version=1)) == 20
+    assert kit.made(place, 10, overwrite=True).version == 3
+    assert packstore.open(place).version == 3
+
+
+@pytest.mark.parametrize("links", [True, False], ids=["links", "no links"])
+def test_an_error_after_the_commit_says_that_the_version_is_there(
+    kit, tmp_path, monkeypatch, links
+):
+    """A disk that fails at the last sync of a folder; none can be asked to."""
+    kit.made(tmp_path, 20)
+    sync, there = os.fsync, tmp_path / MANIFEST.replace("1", "2")
+
+    def fail(handle: int) -> None:
+        if there.exists():
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        sync(handle)
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", fail)
+        if not links:
+            patch.setattr("os.link", refuse)
+        told = r"version 2 is committed, but might not .* an error of the device"
+        with pytest.raises(StorageError, match=told) as caught:
+            kit.made(tmp_path, 30, overwrite=True)
+    assert "denied" not in str(caught.value)
+    assert packstore.open(str(tmp_path)).verify().ok
+    assert packstore.open(str(tmp_path)).version == 2
