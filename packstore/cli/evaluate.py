@@ -91,6 +91,7 @@ def _evaluate(args: argparse.Namespace) -> int:
     with ranks(args.device) as device:
         from packstore.torch.losses.loss import PreferenceLoss
         from packstore.torch.training.evaluate import evaluate
+        from packstore.torch.training.reference import tell_unused
 
         loss = PreferenceLoss(name, **parameters)
         if kind == "sft" and not loss.only_sft:
@@ -100,6 +101,7 @@ def _evaluate(args: argparse.Namespace) -> int:
         if loss.reference and not (args.reference_model or args.ref_logps):
             remedy = "give --reference-model or --ref-logps"
             raise ConfigError(f"loss {name!r} compares with a reference: {remedy}.")
+        tell_unused(loss, args.reference_model, args.ref_logps)
         wanted = loss.reference and args.reference_model
         result: Any = evaluate(
             loaded(args, args.model, args.adapter, device),

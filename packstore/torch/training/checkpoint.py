@@ -53,7 +53,6 @@ class RunState:
     step: int
     examples: int
     loader: Mapping[str, Any]
-    schedule: Mapping[str, Any]
     optimizer: list[dict[str, Any]]
     random: list[Mapping[str, Any]]
     evaluation: Mapping[str, float] | None
@@ -149,7 +148,7 @@ def load_optimizer(
     checkpoint: Path,
     state: RunState,
 ) -> None:
-    """Restores the optimizer's state, but for whether updates are fused; a collective call."""
+    """Restores the moments of the weights, beside this run's own settings; a collective call."""
     of_parameter: dict[str, dict[str, Tensor]] = defaultdict(dict)
     try:
         tensors = load_file(checkpoint / OPTIMIZER)
@@ -165,8 +164,8 @@ def load_optimizer(
     for name, tensor in tensors.items():
         parameter, _, entry = name.rpartition(".")
         of_parameter[parameter][entry] = tensor
-    fused = optimizer.param_groups[0]["fused"]  # it depends on the device of this run
-    groups = [{**group, "fused": fused} for group in state.optimizer]
+    now = [{n: v for n, v in group.items() if n != "params"} for group in optimizer.param_groups]
+    groups = [{**of, **group} for of, group in zip(state.optimizer, now, strict=True)]
     whole: dict[str, Any] = {"state": dict(of_parameter), "param_groups": groups}
     options = StateDictOptions(full_state_dict=True)
     set_optimizer_state_dict(policy, optimizer, whole, options=options)

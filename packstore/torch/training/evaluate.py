@@ -33,7 +33,13 @@ from packstore.torch.models.compatibility import check_model
 from packstore.torch.models.unwrap import evaluating
 from packstore.torch.reference.arithmetic import Precision, lowered
 from packstore.torch.reference.reference_fingerprint import check_arithmetic
-from packstore.torch.training.reference import Autocast, Reference, frozen, of_the_batch
+from packstore.torch.training.reference import (
+    Autocast,
+    Reference,
+    frozen,
+    of_the_batch,
+    tell_unused,
+)
 
 
 @torch.no_grad()
@@ -76,6 +82,7 @@ def evaluate(
     """
     loss_fn = loss if isinstance(loss, PreferenceLoss) else PreferenceLoss(loss)
     models = [model] if reference is None or not loss_fn.reference else [model, reference]
+    tell_unused(loss_fn, None if reference is None else "reference")
     for each in models:
         check_model(dataset, each)
     sides = [s if isinstance(s, Side) else open_side(os.fspath(s)) for s in side]

@@ -127,7 +127,6 @@ class Loop:
             "step": self.step,
             "examples": self.examples,
             "loader": run.loader.state_dict(),
-            "schedule": run.schedule.state_dict(),
             "evaluation": evaluation,
             "config": run.config.recorded(),
         }

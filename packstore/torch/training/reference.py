@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -13,9 +14,12 @@ from packstore.config.training import TrainConfig
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.side.side import open_side
 from packstore.torch.batch.batch import PackedBatch
+from packstore.torch.losses.loss import PreferenceLoss
 from packstore.torch.models.load import is_adapter, load_model
 from packstore.torch.reference.reference import run_on_rank_zero
 from packstore.torch.reference.reference_fingerprint import check_arithmetic, check_reference
+
+logger = logging.getLogger("packstore")
 
 Autocast = Callable[[], AbstractContextManager[Any]]
 """Makes the context in which a model runs."""
@@ -32,6 +36,13 @@ def load_reference(config: TrainConfig) -> Any:
     """Loads the reference model of the settings; without one, the starting model."""
     path = config.reference_model or config.model
     return load_model(path, dtype=config.dtype, attention=config.attention)
+
+
+def tell_unused(loss_fn: PreferenceLoss, *given: str | None) -> None:
+    """Warns of references that are `given` to a loss without one."""
+    names = ", ".join(filter(None, given))
+    if names and not loss_fn.reference:
+        logger.warning("the loss has no reference; not used: %s", names)
 
 
 def frozen(policy: nn.Module, context: Autocast = nullcontext) -> Reference:

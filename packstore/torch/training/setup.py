@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -14,7 +15,7 @@ import torch.distributed.nn  # before a process group is made: see packstore.cli
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import AdamW
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from packstore.config.training import TrainConfig, TrainOptimizerConfig, lora_settings
 from packstore.errors import CompatibilityError, ConfigError, quote, sentence
@@ -55,6 +56,7 @@ from packstore.torch.training.reference import (
     frozen,
     load_reference,
     of_the_batch,
+    tell_unused,
 )
 from packstore.torch.training.sinks import tracker_names
 
@@ -91,6 +93,8 @@ class Run:
         _seed(config.seed)
         model = self._load_model(checkpoint)
         self._check_model(model, both)
+        given = (config.reference_model, config.ref_logps, config.validation_ref_logps)
+        tell_unused(self.loss_fn, *given)
         if self.loss_fn.reference:
             sides = [(config.ref_logps, self.dataset), (config.validation_ref_logps, held_out)]
             known = None if self.start is None else self.start.config
@@ -108,8 +112,9 @@ class Run:
             compile_layers(model)
         self.policy, self.optimizer = accelerator.prepare(policy, make_optimizer(policy, config))
         fuse_updates(self.optimizer.optimizer)
-        self.total_steps = count_steps(config, self.loader, self.start.step if self.start else 0)
-        self.schedule = make_schedule(self.optimizer.optimizer, config, self.total_steps)
+        done = self.start.step if self.start else 0
+        self.total_steps = count_steps(config, self.loader, done)
+        self.schedule = make_schedule(self.optimizer.optimizer, config, self.total_steps, done)
         self._make_references([config.ref_logps, config.validation_ref_logps][: len(both)])
         if checkpoint is None or self.start is None:
             _seed(config.seed, accelerator.process_index)
@@ -201,10 +206,12 @@ class Run:
         return reference
 
     def _restore(self, checkpoint: Path, state: RunState) -> None:
-        """Restores optimizer, schedule and random generators."""
+        """Restores optimizer and random generators."""
         load_optimizer(self.policy, self.optimizer.optimizer, checkpoint, state)
-        self.schedule.load_state_dict(dict(state.schedule))
-        rank = self.accelerator.process_index
+        rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
+        if ranks != len(state.random):
+            text = "since the checkpoint, the number of ranks was %d and is %d"
+            logger.warning(text, len(state.random), ranks)
         if rank < len(state.random):
             set_random_state(state.random[rank])
         else:
@@ -232,18 +239,24 @@ def fuse_updates(optimizer: torch.optim.Optimizer) -> None:
 
 
 def make_schedule(
-    optimizer: torch.optim.Optimizer, config: TrainOptimizerConfig, total_steps: int
+    optimizer: torch.optim.Optimizer, config: TrainOptimizerConfig, total_steps: int, done: int
 ) -> LRScheduler:
     """Makes the schedule: linear warm-up, then a cosine to 0 at `total_steps`, or constant.
 
-    `warmup` counts steps if it is at least 1; else it is a share of all of them.
+    `warmup` counts steps if it is at least 1; else it is a share of all of them. `done` steps of
+    the schedule are over.
     """
-    from transformers import get_scheduler
-
-    name = {"cosine": "cosine", "constant": "constant_with_warmup"}[config.schedule]
     warmup = int(config.warmup if config.warmup >= 1 else config.warmup * total_steps)
-    schedule: LRScheduler = get_scheduler(name, optimizer, warmup, total_steps)
-    return schedule
+
+    def share(step: int) -> float:
+        if step < warmup:
+            return step / warmup
+        through = min((step - warmup) / max(total_steps - warmup, 1), 1.0)
+        return (1 + math.cos(math.pi * through)) / 2 if config.schedule == "cosine" else 1.0
+
+    for group in optimizer.param_groups:
+        group["initial_lr"] = config.learning_rate
+    return LambdaLR(optimizer, share, last_epoch=done - 1)
 
 
 def _make_accelerator(config: TrainConfig) -> Any:

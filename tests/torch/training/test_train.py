@@ -213,17 +213,21 @@ def test_validation_is_of_every_pair_once(made: SimpleNamespace, tmp_path: Path)
             "loss": {"dpo": 0.8, "bco_pair": {"weight": 0.2, "beta": 0.3}},
             "loss_parameters": {"sft_weight": 0.5, "sft_average": "sequence_mean"},
         },
-        {"loss": "simpo"},
+        {"loss": "simpo", "reference_model": "mine"},
         {"dataset": "ranked", "loss_parameters": {"pairs": "all"}},
     ],
     ids=["mix", "no reference", "ranked"],
 )
-def test_other_losses_run(made: SimpleNamespace, tmp_path: Path, others: dict[str, Any]) -> None:
+def test_other_losses_run(
+    made: SimpleNamespace, tmp_path: Path, others: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
     if others.get("dataset") == "ranked":
         others = {**others, "dataset": made.urls["ranked"]}
     result = train(**settings(made, tmp_path, max_steps=3, **others))
     assert result.step == 3
     assert math.isfinite(result.metrics["loss"])
+    unused = f"the loss has no reference; not used: {others.get('reference_model')}"
+    assert (unused in caplog.text) == (others.get("loss") == "simpo")
 
 
 def test_lora_starts_at_its_reference(made: SimpleNamespace, tmp_path: Path) -> None:

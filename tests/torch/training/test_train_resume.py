@@ -183,3 +183,26 @@ def test_interrupted_inside_a_checkpoint(
     left = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert left == ["step-00000003", "step-00000005"]
     assert not (tmp_path / "model").exists()
+
+
+def test_a_run_goes_on_with_the_settings_that_are_given(
+    base: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those of the optimizer too, of which a checkpoint holds the former ones."""
+    used: list[tuple[float, float]] = []
+
+    def note(optimizer: Any, *_: Any) -> None:
+        group = optimizer.param_groups[0]
+        used.append((group["lr"], group["weight_decay"]))
+
+    settings = {**base, "validation": None, "eval_every": None, "output": str(tmp_path)}
+    settings |= {"schedule": "constant", "warmup": 0}
+    train(**{**settings, "max_steps": 2})
+    handle = register_optimizer_step_post_hook(note)
+    try:
+        train(**{**settings, "max_steps": 3, "learning_rate": 2e-3, "weight_decay": 0.5})
+    finally:
+        handle.remove()
+    assert used[-1] == (2e-3, 0.5)
+    assert [record["learning_rate"] for record in records(tmp_path)] == [1e-3, 1e-3, 2e-3]
+    assert "since the checkpoint, learning_rate was 0.001 and is 0.002" in caplog.text
