@@ -32,7 +32,7 @@ from packstore.progress import Progress
 
 log = logging.getLogger("packstore")
 
-_ADJUSTABLE = {*RunConfig.names(), "fields", "on", "partitions"}
+_ADJUSTABLE = {*RunConfig.names(), "dedup", "fields", "on", "partitions"}
 _CHUNK = 1 << 20
 
 COPIES_AT_ONCE = 4
@@ -59,8 +59,9 @@ def append(
         more: any source of :func:`packstore.pack`; a packed dataset is repacked.
         tokenizer: the tokenizer of the dataset; None: loaded from the path in its manifest.
         storage_options, source_storage_options, progress: see :func:`packstore.pack`.
-        settings: fields of ``RunConfig``, `partitions` of the new records, `fields`, and
+        settings: fields of ``RunConfig``, `partitions` of the new records, `fields`, `dedup`, and
             `on`, whose answers are added to those of the dataset. All others are its own.
+            ``dedup="pair"`` leaves out records that the dataset has; its packs are read for that.
 
     Raises:
         CompatibilityError: another tokenizer, template or kind.
@@ -90,8 +91,8 @@ def append(
                 raise TokenizerError(sentence(base.url, must, "", remedy))
         try:
             pack_into({None: job}, more, options, tokenizer, config, progress)
-        except AppendedBefore:
-            log.info("%s: already there, same input and settings", base.url)
+        except AppendedBefore as found:
+            log.info("%s: already there, %s", base.url, found)
             return base
     grown = job.committed
     added = grown.manifest.records.packed - base.manifest.records.packed
@@ -188,6 +189,9 @@ def _settings_of(base: Dataset, settings: Mapping[str, Any], packed: bool) -> Pa
     if "on" in settings:
         settings = {**settings, "on": {**recorded.get("on", {}), **settings["on"]}}
     config = PackConfig.of(**{**values, **settings})
+    if config.dedup == "prompt":
+        must = "dedup must be pair or none on append: the words of prompts are not stored"
+        raise ConfigError(sentence(base.url, must, "prompt", "Set it, or pack all records again"))
     if config.validation_fraction:
         raise ConfigError("validation_fraction makes two datasets of its own: set it for pack().")
     return config

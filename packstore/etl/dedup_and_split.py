@@ -1,11 +1,15 @@
 """Drops duplicates, and splits off examples for validation.
 
-Both compare 8-byte hashes of the records' words (:mod:`packstore.tokenizer.records.shapes`), so the
-result does not depend on the number of workers, and memory is 8 bytes for each record.
+Both compare 8-byte hashes, so the result does not depend on the number of workers, and memory is 8
+bytes for each record. Prompts are compared by their words, as the last token of a prompt may depend
+on what follows; pairs by their tokens, which a dataset stores, so that appended records are
+compared with those that are there.
 """
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -13,7 +17,9 @@ import numpy as np
 from packstore.config import PackConfig, SelectConfig
 from packstore.format.arrays import SOURCE_SHIFT, Bool, Examples, Int64, Tally
 from packstore.format.seeds import U64, derive, mixed
+from packstore.io.dataset.dataset import Dataset
 from packstore.io.inputs.pieces import place_of
+from packstore.pack.fill import unpack
 
 DUPLICATES = {"pair": "duplicate_pair", "prompt": "duplicate_prompt"}
 """Setting `dedup` -> reason under which dropped records are counted."""
@@ -31,14 +37,21 @@ class Selection:
     """Assigns examples to parts, in input order, by their prompts and the seed.
 
     `repeated` has the ids of the duplicates, int64, sorted; None: an example is a duplicate if an
-    earlier call had one with the same key. `paths`, ordinal -> path, name their places.
+    earlier call had one with the same key, or `known` has it. `paths`, ordinal -> path, name their
+    places.
     """
 
     def __init__(
-        self, config: PackConfig, repeated: Int64 | None, paths: Mapping[int, str]
+        self,
+        config: PackConfig,
+        repeated: Int64 | None,
+        paths: Mapping[int, str],
+        known: U64 | None = None,
     ) -> None:
         self._config, self._repeated, self._paths = config, repeated, paths
         self._seen = Seen()
+        if known is not None:
+            self._seen.add(known)
         self._salt = np.uint64(derive(config.seed, "validation"))
 
     def __call__(self, examples: Examples, tally: Tally) -> list[Examples]:
@@ -57,7 +70,7 @@ class Selection:
         if not self._config.validation_fraction:
             return [examples]
         # By the prompt: equal ones always share a part.
-        drawn = mixed(_keys(examples)[:, 0] ^ self._salt)
+        drawn = mixed(_prompts(examples) ^ self._salt)
         held = drawn < np.uint64(int(self._config.validation_fraction * 2.0**63) * 2)
         return [examples.take(np.flatnonzero(~held)), examples.take(np.flatnonzero(held))]
 
@@ -88,7 +101,28 @@ class Seen:
 
 def dedup_keys(examples: Examples, config: SelectConfig) -> U64:
     """Returns uint64 `[E]`, keys that are equal for examples that `dedup` treats as duplicates."""
-    return _keys(examples)[:, int(config.dedup == "pair")]
+    return pair_keys(examples) if config.dedup == "pair" else _prompts(examples)
+
+
+def pair_keys(examples: Examples) -> U64:
+    """Returns uint64 `[E]`, hashes of all tokens of each example and of which are supervised."""
+    keys, lengths = np.empty(examples.num_examples, np.uint64), examples.lengths
+    sequences = examples.example_offsets.tolist()
+    tokens = examples.sequence_offsets[examples.example_offsets].tolist()
+    for i, (first, end) in enumerate(itertools.pairwise(sequences)):
+        of = slice(*tokens[i : i + 2])
+        digest = hashlib.blake2b(lengths[first:end].data, digest_size=8)
+        digest.update(examples.input_ids[of].data)
+        digest.update(examples.supervised[of].data)
+        keys[i] = int.from_bytes(digest.digest(), "little")
+    return keys
+
+
+def stored_keys(dataset: Dataset) -> U64:
+    """Returns uint64 `[E]`, the keys of the pairs of a dataset, in its order."""
+    groups = range(len(dataset.row_groups))
+    keys = [pair_keys(unpack(dataset.read_packs(group))) for group in groups]
+    return np.concatenate([np.empty(0, np.uint64), *keys])
 
 
 def duplicates(keys: Sequence[U64], ids: Sequence[Int64]) -> list[Int64]:
@@ -112,6 +146,6 @@ def duplicates(keys: Sequence[U64], ids: Sequence[Int64]) -> list[Int64]:
     return [np.sort(i[again]) for i, again in zip(some_ids, parts, strict=True)]
 
 
-def _keys(examples: Examples) -> U64:
-    """Returns uint64 `[E, 2]`: hashes of the prompt and of the record."""
-    return np.empty((0, 2), np.uint64) if examples.keys is None else examples.keys
+def _prompts(examples: Examples) -> U64:
+    """Returns uint64 `[E]`: hashes of the prompts."""
+    return np.empty(0, np.uint64) if examples.keys is None else examples.keys

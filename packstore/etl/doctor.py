@@ -19,7 +19,7 @@ import numpy as np
 from packstore.config import CHECK_RETRIES, PackConfig
 from packstore.config.fields import MEANINGFUL
 from packstore.errors import ConfigError, PackstoreError, quote
-from packstore.etl.dedup_and_split import Seen
+from packstore.etl.dedup_and_split import Seen, pair_keys
 from packstore.etl.estimate import SAMPLE, Estimate, Measured, estimate, estimate_of
 from packstore.etl.notes import PROBLEMS
 from packstore.etl.sources import RecordExampleReader, open_examples
@@ -239,8 +239,8 @@ class _TokenLint:
         first_sequences = examples.example_offsets[:-1]
         flags = {c: np.logical_or.reduceat(s, first_sequences) for c, s in sequences.items()}
         assert examples.keys is not None
-        flags["duplicate_prompts"] = ~self._prompts.add(examples.keys[:, 0])
-        flags["duplicate_records"] = ~self._records.add(examples.keys[:, 1])
+        flags["duplicate_prompts"] = ~self._prompts.add(examples.keys)
+        flags["duplicate_records"] = ~self._records.add(pair_keys(examples))
         for check, flagged in flags.items():
             if flagged.any():
                 self.hits[check] += examples.example_ids[flagged].tolist()

@@ -20,9 +20,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from packstore.config import PackConfig
 from packstore.errors import DatasetExistsError, WrongEngineError, sentence
-from packstore.etl.dedup_and_split import duplicates, parts_of
+from packstore.etl.dedup_and_split import duplicates, parts_of, stored_keys
 from packstore.etl.engines import ENGINES
 from packstore.etl.partitions.resume import Partition, Written, check_growth
 from packstore.etl.partitions.slices import MANY_READS, READERS, read_keys, split
@@ -30,9 +32,9 @@ from packstore.etl.partitions.work import PackPartitions, in_task, warm_up
 from packstore.etl.provenance import finished_before, run_of
 from packstore.etl.rejects import RejectsFile, identity
 from packstore.etl.sources import ExampleReader, RecordExampleReader, open_examples
-from packstore.etl.tokenize import Tokenize
 from packstore.etl.totals import RecordTotals
 from packstore.format.arrays import Int64
+from packstore.format.seeds import U64
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.dataset.pack_index import put_index
 from packstore.io.manifest.manifest import build_manifest
@@ -143,8 +145,12 @@ def _pack(
     config = replace(config, partitions=reader.partitions)
     for job in jobs.values():
         job.check_fits(reader.kind, reader.carry, reader.provenance)
+    # No job that extends a dataset has parts.
+    base = next(iter(jobs.values())).extends if config.dedup != "none" else None
+    after = None if base is None else base.manifest.fingerprint
     notes = [
-        PartitionNotes(_absolute(job.location), run_of(reader, part)) for part, job in jobs.items()
+        PartitionNotes(_absolute(job.location), run_of(reader, part, after))
+        for part, job in jobs.items()
     ]
     for others in filter(None, (note.of_others() for note in notes)):
         log.info("%d finished partitions of other jobs are there: see `packstore clean`", others)
@@ -161,9 +167,10 @@ def _pack(
         _refuse_among_inputs(job, inputs)
     with RejectsFile(config.rejects, locations[0].storage_options, inputs) as rejects:
         totals = RecordTotals(jobs, reader, config, rejects, progress)
+        known = None if base is None else stored_keys(base)
         work = partial(PackPartitions, notes=notes, shape=shape, config=config, paths=reader.paths)
         written: list[list[Written]] = []
-        with contextlib.closing(_partitions(work, reader, config, totals)) as partitions:
+        with contextlib.closing(_partitions(work, reader, config, totals, known)) as partitions:
             for partition in partitions:
                 if not written:  # the job would fail at its end
                     check_growth(partition, config.partitions or 1, locations)
@@ -193,15 +200,16 @@ def _refuse_among_inputs(job: WriteJob, inputs: Iterable[Location]) -> None:
 
 
 def _partitions(
-    packing: Callable[[Tokenize | None], PackPartitions],
+    packing: Callable[..., PackPartitions],
     reader: ExampleReader,
     config: PackConfig,
     totals: RecordTotals,
+    known: U64 | None,
 ) -> Generator[Partition, None, None]:
     """Yields all partitions in order, each packed and written, or taken over from a note."""
     totals.read(0)
     if not isinstance(reader, RecordExampleReader) or not reader.inputs:
-        yield from packing(None).of_parts(reader, totals)
+        yield from packing(None, known=known).of_parts(reader, totals)
         return
     number = config.partitions or 1
     on_cluster = number > 1 and config.engine != "local"
@@ -225,9 +233,12 @@ def _partitions(
         reading = partial(in_task, read)
         keyed = run(reading, slices) if on_cluster else read(slices, run, totals.keyed)
         keys, ids = zip(*keyed, strict=True)
-        repeated = [*duplicates(keys, ids)]
+        there = np.empty(0, np.uint64) if known is None else known
+        before = np.full(len(there), -1)
+        repeated = list(duplicates([there, *keys], [before, *ids])[1:])
+        known = None
     items = list(zip(range(number), slices, repeated, strict=True))
-    work, taken = packing(reader.tokenize()), 0
+    work, taken = packing(reader.tokenize(), known=known), 0
     done = run(partial(in_task, work), items) if on_cluster else work(items, run, totals)
     for partition in done:
         if on_cluster:

@@ -27,10 +27,15 @@ _DECIDING_ANSWERS = ("special_tokens", "invalid_unicode")
 """Settings, and answers of the setting `on`, that change the tokens of an example."""
 
 
-def run_of(reader: ExampleReader, part: str | None) -> str:
-    """Names a run, from facts known before its input is read: a rerun has the same name."""
+def run_of(reader: ExampleReader, part: str | None, after: str | None) -> str:
+    """Names a run, from facts known before its input is read: a rerun has the same name.
+
+    `after` is the fingerprint of the dataset whose duplicates it leaves out.
+    """
     sizes = reader.sizes if isinstance(reader, RecordExampleReader) else []
     facts = {**reader.provenance([]), "bytes": sizes, "part": part}
+    if after:
+        facts["after"] = after
     return fingerprint(without_paths(facts))[:12]
 
 

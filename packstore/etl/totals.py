@@ -114,6 +114,9 @@ class RecordTotals(Counting):
             level = logging.WARNING if event in PROBLEMS else logging.INFO
             text = f" ({PROBLEMS[event]})" if event in PROBLEMS else ""
             log.log(level, "noted in %s records: %s%s", f"{count:,}", event, text)
+        if not self._tally.kept and self._tally.dropped.keys() <= {*DUPLICATES.values()}:
+            for job in self._jobs.values():
+                job.refuse_known()
         _check_drops(self._tally, self._config)
         _check_fields(self._tally, self._config, next(iter(self._jobs.values())))
         for part in self._jobs:

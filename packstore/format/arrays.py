@@ -66,7 +66,7 @@ class Examples:
         reward: float32 `[S]`, the ground-truth reward of each sequence.
         example_ids: int64 `[E]`, ids that encode file and ordinal, see :func:`example_id`.
         columns: carried scalar columns of the input, each `[E]`.
-        keys: uint64 `[E, 2]`, hashes of prompt and record, if records are to be selected.
+        keys: uint64 `[E]`, hashes of the prompts, if records are to be selected.
     """
 
     input_ids: Int32

@@ -25,7 +25,7 @@ from packstore.tokenizer.records.fields import (
 )
 from packstore.tokenizer.records.overlong import fit
 from packstore.tokenizer.records.sequences import Draft, Mode, Sequences, Tokens, id_sequences
-from packstore.tokenizer.records.shapes import DEFAULT_REWARDS, parse_record, record_keys
+from packstore.tokenizer.records.shapes import DEFAULT_REWARDS, parse_record, prompt_key
 from packstore.tokenizer.refusals import Refused, raise_if_error
 from packstore.tokenizer.rendered import PLAIN_FIELDS, check_responses, draft_plain, draft_record
 from packstore.tokenizer.tokenizer import FAST, Tokenizer
@@ -42,7 +42,7 @@ class _Block:
     counts: list[int] = field(default_factory=list)  # sequences of each of these
     rewards: list[float] = field(default_factory=list)  # of each sequence
     carried: list[list[Any]] = field(default_factory=list)
-    keys: list[tuple[int, int]] = field(default_factory=list)  # hashes of prompt and record
+    keys: list[int] = field(default_factory=list)  # hashes of the prompts
     drafts: list[Draft] = field(default_factory=list)  # the sequences that are text
     ids: dict[int, Tokens] = field(default_factory=dict)  # the others, by number
     refused: dict[int, Refused] = field(default_factory=dict)  # by index in the block
@@ -159,7 +159,7 @@ class RecordTokenizer:
         if parsed.scored:
             block.scored.add(i)
         if self._wants_keys:
-            block.keys.append(record_keys(parsed))
+            block.keys.append(prompt_key(parsed))
         block.records.append(i)
         block.counts.append(len(parsed.responses))
         block.rewards += parsed.rewards

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from small_jobs import SETTINGS, pairs, trained_tokenizer
+from small_jobs import SETTINGS, pairs, trained_tokenizer, write_jsonl
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import packstore
@@ -213,3 +213,54 @@ def test_a_dataset_is_packed_anew_to_be_appended(tmp_path: Path) -> None:
     grown = packstore.append(a, str(tmp_path / "b"))
     assert grown.verify().ok
     assert {t for _, t in examples(grown)} == {t for d in (a, b) for _, t in examples(d)}
+
+
+@pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
+@pytest.mark.parametrize("partitions", [1, 3])
+def test_append_leaves_out_duplicates_of_what_is_there(
+    partitions: int, layout: str, tmp_path: Path
+) -> None:
+    """As one job over all records would; a repeated part adds nothing, in any form."""
+    settings = {"dedup": "pair", "layout": layout, "max_drop_rate": 1.0}
+    old, more = pairs(60), [*pairs(50, 20), *pairs(10, 75), *pairs(3, 75)]
+    whole = pack(tmp_path / "all", old + more, **settings)
+    base = pack(tmp_path / "ds", old, **settings)
+    files = write_jsonl(tmp_path / "more.jsonl", more)
+    grown = packstore.append(base, files, partitions=partitions)
+    records = grown.manifest.records
+    assert records.dropped == whole.manifest.records.dropped == {"duplicate_pair": 43}
+    tokens = [sorted(text for _, text in examples(d)) for d in (grown, whole)]
+    assert tokens[0] == tokens[1]
+    assert grown.verify().ok
+    again = packstore.append(grown, iter(old[:30]))
+    assert again.version == grown.version == 2
+    asked = packstore.append(pack(tmp_path / "no", old), more, dedup="pair")
+    assert asked.manifest.pairs == grown.manifest.pairs
+    kept = packstore.append(grown, iter(old[:30]), dedup="none")
+    assert kept.manifest.pairs == grown.manifest.pairs + 30
+
+
+def test_append_finds_duplicates_of_text_chats_and_answers(tmp_path: Path) -> None:
+    """What is stored gives the keys of what is tokenized, whatever the record was."""
+    tokenizer = trained_tokenizer(["Say yes or no."])
+    turns = [{"role": "user", "content": "Say."}, {"role": "assistant", "content": "Yes."}]
+    kinds: list[list[Any]] = [
+        [{"prompt": f"Say {i}.", "chosen": f"Yes {i}", "rejected": ""} for i in range(9)],
+        [{"messages": [*turns, *turns, *turns[:i]]} for i in range(2)],
+        [{"input_ids": [5, 6, 7 + i], "labels": [5, -100, 7 + i]} for i in range(9)],
+        [{"prompt": "Say.", "responses": ["a", "b", f"c{i}"], "scores": [1, 2, 3]}
+         for i in range(9)],
+    ]  # fmt: skip
+    for number, records in enumerate(kinds):
+        settings = {"chat_template": "chatml", "on": {"empty_side": "keep"}, "dedup": "pair"}
+        for layout in ("concat", "shared_prefix"):
+            place = tmp_path / f"{layout}-{number}"
+            base = packstore.pack(records, place, tokenizer, layout=layout, **settings)
+            assert packstore.append(base, iter(records), tokenizer).version == 1
+
+
+def test_append_refuses_to_compare_prompts(tmp_path: Path) -> None:
+    base = pack(tmp_path / "ds", pairs(9), dedup="prompt")
+    with pytest.raises(errors.ConfigError, match=r"must be pair or none on append.*prompts"):
+        packstore.append(base, pairs(3, 9))
+    assert packstore.append(base, pairs(3, 9), dedup="none").manifest.pairs == 4

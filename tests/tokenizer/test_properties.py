@@ -99,7 +99,7 @@ TEXTS = ["", " \n", "a", "hé<", "|im_end|> b", "x<|im_end|>", "汉字 " * 9, "\
     ],
 )
 def test_pairs_of_plain_text_take_a_short_way_to_the_same(pack, byte_level, answers):
-    """Hashes for `dedup` are made on the long way only."""
+    """Mapped fields are looked up on the long way only."""
     values = [
         dict(zip(("prompt", "chosen", "rejected"), texts, strict=True))
         for texts in itertools.product(TEXTS, repeat=3)
@@ -108,8 +108,8 @@ def test_pairs_of_plain_text_take_a_short_way_to_the_same(pack, byte_level, answ
     answers = {"missing_field": "drop", "one_reward": "drop", **answers}
     tokenizer = byte_level(special=("<|im_start|>", "<|im_end|>"))
     short, long = (
-        pack(tokenizer, *values, kind="preference", on=answers, dedup=dedup)
-        for dedup in ("none", "pair")
+        pack(tokenizer, *values, kind="preference", on=answers, fields=fields)
+        for fields in ({}, {"chosen": "chosen"})
     )
     assert (short.examples, short.rejects) == (long.examples, long.rejects)
     assert short.dataset.manifest.records == long.dataset.manifest.records

@@ -31,6 +31,7 @@ from packstore.etl.tokenize import Part
 from packstore.etl.totals import Contents, Counting
 from packstore.format import seeds
 from packstore.format.arrays import Examples, Tally
+from packstore.format.seeds import U64
 from packstore.io.inputs.files import Block
 from packstore.io.manifest.partition_notes import PartitionNotes
 from packstore.io.shards.shard import PackShape
@@ -52,10 +53,12 @@ killed job loses less, but each takes 3 % of the time of tokenizing, or 10 % for
 class Spilled:
     """A partition while it is read; its examples are on the local disk."""
 
-    def __init__(self, item: Item, config: PackConfig, paths: Mapping[int, str]) -> None:
+    def __init__(
+        self, item: Item, config: PackConfig, paths: Mapping[int, str], known: U64 | None
+    ) -> None:
         self.number, self.slices, repeated = self.item = item
         self._config = config
-        self._select = Selection(config, repeated, paths)
+        self._select = Selection(config, repeated, paths, known)
         self.spills = [Spill() for _ in parts_of(config)]
         self._tally = Tally()
         # Not empty, so that a rerun sees that they were collected.
@@ -89,7 +92,10 @@ class Spilled:
 
 
 class PackPartitions:
-    """Packs and writes partitions. Picklable, for the tasks of a cluster."""
+    """Packs and writes partitions. Picklable, for the tasks of a cluster.
+
+    `known` has the keys of duplicates of a dataset that grows, where a partition finds its own.
+    """
 
     def __init__(
         self,
@@ -98,8 +104,9 @@ class PackPartitions:
         shape: PackShape,
         config: PackConfig,
         paths: Mapping[int, str],
+        known: U64 | None,
     ) -> None:
-        self._tokenize, self._notes = tokenize, notes
+        self._tokenize, self._notes, self._known = tokenize, notes, known
         self._shape, self._config, self._paths = shape, config, paths
         self._hashes, self._begun = dict[int, str](), list[Spilled]()
 
@@ -163,7 +170,7 @@ class PackPartitions:
                 self._begun.pop().close()
 
     def _begin(self, item: Item) -> Spilled:
-        self._begun.append(Spilled(item, self._config, self._paths))
+        self._begun.append(Spilled(item, self._config, self._paths, self._known))
         return self._begun[-1]
 
     def _write(self, spilled: Spilled, contents: Contents, counting: Counting) -> Partition:

@@ -129,7 +129,7 @@ def _started(pid: int) -> str:
 
 
 class AppendedBefore(DatasetExistsError):
-    """The records to append already are the last part of the dataset."""
+    """The records to append already are in the dataset; the argument says how that was found."""
 
 
 class WriteJob:
@@ -183,11 +183,16 @@ class WriteJob:
             return
         last = past.get("combined_from")
         if last and last[-1].get("lineage") == about.get("lineage"):
-            raise AppendedBefore(self.location.display)
+            raise AppendedBefore("same input and settings")
         must = "records that are appended must not be in it yet"
         same = "these very ones, by the hash of the input"
         remedy = "To have them twice, pack them elsewhere and use concat"
         raise DatasetExistsError(sentence(self.location.display, must, same, remedy))
+
+    def refuse_known(self) -> None:
+        """Raises AppendedBefore if a dataset would be extended by records that it has, all."""
+        if self.extends is not None:
+            raise AppendedBefore("every record is a duplicate")
 
     def confirm(self, shards: Iterable[ShardInfo]) -> None:
         """Raises MissingFilesError unless all shards still exist, right before the commit."""

@@ -288,10 +288,10 @@ def _values(value: Any) -> Any:
     return [*map(unwrapped, value)] if isinstance(value, list | np.ndarray) else value
 
 
-def record_keys(parsed: Parsed) -> tuple[int, int]:
-    """Returns 64-bit hashes of the prompt and of the record, without rewards.
+def prompt_key(parsed: Parsed) -> int:
+    """Returns a 64-bit hash of the prompt.
 
-    They hash text, not ids, which at the end of a prompt may depend on what follows. The prompt of
+    It hashes text, not ids, which at the end of a prompt may depend on what follows. The prompt of
     a dialogue without a separate one ends before its first answer; without an answer, the whole
     record is the prompt.
     """
@@ -303,8 +303,7 @@ def record_keys(parsed: Parsed) -> tuple[int, int]:
         first: Any = parsed.responses[0]
         roles = [message["role"] for message in first]
         prompt = first[: roles.index("assistant")] if "assistant" in roles else []
-    record = _hash(whole)
-    return (_hash([prompt, parsed.tools]) if len(prompt) else record), record
+    return _hash([prompt, parsed.tools] if len(prompt) else whole)
 
 
 def _hash(parts: list[Any]) -> int:
