@@ -1,7 +1,8 @@
 """Finished partitions, and the notes by which a rerun takes them over.
 
-A partition is taken over if its blocks, duplicates and libraries are the same, and its inputs and
-shards are unchanged.
+A note is found by the name of its run: settings, tokenizer, sizes of the inputs and the package's
+version (``provenance.run_of``). Its partition is taken over if its blocks, duplicates and libraries
+are the same, and its inputs and shards are unchanged.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ def refuse_existing(location: Location, overwrite: bool, name: str = DATASET) ->
 
 
 def commit(location: Location, data: bytes, version: int, name: str = DATASET) -> None:
-    """Writes the text of a manifest, with its hash, if its number is free.
+    """Writes the text of a manifest, with its hash, if its number is free (``create_bytes``).
 
     `version` is that of :func:`refuse_existing` at the start of the job. The same text under it
     counts as written: an equal job was first, or this put was sent twice.

@@ -407,17 +407,6 @@ def count_step(
     return divisor.at_least_one()
 
 
-def _rewards(name: str, pairs: Pairs, beta: float) -> dict[str, Tensor]:
-    """Metrics of implicit rewards, `[n]` each."""
-    return {
-        f"{name}/chosen": beta * pairs.u,
-        f"{name}/rejected": beta * pairs.v,
-        f"{name}/margins": beta * pairs.d,
-        f"{name}/accuracies": (pairs.d > 0).to(pairs.chosen.dtype),
-        f"{name}/squares": beta**2 * (pairs.u**2 + pairs.v**2) / 2,
-    }
-
-
 def _divide(term: SumAndCount, divisor: Tensor | float | None) -> Tensor:
     """Returns sum / count, or sum / divisor; an empty sum gives 0."""
     total, count = term
