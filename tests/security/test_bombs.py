@@ -111,6 +111,30 @@ LIMITS = {
 }
 
 
+HUGE = b"\xff\xff\xff\x7f"
+FOOTERS = {  # name of a file -> its first and last bytes; a terabyte of nothing between
+    "a.parquet": (b"PAR1", HUGE + b"PAR1"),
+    "file.arrow": (b"ARROW1\0\0", HUGE + b"ARROW1"),
+    "stream.arrow": (b"\xff\xff\xff\xff" + HUGE, b""),
+    "none.parquet": (b"PAR1", b""),
+    "none.arrow": (b"ARROW1\0\0", b""),
+}
+
+
+def test_footers_are_looked_at_before_the_file_is_read(cell: Any, tmp_path: Path) -> None:
+    for name, (head, end) in FOOTERS.items():
+        with open(tmp_path / name, "wb") as file:
+            file.write(head)
+            file.truncate(1 << 40)
+            file.seek(0, os.SEEK_END)
+            file.write(end)
+    lines = cell(READ, "\n".join(FOOTERS)).splitlines()
+    assert len(lines) == len(FOOTERS)
+    for line in lines:
+        name = line.removeprefix("InputError ").partition(":")[0]
+        assert "none" in name or "of at most 67108864 bytes; found one of 2147483647" in line
+
+
 def test_input_files(cell: Any, tmp_path: Path) -> None:
     paths = []
     for number, (file, make) in enumerate(INPUTS.values()):

@@ -149,6 +149,9 @@ class InputReader:
         form = FORMATS.load(item.format)
         with contextlib.ExitStack() as stack:
             raw = stack.enter_context(item.location.open_read())
+            if form.check and not item.compression and raw.seekable():
+                form.check(raw, item.path)
+                raw.seek(0)
             hashed = HashedStream(raw)
             stream: BinaryIO = decompressed(hashed, item.compression, item.path)
             if form.random_access and (item.compression or item.location.local_path is None):

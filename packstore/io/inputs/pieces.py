@@ -53,16 +53,22 @@ class ReadOptions(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """Reader and parser of a file format; both raise :class:`InputError`.
+    """Reader and parser of a file format; all raise :class:`InputError`.
 
-    `read` ``(stream, path, options)`` yields pieces to the end of the stream, which is seekable if
-    `random_access`; `parse` ``(payload, path, first)`` returns ordinals and values of a piece.
+    `read` ``(stream, path, options)`` yields pieces to the end of the stream; `parse` ``(payload,
+    path, first)`` returns ordinals and values of a piece. If there is a `check` ``(stream, path)``
+    of the footer, made before the rest is read, the stream is seekable.
     """
 
     unit: str
     read: Callable[[BinaryIO, str, ReadOptions], Iterator[Piece]]
     parse: Callable[[Any, str, int], tuple[Sequence[int], Sequence[object]]]
-    random_access: bool = False
+    check: Callable[[BinaryIO, str], object] | None = None
+
+    @property
+    def random_access(self) -> bool:
+        """True if the stream must be seekable."""
+        return self.check is not None
 
 
 _TEXT = {"jsonl": ".jsonl .ndjson", "json": ".json", "csv": ".csv", "tsv": ".tsv"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,6 +22,11 @@ BATCH_ROWS = 1024
 BATCH_BYTES = 1 << 30
 """Maximum bytes of a batch's values in a column, if each is the longest of its dictionary."""
 
+MAX_FOOTER_BYTES = 1 << 26
+"""Maximum bytes of the footer of a file: half a million column chunks."""
+
+_PARQUET, _ARROW = (f"must be a readable {f}" for f in ("Parquet file", "Arrow IPC file or stream"))
+_MAGIC = b"ARROW1"
 # Type and uncompressed size: the first two fields, always present, of a page header (PageHeader in
 # parquet.thrift of apache/parquet-format) in Thrift's compact protocol.
 _DICTIONARY_HEADER = re.compile(rb"\x15\x04\x15([\x80-\xff]{0,4}[\x00-\x7f])", re.DOTALL)
@@ -59,7 +65,7 @@ def _run(query: Any, file: BinaryIO) -> Iterator[pa.RecordBatch]:
         remedy = "Give its collect() instead, or Polars 1.38, and space for temporary files"
         raise InputError(sentence("<table>", "its query must run", str(error), remedy)) from error
     file.seek(0)
-    return _batches(file)
+    return _batches(pa.ipc.open_file(file, options=_OPTIONS))
 
 
 def _line(record: object, where: str) -> bytes:
@@ -83,27 +89,64 @@ def _plain_value(value: Any) -> object:
 
 
 def _read_arrow(stream: BinaryIO, path: str, options: ReadOptions) -> Iterator[Piece]:
-    with _as_input_error(path, "must be a readable Arrow IPC file or stream"):
-        yield from _pieces(_batches(stream), path, options.block_bytes)
+    reader = _arrow(stream, path)
+    with _as_input_error(path, _ARROW):
+        yield from _pieces(_batches(reader), path, options.block_bytes)
 
 
-def _batches(stream: BinaryIO) -> Iterator[pa.RecordBatch]:
-    """Yields the record batches; tells a file from a stream by the first bytes."""
-    magic = stream.read(6)
-    stream.seek(0)
-    if magic == b"ARROW1":
-        file = pa.ipc.open_file(stream, options=_OPTIONS)
-        yield from map(file.get_batch, range(file.num_record_batches))
-    elif magic:
-        yield from pa.ipc.open_stream(stream, options=_OPTIONS)
+def _arrow(stream: BinaryIO, path: str) -> Any:
+    """Returns a reader of a file or a stream, as the first bytes tell; None for no bytes."""
+    with _as_input_error(path, _ARROW):
+        stream.seek(0)
+        head = stream.read(8)
+        if head[:6] == _MAGIC:
+            end = _end(stream, 10)
+            if end[4:] == _MAGIC:
+                _check_footer(end, path, _ARROW)
+            return pa.ipc.open_file(stream, options=_OPTIONS)
+        _check_footer(head[4:] if head[:4] == b"\xff" * 4 else head, path, _ARROW)  # its schema
+        stream.seek(0)
+        return pa.ipc.open_stream(stream, options=_OPTIONS) if head else None
+
+
+def _batches(reader: Any) -> Iterator[pa.RecordBatch]:
+    """Yields the record batches of a file or a stream."""
+    if isinstance(reader, pa.ipc.RecordBatchFileReader):
+        return map(reader.get_batch, range(reader.num_record_batches))
+    return iter(reader or ())
 
 
 def _read_parquet(stream: BinaryIO, path: str, options: ReadOptions) -> Iterator[Piece]:
     """Streams the pages, as a row group may be larger than memory; fewer rows if large."""
-    with _as_input_error(path, "must be a readable Parquet file"):
-        file = pq.ParquetFile(stream, buffer_size=1 << 20, pre_buffer=False)
-        rows = BATCH_BYTES // _largest_dictionary(stream, file.metadata)
+    metadata = _footer(stream, path)
+    with _as_input_error(path, _PARQUET):
+        how = {"buffer_size": 1 << 20, "pre_buffer": False}
+        file = pq.ParquetFile(stream, metadata=metadata, **how)
+        rows = BATCH_BYTES // _largest_dictionary(stream, metadata)
         yield from _pieces(file.iter_batches(max(rows, 1)), path, options.block_bytes)
+
+
+def _footer(stream: BinaryIO, path: str) -> pq.FileMetaData:
+    with _as_input_error(path, _PARQUET):
+        end = _end(stream, 8)
+        if end[4:] in (b"PAR1", b"PARE"):  # the footer is plain, or encrypted
+            _check_footer(end, path, _PARQUET)
+        return pq.read_metadata(stream)
+
+
+def _end(stream: BinaryIO, count: int) -> bytes:
+    """Returns the last bytes."""
+    stream.seek(max(stream.seek(0, os.SEEK_END) - count, 0))
+    return stream.read(count)
+
+
+def _check_footer(size: bytes, path: str, rule: str) -> None:
+    """Refuses a footer by its size, in the first four bytes of `size`."""
+    declared = int.from_bytes(size[:4], "little")
+    if declared > MAX_FOOTER_BYTES:
+        rule += f", with a footer or schema of at most {MAX_FOOTER_BYTES} bytes"
+        remedy = "Write it again, in larger row groups"
+        raise InputError(sentence(path, rule, f"one of {declared} bytes", remedy))
 
 
 def _largest_dictionary(stream: BinaryIO, metadata: pq.FileMetaData) -> int:
@@ -195,6 +238,6 @@ def _plain_type(type_: Any) -> Any:
     return type_
 
 
-PARQUET = Format(unit="row", read=_read_parquet, parse=_parse, random_access=True)
-ARROW = Format(unit="row", read=_read_arrow, parse=_parse, random_access=True)
+PARQUET = Format(unit="row", read=_read_parquet, parse=_parse, check=_footer)
+ARROW = Format(unit="row", read=_read_arrow, parse=_parse, check=_arrow)
 """Arrow IPC: files (also Feather 2) and streams."""
