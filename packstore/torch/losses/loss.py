@@ -66,7 +66,7 @@ class PreferenceLoss:
         pairs: kind ``ranked`` only: ``best_vs_rest``, ``all`` pairs, or ``adjacent`` ranks; never
             responses of equal reward. An example with more responses has more pairs.
         reduction: ``sum``; or ``pack_mean``, the mean over the pairs of each pack, averaged over
-            packs, which is biased: a pair weighs more, the fewer share its pack (0.5 to 3.3 on real
+            packs, which is biased: a pair weighs more, the fewer share its pack (0.5 to 5.6 on real
             data). It exists only to reproduce NeMo-Aligner.
         router_aux_loss_coef: weight of the load-balancing loss of experts, which log-probs of
             :func:`~packstore.torch.packed_logps` carry if the model's config asks for it; default:
