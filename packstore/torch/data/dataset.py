@@ -121,7 +121,10 @@ class PackedDataset(IterableDataset[Packs]):
             for each in weights
         ]
         stream = MixedPacks(sources, list(weights.values()), until)
-        return cls(stream, rank=rank, world_size=world_size)
+        made = cls(stream, rank=rank, world_size=world_size)
+        if made.rank == 0:
+            stream.tell()
+        return made
 
     @property
     def kind(self) -> str:

@@ -144,6 +144,10 @@ def _examples(
             sentence(bad.where, f"it must be an example [{bad.reason}]", bad.detail, "Correct it")
         )
     logps: list[Any] = [record.get(name) for record in records for name in REF_LOGPS]
-    if kind != "preference" or any(value is None for value in logps):
+    given = [value is not None for value in logps]
+    if kind != "preference" or not any(given):
         return examples, None, kind
+    if not all(given):
+        must = f"it must have {' and '.join(REF_LOGPS)}, or no record may"
+        raise RecordError(sentence(f"record {given.index(False) // 2}", must, "not both"))
     return examples, np.array([float(value) for value in logps], np.float32), kind

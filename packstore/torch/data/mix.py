@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import logging
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
@@ -24,8 +25,10 @@ import numpy.typing as npt
 from packstore.config import fingerprint
 from packstore.errors import CompatibilityError, ConfigError, quote
 from packstore.format.arrays import Int64, Packs, PackSizes, range_indices
-from packstore.torch.data.stream import Identity, PackStream
+from packstore.torch.data.stream import Identity, PackStream, StoredPacks
 from packstore.torch.models.compatibility import check_same_tokenizer
+
+log = logging.getLogger("packstore")
 
 Float64 = npt.NDArray[np.float64]
 
@@ -74,13 +77,25 @@ class MixedPacks:
         totals = [dataset.manifest.totals for dataset in self.datasets]
         rates = np.array(weights) * [t.packs / t.examples for t in totals]
         turns = 1 if self._lengths.min() < _SMALL else TURNS
-        self._order = MixOrder(rates / rates.sum(), turns)
+        self._rates = rates / rates.sum()
+        self._order = MixOrder(self._rates, turns)
         self._length = self._order.length(self._lengths, until)
         self._epoch = 0
         self._passes: dict[_Key, PackStream] = {}
 
     def __len__(self) -> int:
         return self._length
+
+    def tell(self) -> None:
+        """Logs what an epoch takes of each source, and which columns only some of them have."""
+        for dataset, rate in zip(self.datasets, self._rates, strict=True):
+            text = "an epoch of the mix takes about %.0f packs from the %d of %s"
+            log.info(text, rate * len(self), len(dataset), dataset.url)
+        columns = [stream.columns for stream in self.streams if isinstance(stream, StoredPacks)]
+        every: set[str] = set().union(*columns)
+        if some := every - every.intersection(*columns):
+            text = "columns that not all sources of the mix have are left out where these meet: %s"
+            log.warning(text, ", ".join(sorted(some)))
 
     def set_epoch(self, epoch: int) -> None:
         """Switches to the order of `epoch`."""

@@ -70,9 +70,9 @@ class SideColumns:
     """
 
     def __init__(self, dataset: Dataset, sides: Sequence[Side | str | PathLike[str]]) -> None:
-        self._sides = [s if isinstance(s, Side) else open_side(str(s)) for s in sides]
+        self.sides = [s if isinstance(s, Side) else open_side(str(s)) for s in sides]
         taken = set(dataset.manifest.carry)
-        for side in self._sides:
+        for side in self.sides:
             check_side(side.manifest, dataset.manifest, side.url)
             for name in side.manifest.columns:
                 if name in taken:
@@ -86,14 +86,14 @@ class SideColumns:
     def join(self, packs: list[Packs]) -> list[Packs]:
         """Returns the packs with the columns."""
         if not self._tables:
-            self._tables += map(SideTable, self._sides)
+            self._tables += map(SideTable, self.sides)
         if not packs:
             return packs
         ids = np.concatenate([p.example_ids for p in packs])
         counts = np.concatenate([p.num_responses for p in packs])
         examples = np.cumsum([len(p.example_ids) for p in packs])[:-1]
         sequences = np.cumsum([len(p.lengths) for p in packs])[:-1]
-        for side, table in zip(self._sides, self._tables, strict=True):
+        for side, table in zip(self.sides, self._tables, strict=True):
             rows = table.find(ids)
             for name in side.manifest.columns:
                 if name == REF_LOGPS:
@@ -151,6 +151,12 @@ class StoredPacks:
         """Makes this the stream of `epoch`."""
         if epoch != self._epoch:
             self._epoch, self._made = epoch, None
+
+    @property
+    def columns(self) -> set[str]:
+        """Names of the columns that packs carry, and of those that are joined to them."""
+        sides = [] if self.side is None else self.side.sides
+        return {*self.dataset.manifest.carry}.union(*(side.manifest.columns for side in sides))
 
     @property
     def _order(self) -> PackOrder:

@@ -118,6 +118,9 @@ PAIR = {"prompt": [1], "chosen": [2], "rejected": [3]}
 def test_records_that_are_refused(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(RecordError, match=message):
         pt.pack_in_memory([PAIR, wrong], 90)
+    some = [{**PAIR, "ref_chosen_logps": -1.0, "ref_rejected_logps": -2.0}, PAIR]
+    with pytest.raises(RecordError, match="record 1: it must have ref_chosen_logps and ref_reje"):
+        pt.pack_in_memory(some, 90)
     with pytest.raises(ConfigError, match="one at least"):
         pt.pack_in_memory([], 90)
 

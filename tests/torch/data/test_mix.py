@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -163,13 +164,18 @@ def test_a_state_of_another_mix_is_refused(stored: list[Dataset]) -> None:
             PackedDataset.mix(weights, **how).load_state_dict(state)
 
 
-def test_a_source_with_options_of_its_own(stored: list[Dataset], tmp_path: Path) -> None:
+def test_a_source_with_options_of_its_own(
+    stored: list[Dataset], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Side data belongs to one source; the dataset that is mixed stays in its own epoch."""
+    caplog.set_level(logging.INFO, "packstore")
     with SideWriter(str(tmp_path / "side"), stored[0], {"score": "float64"}) as writer:
         writer.write(np.arange(46), {"score": np.arange(46) / 4})
     first = PackedDataset(stored[0], shuffle=False, side=[tmp_path / "side"], **ALONE)
     own = [p.example_ids.tolist() for p in first]
     mixed = PackedDataset.mix({first: 1, str(stored[1].url): 1}, until="all", **ALONE)
+    assert f"packs from the {len(stored[1])} of {stored[1].url}" in caplog.text
+    assert "left out where these meet: score" in caplog.text
     mixed.set_epoch(1)
     seen = [p for p in mixed if "score" in p.columns]
     for packs in seen:
