@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -158,6 +159,43 @@ def test_every_rank_reads_its_own_packs(kit: SimpleNamespace, tmp_path: Path) ->
     how = {"accelerator_config": {"dispatch_batches": True}}
     with pytest.raises(ConfigError, match="dispatch_batches must be off"):
         make_trainer(model, data, loss, tmp_path / "run", **how)
+
+
+REVIEWED = """
+    accelerator_config activation_checkpointing activation_checkpointing_kwargs adam_beta1
+    adam_beta2 adam_epsilon auto_find_batch_size average_tokens_across_devices batch_eval_metrics
+    bf16 bf16_full_eval data_seed dataloader_drop_last dataloader_in_order
+    dataloader_multiprocessing_context dataloader_num_workers dataloader_persistent_workers
+    dataloader_pin_memory dataloader_prefetch_factor ddp_backend ddp_broadcast_buffers
+    ddp_bucket_cap_mb ddp_find_unused_parameters ddp_static_graph ddp_timeout debug deepspeed
+    disable_tqdm do_eval do_predict do_train enable_jit_checkpoint eval_accumulation_steps
+    eval_delay eval_do_concat_batches eval_on_start eval_steps eval_strategy
+    eval_use_gather_object fp16 fp16_full_eval fsdp fsdp_config full_determinism
+    gradient_accumulation_steps gradient_checkpointing gradient_checkpointing_kwargs
+    greater_is_better hub_always_push hub_model_id hub_private_repo hub_revision hub_strategy
+    hub_token ignore_data_skip include_for_metrics include_num_input_tokens_seen label_names
+    label_smoothing_factor learning_rate length_column_name liger_kernel_config
+    load_best_model_at_end local_rank log_level log_level_replica log_on_each_node
+    logging_first_step logging_nan_inf_filter logging_steps logging_strategy lr_scheduler_kwargs
+    lr_scheduler_type max_grad_norm max_steps metric_for_best_model neftune_noise_alpha
+    num_train_epochs optim optim_args optim_target_modules output_dir parallelism_config
+    per_device_eval_batch_size per_device_train_batch_size prediction_loss_only project
+    push_to_hub remove_unused_columns report_to restore_callback_states_from_checkpoint
+    resume_from_checkpoint run_name save_on_each_node save_only_model save_steps save_strategy
+    save_total_limit seed skip_memory_metrics tf32 torch_compile torch_compile_backend
+    torch_compile_mode torch_empty_cache_steps trackio_bucket_id trackio_space_id
+    trackio_static_space_id train_sampling_strategy use_cache use_cpu use_liger_kernel
+    warmup_steps weight_decay
+"""
+"""Settings of TrainingArguments whose effect on packs somebody has thought about."""
+
+
+def test_every_setting_of_its_arguments_was_reviewed() -> None:
+    """A field that transformers adds fails here: is it taken, or refused by `REFUSED`?"""
+    from transformers import TrainingArguments
+
+    fields = {field.name for field in dataclasses.fields(TrainingArguments)}
+    assert fields <= set(REVIEWED.split()), fields - set(REVIEWED.split())
 
 
 def test_refusals(kit: SimpleNamespace, tmp_path: Path) -> None:
