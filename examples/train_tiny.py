@@ -57,7 +57,7 @@ def pack_all(tokenizer: Path, out: Path) -> None:
             chat_template="chatml",
             pack_size=size,
             max_length=PACK_SIZE // 2,
-            overlong="truncate_response",
+            on={"overlong": "truncate_response"},
             layout="concat" if name == "chats" else "shared_prefix",
             max_drop_rate=0.6,
         )

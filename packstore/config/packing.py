@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from packstore.config.fields import FIELD_NAMES
@@ -58,9 +58,6 @@ class TokenizeConfig(SizeConfig):
         "template", "reasoning as rendered, or removed"
     )
     max_length: int | None = setting(None, "most tokens of a sequence; default: pack_size", low=2)
-    overlong: Literal["drop", "error", "truncate_prompt", "truncate_response"] = setting(
-        "drop", "records that do not fit"
-    )
     on: Mapping[str, str] = setting(
         dict, "answer to a reason to refuse (repeatable)", metavar="REASON=ANSWER"
     )
@@ -157,9 +154,10 @@ class PackConfig(TokenizeConfig, SelectConfig, PlanConfig, WriteConfig, RunConfi
     @property
     def needing_records(self) -> tuple[str, ...]:
         """Returns the names of changed settings that take effect only when tokenizing."""
-        kept = {*SizeConfig.names(), "kind", "max_length", "overlong"}
+        kept = {*SizeConfig.names(), "kind", "max_length"}
         usual, names = PackConfig(), [n for n in TokenizeConfig.names() if n not in kept]
-        return tuple(name for name in names if getattr(self, name) != getattr(usual, name))
+        mine = replace(self, on={**self.on, "overlong": usual.on["overlong"]})
+        return tuple(name for name in names if getattr(mine, name) != getattr(usual, name))
 
     def recorded(self) -> dict[str, Any]:
         """Returns the settings that affect the bytes of the result, as JSON for the manifest."""

@@ -15,7 +15,7 @@ class Reason(NamedTuple):
     Attributes:
         rule: what must hold.
         answers: what a job may do with a record that breaks it, the default first: ``drop`` and
-            count it, ``keep`` it, or stop with an ``error``. None: another setting decides.
+            count it, ``keep`` it, or stop with an ``error``.
     """
 
     rule: str
@@ -44,7 +44,10 @@ REASONS: Mapping[str, Reason] = {
     ),
     "boundary": Reason("no token may join prompt and response", ("keep", "drop", "error")),
     "unsupervised": Reason("every sequence must have a supervised token"),
-    "overlong": Reason("an example must fit max_length and pack_size", ()),
+    "overlong": Reason(
+        "an example must fit max_length and pack_size",
+        ("drop", "error", "truncate_prompt", "truncate_response"),
+    ),
 }
 """Reason, as the manifest counts it -> its rule and answers.
 
@@ -56,7 +59,7 @@ the response.
 
 def answers_of(given: Mapping[str, str]) -> dict[str, str]:
     """Returns the answer to every reason: the one given, else the default."""
-    choices = {name: reason.answers for name, reason in REASONS.items() if reason.answers}
+    choices = {name: reason.answers for name, reason in REASONS.items()}
     check_names(given, choices, "docs/tokenizing.md", "reason")
     for name, answer in given.items():
         if answer not in choices[name]:

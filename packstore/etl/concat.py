@@ -183,12 +183,15 @@ def _settings_of(base: Dataset, settings: Mapping[str, Any], packed: bool) -> Pa
         "labels": "spans" if "label_spans" in manifest.features else "plain",
         "carry": tuple(f"{name}:{type_}" for name, type_ in manifest.carry.items()),
     }
-    if packed:
-        for name in PackConfig.of(**values).needing_records:
+    on = {**recorded.get("on", {})}
+    if "overlong" in recorded:  # older datasets name it apart
+        on["overlong"] = recorded["overlong"]
+    if packed:  # its records were answered for; examples that do not fit cannot be truncated
+        on = {"overlong": "error"} if on.get("overlong") == "error" else {}
+        for name in PackConfig.of(**{**values, "on": on}).needing_records:
             del values[name]
-    if "on" in settings:
-        settings = {**settings, "on": {**recorded.get("on", {}), **settings["on"]}}
-    config = PackConfig.of(**{**values, **settings})
+    values["on"] = {**on, **settings.get("on", {})}
+    config = PackConfig.of(**{**values, **settings, "on": values["on"]})
     if config.dedup == "prompt":
         must = "dedup must be pair or none on append: the words of prompts are not stored"
         raise ConfigError(sentence(base.url, must, "prompt", "Set it, or pack all records again"))

@@ -150,8 +150,7 @@ def _examined(
 ) -> tuple[Diagnosis, Measured, Sampling | None]:
     """Lints and measures the records, or a sample of them, in one pass."""
     on = {reason: "drop" if answer == "error" else answer for reason, answer in config.on.items()}
-    overlong = "drop" if config.overlong == "error" else config.overlong
-    config = PackConfig.of(config, dedup="pair", on=on, overlong=overlong)
+    config = PackConfig.of(config, dedup="pair", on=on)
     block_bytes = BLOCK_BYTES if sample is None else SAMPLE_BLOCK_BYTES
     reader = open_examples(source, tokenizer, config, dict(storage_options), block_bytes)
     if not isinstance(reader, RecordExampleReader) or reader.tokenizer is None:

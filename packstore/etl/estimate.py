@@ -154,10 +154,11 @@ def estimate(
         for layout in layouts_tried
         for strategy in strategies_tried
     ]
-    truncates = base.overlong.startswith("truncate")
+    truncates = base.on["overlong"].startswith("truncate")
     limitless = base
     if not truncates:  # no record is too long for all combinations
-        limitless = replace(base, pack_size=MAX_PACK_SIZE, max_length=None, overlong="drop")
+        on = {**base.on, "overlong": "drop"}
+        limitless = replace(base, pack_size=MAX_PACK_SIZE, max_length=None, on=on)
     options = dict(storage_options or {})
     reader = open_examples(source, tokenizer, limitless, options, SAMPLE_BLOCK_BYTES)
     report = None if progress is None else lambda n: progress("read", n, None, "records")

@@ -36,4 +36,4 @@ def meaning(check: str) -> str:
     if known or check not in REASONS:
         return known
     rule, answers = REASONS[check]
-    return f"{rule} (--on {check}={'|'.join(answers)})" if answers else f"{rule} (setting {check})"
+    return f"{rule} (--on {check}={'|'.join(answers)})"

@@ -62,8 +62,8 @@ def provenance_of(
         "settings": {name: config.recorded()[name] for name in _DECIDING_SETTINGS},
         "on": [config.on[reason] for reason in _DECIDING_ANSWERS],
     }
-    if config.overlong.startswith("truncate"):
-        deciding["truncated"] = [config.overlong, config.sequence_limit]
+    if (overlong := config.on["overlong"]).startswith("truncate"):
+        deciding["truncated"] = [overlong, config.sequence_limit]
     return {**about, "lineage": fingerprint(deciding), **named}
 
 

@@ -198,8 +198,8 @@ class DatasetExampleReader:
     def __init__(self, dataset: Dataset, config: PackConfig) -> None:
         manifest = dataset.manifest
         refused = [*config.needing_records]
-        if config.overlong.startswith("truncate"):
-            refused.append(f"overlong={config.overlong!r}")
+        if (overlong := config.on["overlong"]).startswith("truncate"):
+            refused.append(f"on overlong={overlong}")
         if config.selects:
             refused.append("dedup and validation_fraction")
         if refused:
@@ -243,7 +243,7 @@ class DatasetExampleReader:
         fits = (longest <= config.sequence_limit) & (tokens <= config.pack_size)
         for i in np.flatnonzero(~fits):
             detail = f"{tokens[i]} tokens, longest sequence {longest[i]}"
-            if config.overlong == "error":
+            if config.on["overlong"] == "error":
                 must = f"an example must fit pack_size {config.pack_size}"
                 raise RecordError(sentence(where, must, detail, "Raise pack_size or max_length"))
             tally.drop("overlong", where, detail)
@@ -252,15 +252,17 @@ class DatasetExampleReader:
     def provenance(self, sources: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
         """Returns the dataset's provenance, with this repacking and its settings added."""
         manifest = self._dataset.manifest
-        names = {"max_length", "overlong", *SelectConfig.names(), *PlanConfig.names()}
+        names = {"max_length", *SelectConfig.names(), *PlanConfig.names()}
         names |= {*WriteConfig.names()}
         recorded = replace(self._config, partitions=self.partitions).recorded()
         settings = {name: value for name, value in recorded.items() if name in names}
         kept = {k: v for k, v in manifest.provenance.items() if k != "repacked_from"}
+        before = manifest.provenance.get("settings", {})
+        settings["on"] = {**before.get("on", {}), "overlong": recorded["on"]["overlong"]}
         return {
             **kept,
             "repacked_from": {"path": self._dataset.url, "fingerprint": manifest.fingerprint},
-            "settings": {**manifest.provenance.get("settings", {}), **settings},
+            "settings": {**before, **settings},
             "package_version": VERSION,
         }
 

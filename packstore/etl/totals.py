@@ -186,7 +186,7 @@ def _check_drops(tally: Tally, config: PackConfig) -> None:
     where = f" (first: {first.where}: {first.detail})" if first else ""
     must, remedy = "at least one record must remain", "Run `packstore doctor` on the input"
     if tally.dropped["overlong"] == max(tally.dropped.values(), default=0):
-        remedy = "Raise pack_size or max_length, or set overlong to truncate_prompt"
+        remedy = "Raise pack_size or max_length, or truncate (--on overlong=truncate_prompt)"
     if tally.kept:
         must = f"at most {100 * config.max_drop_rate:g}% of the records may be dropped"
         remedy += ", or allow more with max_drop_rate"

@@ -25,14 +25,11 @@ class Refused(Exception):
         """Returns the error of the record at `where`."""
         reason = self.reason
         setting = f'set on={{"{reason}": "drop"}} (--on {reason}=drop)'
-        if reason == "overlong":
-            setting = "set overlong to drop"
         remedy = f"{self.remedy}, or {setting} to count and leave out such records"
         return RecordError(sentence(where, REASONS[reason].rule, self.detail, remedy))
 
 
 def raise_if_error(refused: Refused, where: str, config: TokenizeConfig) -> None:
     """Raises :class:`RecordError` if the settings answer the reason with ``error``."""
-    answer = config.overlong if refused.reason == "overlong" else config.on[refused.reason]
-    if answer == "error":
+    if config.on[refused.reason] == "error":
         raise refused.as_error(where) from None

@@ -214,7 +214,7 @@ def _draft_messages(
             events.append("generation_prompt_always")
             if config.append_eos:  # it follows the answer
                 text = text.removesuffix(written)
-        keeps = config.overlong == "truncate_prompt"
+        keeps = config.on["overlong"] == "truncate_prompt"
         system_end = _system_end(template, messages, parsed.tools, text) if keeps else 0
         drafts.append(
             Draft(text, spans, "guarded" if guard else "control", guard, system_end, True)

@@ -259,6 +259,16 @@ def test_append_finds_duplicates_of_text_chats_and_answers(tmp_path: Path) -> No
             assert packstore.append(base, iter(records), tokenizer).version == 1
 
 
+def test_what_is_appended_is_cut_as_the_dataset_is(tmp_path: Path) -> None:
+    base = pack(tmp_path / "ds", pairs(60), max_length=8, on={"overlong": "truncate_response"})
+    grown = packstore.append(base, pairs(60, 60))
+    assert grown.manifest.records.noted["truncated_response"] == 34
+    dropped = packstore.append(grown, pairs(14, 120), on={"overlong": "drop"}, max_drop_rate=1.0)
+    assert dropped.manifest.records.dropped == {"overlong": 4}
+    packed = packstore.append(dropped, pack(tmp_path / "other", pairs(14, 140)), max_drop_rate=1.0)
+    assert packed.manifest.records.dropped == {"overlong": 8}
+
+
 def test_append_refuses_to_compare_prompts(tmp_path: Path) -> None:
     base = pack(tmp_path / "ds", pairs(9), dedup="prompt")
     with pytest.raises(errors.ConfigError, match=r"must be pair or none on append.*prompts"):

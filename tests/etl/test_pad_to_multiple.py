@@ -59,11 +59,11 @@ def test_what_fits_only_without_padding(tmp_path: Path, overlong: str) -> None:
     short = {"prompt": [1], "chosen": [2], "rejected": [3]}
     records = [record, *[short] * 9]
     made = packstore.pack(
-        records, tmp_path / "out", pack_size=24, pad_to_multiple=M, overlong=overlong
+        records, tmp_path / "out", pack_size=24, pad_to_multiple=M, on={"overlong": overlong}
     )
     assert made.manifest.records.dropped == ({"overlong": 1} if overlong == "drop" else {})
     for packs in made.iter_packs():
         padded = -(-packs.segment_lengths // M) * M
         assert np.add.reduceat(padded, packs.sequence_offsets[:-1]).max() <= 24
-    whole = packstore.pack(records, tmp_path / "whole", pack_size=24, overlong="error")
+    whole = packstore.pack(records, tmp_path / "whole", pack_size=24, on={"overlong": "error"})
     assert whole.manifest.records.packed == 10

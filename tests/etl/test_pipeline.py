@@ -136,7 +136,7 @@ def test_packing_anew_changes_packs_not_examples(do_pack: Pack) -> None:
     with pytest.raises(ConfigError, match="leave tokenizer out"):
         do_pack(first, "tokenizer.json")
     with pytest.raises(ConfigError, match="does not store its texts"):
-        do_pack(first, None, overlong="truncate_prompt")
+        do_pack(first, None, on={"overlong": "truncate_prompt"})
 
 
 SCORED = [

@@ -57,8 +57,8 @@ def test_what_comes_back_fits_and_is_part_of_what_went_in(
         ], strict=True))
         for before in befores
     ]  # fmt: skip
-    chosen = {"pack_size": size, "max_length": length, "layout": layout, "overlong": policy}
-    chosen |= {"pad_to_multiple": multiple, "on": {"identical_sides": "keep"}}
+    chosen = {"pack_size": size, "max_length": length, "layout": layout}
+    chosen |= {"pad_to_multiple": multiple, "on": {"identical_sides": "keep", "overlong": policy}}
     packed = pack(byte_level(bos=True), *records, **chosen)
     limit = min(length, size)
     for number, before in enumerate(befores):

@@ -39,7 +39,6 @@ bad_records = st.fixed_dictionaries(
 some_records = st.integers(0, 5).flatmap(lambda i: good_records if i else bad_records)
 choices = st.fixed_dictionaries(
     {
-        "overlong": st.sampled_from(["drop", "truncate_prompt", "truncate_response"]),
         "on": st.fixed_dictionaries(
             {
                 "missing_field": st.just("drop"),
@@ -48,6 +47,7 @@ choices = st.fixed_dictionaries(
                 "invalid_unicode": st.sampled_from(["drop", "keep"]),
                 "empty_side": st.sampled_from(["drop", "keep"]),
                 "identical_sides": st.sampled_from(["drop", "keep"]),
+                "overlong": st.sampled_from(["drop", "truncate_prompt", "truncate_response"]),
             }
         ),
         "supervised_turns": st.sampled_from(["all", "last"]),

@@ -302,7 +302,7 @@ CASES = {
         "truncated_prompt",
         tokenizer=TURNS,
         add_bos=True,
-        overlong="truncate_prompt",
+        on={"overlong": "truncate_prompt"},
         max_length=35,
     ),
     "the bos of a template stays": case(
@@ -310,7 +310,7 @@ CASES = {
         [f"<s>{'u' * 28}<e>[a]«{x}<e>»" for x in "cr"],
         "truncated_prompt",
         tokenizer={"template": BOS},
-        overlong="truncate_prompt",
+        on={"overlong": "truncate_prompt"},
         max_length=35,
     ),
     "a response cut before the end of its turn": case(
@@ -318,7 +318,7 @@ CASES = {
         ["[u]p<e>[a]«ccc<e>»", "[u]p<e>[a]«r<e>»"],
         "truncated_response",
         tokenizer=TURNS,
-        overlong="truncate_response",
+        on={"overlong": "truncate_response"},
         max_length=12,
     ),
     "no object": case(["x"], "not_an_object"),
@@ -489,9 +489,7 @@ def test_a_record(name, pack, byte_level):
         assert packed.noted == dict.fromkeys(case.noted, 1)
         return
     assert (packed.dataset, packed.dropped) == (None, {case.expected: 1})
-    stop: dict[str, Any] = {"overlong": "error"}
-    if case.expected != "overlong":
-        stop = {"on": {**settings["on"], case.expected: "error"}}
+    stop = {"on": {**settings["on"], case.expected: "error"}}
     with pytest.raises(RecordError) as caught:
         pack(tokenizer, GOOD[case.kind], case.record, **{**settings, **stop})
     assert f"item 2: {REASONS[case.expected].rule}" in str(caught.value)
@@ -504,7 +502,7 @@ def test_every_reason_has_a_case():
 def test_the_page_lists_every_reason():
     page = (Path(__file__).parents[2] / "docs/tokenizing.md").read_text(encoding="utf-8")
     for name, (rule, answers) in REASONS.items():
-        choices = ", ".join(f"`{answer}`" for answer in answers) or "the setting `overlong`"
+        choices = ", ".join(f"`{answer}`" for answer in answers)
         assert f"| `{name}` | {rule} | {choices} |" in page
 
 

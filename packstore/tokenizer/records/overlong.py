@@ -35,7 +35,7 @@ def fit(sequences: list[Tokens], config: TokenizeConfig, specials: frozenset[int
     longest, total = int(lengths.max()), _padded(lengths - left_out, multiple)
     if longest <= config.sequence_limit and total <= size:
         return sequences
-    if config.overlong == "truncate_prompt":
+    if config.on["overlong"] == "truncate_prompt":
         # A prompt token stored once is also saved only once.
         stored = (np.arange(len(lengths)) == 0) | (config.layout == "concat")
         over = int(lengths.sum() - left_out.sum()) - size
@@ -46,7 +46,7 @@ def fit(sequences: list[Tokens], config: TokenizeConfig, specials: frozenset[int
             cut += 1
         if cut <= most:
             return [_without(s, head, head + cut, "truncated_prompt") for s in sequences]
-    if config.overlong == "truncate_response":
+    if config.on["overlong"] == "truncate_response":
         limit = _common_limit(lengths, config.sequence_limit, size + int(left_out.sum()))
         while limit > 0 and _padded(np.minimum(lengths, limit) - left_out, multiple) > size:
             limit -= 1

@@ -303,8 +303,8 @@ def test_lineage(tmp_path) -> None:
         lineage([str(more), str(lines)]),
         lineage(str(lines), append_eos=False),
         lineage(str(lines), fields={"chosen": "rejected", "rejected": "chosen"}),
-        lineage(str(lines), overlong="truncate_response", max_length=8),
-        lineage(str(lines), overlong="truncate_response", max_length=9),
+        lineage(str(lines), on={"overlong": "truncate_response"}, max_length=8),
+        lineage(str(lines), on={"overlong": "truncate_response"}, max_length=9),
     ]
     assert len({*same, *others}) == 1 + len(others)
 
