@@ -64,9 +64,10 @@ def add_source(parser: argparse.ArgumentParser, help: str = "as for packstore pa
     parser.add_argument("source", nargs="+", metavar="SOURCE", help=help)
 
 
-def source_of(paths: list[str]) -> str | list[str]:
-    """Returns the one path alone, as only that may be a packed dataset, or all of them."""
-    return paths[0] if len(paths) == 1 else paths
+def source_of(paths: list[str]) -> Any:
+    """Returns the one path alone, as only that may be a packed dataset, or all; - is stdin."""
+    one = paths[0] if len(paths) == 1 else paths
+    return sys.stdin.buffer if one == "-" else one
 
 
 def add_storage_options(parser: argparse.ArgumentParser, source: bool = False) -> None:

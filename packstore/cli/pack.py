@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import Any
 
 from packstore.cli import Command, common
@@ -45,7 +44,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 def _run(args: argparse.Namespace) -> int:
     job = _job(args)
     if job["source"] == "-":
-        job["source"] = sys.stdin.buffer
+        job["source"] = common.source_of(["-"])
     if args.dry_run:
         return _dry_run(args, job)
     from packstore.etl.pipeline import pack

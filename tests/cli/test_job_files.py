@@ -193,6 +193,8 @@ def test_standard_input(
         assert main(["pack", "-", out, "--config", job()]) == 0
         piped = packstore.open(out)
         assert piped.read_packs(0).input_ids.tolist() == packed.read_packs(0).input_ids.tolist()
+    feed(lines)
+    assert main(["estimate", "-", "--tokenizer", "t.json", "--field", "prompt=question"]) == 0
     feed(b'{"question": "a", "chosen": "b", "rejected": "c"}\n{"question": \n')
     assert main(["pack", "-", "broken", "--config", job()]) == 1
     assert "<standard input>, line 2" in capsys.readouterr().err

@@ -172,14 +172,15 @@ def test_what_is_missing_is_named(pack, byte_level):
 
 def test_carried_columns(pack, byte_level):
     good = {**PAIR, "source": "x", "weight": 2, "n": 3, "ok": True}
-    bad = [{**good, "n": 2.5}, {**good, "n": 1 << 63}, {**good, "source": "\ud800"}, PAIR]
+    bad = [{**good, "n": 2.5}, {**good, "n": 1 << 63}, {**good, "weight": (1 << 53) + 1}]
+    bad += [{**good, "weight": 10**400}, {**good, "source": "\ud800"}, PAIR]
     carry = ("source", "weight:float64", "n:int64", "ok:bool")
     packed = pack(byte_level(), good, *bad, good, carry=carry, on={"missing_field": "drop"})
     frame = packstore.scan(packed.dataset).collect()
     values = {name: frame[name].to_list() for name in ("source", "weight", "n", "ok")}
     assert values == {"source": ["x"] * 2, "weight": [2.0] * 2, "n": [3] * 2, "ok": [True] * 2}
     assert [type(column[0]) for column in values.values()] == [str, float, int, bool]
-    assert packed.dropped == {"wrong_type": 2, "invalid_unicode": 1, "missing_field": 1}
+    assert packed.dropped == {"wrong_type": 4, "invalid_unicode": 1, "missing_field": 1}
 
 
 @pytest.mark.parametrize("carry", ["x:int", "labels", ":int64", "a,b:nope"])

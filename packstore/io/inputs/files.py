@@ -24,7 +24,7 @@ from packstore.config import PackConfig
 from packstore.config.fields import NOT_TEXT, SPELLINGS
 from packstore.errors import InputError, PackstoreError, quote, sentence, spelled
 from packstore.format.arrays import Rows
-from packstore.io.inputs.hugging_face import NO_RECORDS, one_split, plain, saved_files
+from packstore.io.inputs.hugging_face import NO_RECORDS, check_splits, one_split, plain, saved_files
 from packstore.io.inputs.pieces import (
     COMPRESSIONS,
     FORMATS,
@@ -289,9 +289,11 @@ def _files_of_folder(folder: Location) -> list[tuple[str, Location]]:
         rule, remedy = "must be a file or folder of records", "Give it alone to pack it anew"
         raise InputError(sentence(folder.display, rule, "a packed dataset", remedy))
     listed = [name for name, _ in folder.files()]
-    shown = (n for n in listed if n[0] not in "._" and n not in NO_RECORDS and format_of(n)[0])
-    places = saved_files(folder, listed) or [folder.join(name) for name in shown]
-    if not places:
+    names = [n for n in listed if n[0] not in "._" and n not in NO_RECORDS and format_of(n)[0]]
+    if (saved := saved_files(folder, listed)) is not None:
+        return [(place.display, place) for place in saved]
+    check_splits(folder, names)
+    if not names:
         rule = f"the folder must hold a file named {_KNOWN}"
         raise InputError(sentence(folder.display, rule, "none", "Name the files, or a glob"))
-    return [(place.display, place) for place in places]
+    return [(place.display, place) for place in map(folder.join, names)]

@@ -7,7 +7,8 @@ It is not imported. Files: ``save_to_disk`` in ``src/datasets/arrow_dataset.py``
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import orjson
@@ -23,6 +24,10 @@ VIEWS = ("_indices_files", "_indices_data_files", "_format_columns")
 
 NO_RECORDS = (INFO, "dataset_infos.json")
 """JSON files that describe the records of a folder."""
+
+
+_SPLIT = re.compile(r"(training|train|testing|test|validation|valid|val|dev|eval)(?=[-_.])")
+_SHARD = re.compile(r"(\w+)-[0-9]{5}-of-[0-9]{5}")
 
 
 def one_split(source: Any) -> Any:
@@ -47,6 +52,15 @@ def plain(source: Any) -> Any:
         return source
     columns = None if form.get("output_all_columns") else form.get("columns")
     return source.with_format(None, columns=columns) if columns else source.with_format(None)
+
+
+def check_splits(folder: Location, names: Iterable[str]) -> None:
+    """Refuses a folder of several splits: ``train.jsonl``, ``test_sft-00000-of-00002.parquet``."""
+    splits = {(_SHARD.match(name) or word)[1] for name in names if (word := _SPLIT.match(name))}
+    if len(splits) > 1:
+        first, *others = sorted(splits, key=lambda split: (not split.startswith("train"), split))
+        remedy = f"Give a glob for one, e.g. {folder.join(first).display}*"
+        raise _several(folder.display, [first, *others], remedy)
 
 
 def saved_files(folder: Location, names: Collection[str]) -> list[Location] | None:

@@ -196,8 +196,11 @@ def test_folders_of_save_to_disk(folder: Path) -> None:
     old = {**json.loads(state.read_text()), "_indices_files": [{"filename": "indices.arrow"}]}
     state.write_text(json.dumps(old))
     Path("several/test/state.json").write_text('{"_data_files": [{"filename": "../one/x.arrow"}]}')
+    for name in ("test_sft-00000-of-00001.jsonl", "train_sft-00000-of-00001.jsonl"):
+        Path("sub", name).write_bytes(LINES)
     several = r"records must come from one split; found 2: train, test\. Give .*"
     for source, text in {
+        "sub": r"from one split; found 2: train_sft, test_sft\. Give a glob .* sub/train_sft\*",
         "several": rf"^several: {several}several/train",
         "several/test": r"state\.json: it must hold names of files in this folder, .* '\.\./one",
         "view": r"^view/state\.json: its rows and .* found a view of them \(_format_columns\)",
