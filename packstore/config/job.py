@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 import yaml
@@ -33,10 +33,12 @@ ARGUMENTS: Mapping[str, tuple[Any, str]] = {
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # it has no types
-    """Also reads 1e-6 as a number, which YAML 1.1 takes for text; a name stands once.
+    """Reads plain words as JSON does; all others are text, such as on, yes, 0123 and 12:30.
 
-    Aliases are refused: nested, a few lines of them are more values than memory holds.
+    A name stands once. Aliases are refused: a few nested ones are more values than memory holds.
     """
+
+    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
@@ -52,13 +54,6 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # it has no types
         return super().construct_mapping(node, deep)
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"),
-    list("-+0123456789"),
-)
-
-
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
     """Writes no aliases, and texts with control characters in quotes."""
 
@@ -71,6 +66,20 @@ class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
 
 
 _Dumper.add_representer(str, _Dumper.represent_str)
+_PLAIN = {  # the first characters of a word, and the whole
+    "null": ("~nN", "~|null|Null|NULL"),
+    "bool": ("tTfF", "true|True|TRUE|false|False|FALSE"),
+    "int": ("-+0123456789", "[-+]?(0|[1-9][0-9]*)"),
+    "float": (
+        "-+.0123456789",
+        r"[-+]?([0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?|[-+]?\.inf|\.nan",
+    ),
+}
+for _kind in (_Loader, _Dumper):  # which also quotes what other readers take for no text
+    for _tag, (_first, _whole) in _PLAIN.items():
+        _form = re.compile(f"(?:{_whole})$")
+        _kind.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", _form, [*_first])
+    _kind.add_implicit_resolver("tag:yaml.org,2002:null", re.compile("$"), [""])
 
 
 def read_yaml(path: str | PathLike[str]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import bz2
 import gzip
 import io
 import json
+import tempfile
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,10 +15,13 @@ from typing import Any
 import fsspec
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 from small_jobs import write_jsonl, write_tokenizer
 
 import packstore
 from packstore.cli import main
+from packstore.config.job import read_yaml, to_yaml
 
 RECORDS = [
     {"question": f"Question {i}? ", "chosen": f"Answer {i}.", "rejected": "No."} for i in range(20)
@@ -106,10 +110,31 @@ YAML_MISTAKES = {  # a file -> its error, which shows nothing of it but the plac
     "storage_options: [SECRET]": "storage_options: it must be name: value; found a list",
     "source: {a: 'http://u:SECRET@h'}": "source: it must be a path, glob or URL, or a list of",
     "out: [SECRET]": "out: it must be a path or URL; found a list",
-    "seed: 2001-99-99": "it must be YAML without aliases",
+    "seed: " + "9" * 5000: "it must be YAML without aliases",
     "[" * 100_000: "it must be YAML without aliases",
     "a: &a [1, 1]\n" + BOMB: "line 2, column 8: it must be YAML without aliases",
 }
+
+
+TEXTS = st.text(max_size=9) | st.sampled_from(
+    ["on", "1e5", "012", "~", "<<", "2024-01-01", "\u202e"]
+)
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXTS
+
+
+@given(st.dictionaries(TEXTS, LEAVES | st.dictionaries(TEXTS, LEAVES)))
+def test_settings_are_the_same_after_yaml(settings: dict[str, Any]) -> None:
+    with tempfile.NamedTemporaryFile("wb") as file:
+        file.write(to_yaml(settings).encode())
+        file.flush()
+        assert read_yaml(file.name) == settings
+
+
+def test_words_that_are_no_json_values_are_text(folder: Path) -> None:
+    """A key of digits is no octal number, and the setting `on` no truth value."""
+    words = ["0123456", "12:30:45", "2024-01-01", "yes", "off", "0x1F", "1_000"]
+    Path("job.yaml").write_text("on:\n" + "".join(f"  {word}: {word}\n" for word in words))
+    assert read_yaml("job.yaml") == {"on": {word: word for word in words}}
 
 
 @pytest.mark.parametrize("number", range(len(YAML_MISTAKES)))
