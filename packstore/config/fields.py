@@ -1,23 +1,156 @@
-"""Names of the fields of a record: the canonical ones, and their synonyms."""
+"""The closed table of the shapes of records: fields, the forms of their values, and their names."""
 
 from __future__ import annotations
 
-FIELD_NAMES = (
-    *("prompt", "chosen", "rejected", "chosen_reward", "rejected_reward", "messages", "response"),
-    *("responses", "scores", "chosen_labels", "rejected_labels", "response_labels", "tools"),
-    *("chat_template_kwargs", "system", "input_ids", "labels", "mask"),
+from collections.abc import Mapping
+from typing import NamedTuple
+
+
+class Shape(NamedTuple):
+    """A shape of records.
+
+    Attributes:
+        kind: ``ranked``, ``preference`` or ``sft``.
+        needs: canonical field -> form of its value, a key of the forms below.
+        takes: the same of fields that a record may have; all further fields are named as not used.
+        becomes: what the record becomes.
+        without: fields that a record of this shape must not have, as they would be lost.
+    """
+
+    kind: str
+    needs: Mapping[str, str]
+    takes: Mapping[str, str]
+    becomes: str
+    without: tuple[str, ...] = ()
+
+    @property
+    def holds_ids(self) -> bool:
+        """True if records are token ids."""
+        return "token ids" in self.needs.values()
+
+    @property
+    def tells(self) -> tuple[str, ...]:
+        """The fields of which one tells the kind."""
+        own = ("messages", "response", "responses", "chosen", "rejected", "input_ids")
+        return tuple(name for name in self.needs if name in own)
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {form}" for name, form in self.needs.items())
+
+
+_CHAT = {"system": "text", "tools": "tools", "chat_template_kwargs": "variables"}
+_REWARDS = {"chosen_reward": "number", "rejected_reward": "number"}
+_LABELS = {"chosen_labels": "labels", "rejected_labels": "labels"}
+
+
+def _pair(form: str, **others: str) -> dict[str, str]:
+    return {**others, "chosen": form, "rejected": form}
+
+
+def _ranked(prompt: str, responses: str) -> dict[str, str]:
+    return {"prompt": prompt, "responses": responses, "scores": "numbers"}
+
+
+SHAPES = (
+    Shape("ranked", _ranked("text", "texts"), {}, "prompt + response"),
+    Shape("ranked", _ranked("turns", "dialogues"), _CHAT, "the template of prompt + response"),
+    Shape(
+        "ranked",
+        _ranked("token ids", "lists of ids"),
+        {"response_labels": "lists of labels"},
+        "the ids as they are",
+    ),
+    Shape(
+        "preference",
+        _pair("HH text"),
+        {"prompt": "text", **_REWARDS},
+        "split where the sides differ; a prompt must be their beginning",
+    ),
+    Shape("preference", _pair("text", prompt="text"), _REWARDS, "prompt + side"),
+    Shape(
+        "preference",
+        _pair("turns", prompt="turns"),
+        {**_REWARDS, **_CHAT},
+        "the template of prompt + side; of the sides, if these begin with the prompt",
+    ),
+    Shape(
+        "preference",
+        _pair("messages"),
+        {**_REWARDS, **_CHAT},
+        "the template of the sides, split where they differ",
+        without=("prompt",),
+    ),
+    Shape(
+        "preference",
+        _pair("token ids", prompt="token ids"),
+        {**_LABELS, **_REWARDS},
+        "the ids as they are",
+    ),
+    Shape(
+        "preference",
+        {**_pair("token ids"), **_LABELS},
+        _REWARDS,
+        "the ids as they are, split by their labels",
+        without=("prompt",),
+    ),
+    Shape(
+        "sft", {"input_ids": "token ids", "labels": "labels"}, {}, "the ids; -100: not supervised"
+    ),
+    Shape("sft", {"input_ids": "token ids", "mask": "labels"}, {}, "the ids; 0: not supervised"),
+    Shape(
+        "sft",
+        {"messages": "messages"},
+        {"prompt": "turns", **_CHAT},
+        "the template of the messages; a prompt must be their beginning",
+        without=("response",),
+    ),
+    Shape("sft", {"prompt": "text", "response": "text"}, {}, "prompt + response"),
+    Shape(
+        "sft",
+        {"prompt": "turns", "response": "turns"},
+        _CHAT,
+        "the template of prompt + response",
+    ),
+    Shape("sft", {"prompt": "token ids", "response": "token ids"}, {}, "the ids as they are"),
+)
+"""Every shape that is read; a record is of the first that it matches whole."""
+
+FORMS: Mapping[str, str] = {
+    "text": "text",
+    "HH text": "text of turns that begin with Human: and Assistant:",
+    "messages": "a list of messages, or its JSON text",
+    "turns": "text or messages",
+    "texts": "a list of at least 2 texts",
+    "dialogues": "a list of at least 2 texts or lists of messages",
+    "token ids": "token ids",
+    "lists of ids": "a list of at least 2 lists of token ids",
+    "number": "number",
+    "numbers": "a list of numbers, higher for better responses",
+    "labels": "a list of numbers, one for each id",
+    "lists of labels": "a list of lists of labels",
+    "tools": "a list, or its JSON text",
+    "variables": "an object, or its JSON text",
+}
+"""Form of values -> its description."""
+
+FIELD_NAMES = tuple(
+    dict.fromkeys(name for shape in SHAPES for name in (*shape.needs, *shape.takes))
 )
 """Canonical field names of a record; the setting ``fields`` maps them to names in the input."""
 
-NOT_TEXT = (
-    *("chosen_reward", "rejected_reward", "messages", "responses", "scores", "tools"),
-    *("input_ids", "labels", "mask"),
+NOT_TEXT = tuple(
+    name
+    for name in FIELD_NAMES
+    if not any(
+        {**shape.needs, **shape.takes}.get(name) in ("text", "HH text", "turns", "variables")
+        for shape in SHAPES
+    )
 )
-"""Fields whose values are not text: their CSV cells are parsed as JSON."""
+"""Fields whose values are never text: their CSV cells are parsed as JSON."""
 
 _REWARD = ("{}_reward", "reward_{}", "{}_score", "score_{}", "{}_rating", "rating_{}", "{}-rating")
 
-SPELLINGS: dict[str, tuple[str, ...]] = {
+_SPELLINGS: Mapping[str, tuple[str, ...]] = {
     "chosen": ("chosen", "chosen_response"),
     "rejected": ("rejected", "rejected_response"),
     "messages": ("messages", "conversations"),
@@ -26,38 +159,33 @@ SPELLINGS: dict[str, tuple[str, ...]] = {
     "chosen_reward": tuple(name.format("chosen") for name in _REWARD),
     "rejected_reward": tuple(name.format("rejected") for name in _REWARD),
 }
+
+SPELLINGS = {name: _SPELLINGS.get(name, (name,)) for name in FIELD_NAMES}
 """Canonical name -> accepted names, in order of precedence, unless `fields` maps the name."""
 
-ID_SPELLINGS: dict[str, tuple[str, ...]] = {
-    "prompt": ("prompt_ids", "prompt_input_ids", "prompt"),
-    "chosen": ("chosen_ids", "chosen_input_ids", "chosen"),
-    "rejected": ("rejected_ids", "rejected_input_ids", "rejected"),
-    "response": ("response_ids", "completion_ids", "response", "completion"),
-    "mask": SPELLINGS["mask"],
+ID_SPELLINGS = {
+    name: tuple(s + end for end in ("_ids", "_input_ids", "") for s in SPELLINGS[name])
+    for name in ("prompt", "chosen", "rejected", "response")
 }
-"""The same of records that are token ids: a record may hold its texts as well."""
+"""The same of fields that hold token ids: a record may have its texts as well."""
 
 REWARD_FIELDS = frozenset(SPELLINGS["chosen_reward"] + SPELLINGS["rejected_reward"])
 """Names of the fields that may hold the reward of a side."""
 
-LIKELY: dict[str, tuple[str, ...]] = {
-    "prompt": ("instruction", "question", "query", "problem", "input", "context", "user"),
-    "chosen": ("better", "preferred", "accepted", "positive", "winner", "chosen_answer"),
-    "rejected": ("worse", "dispreferred", "negative", "loser", "rejected_answer"),
-    "messages": ("conversation", "dialogue", "dialog", "chat", "turns"),
-    "response": ("output", "answer", "target", "solution"),
-    "responses": ("answers", "completions", "candidates"),
-    "scores": ("rewards", "ratings", "ranks"),
-}
-"""Canonical name -> names that an error suggests to map to it; they are not used by themselves."""
+LABELS = ("label", "kto_tag", "is_chosen", "desirable", "is_desirable")
+"""Names of fields that say of a single answer whether it is good."""
 
-FEEDBACK = ("label", "kto_tag")
-"""Names of a field that labels a single answer as good or bad."""
+FEEDBACK = (
+    *LABELS,
+    *("feedback", "rating", "winner", "rank", "ranks", "preference"),
+    *("overall_preference", "helpfulness"),
+)
+"""Names of fields that judge answers: such answers are no SFT, and no error proposes them."""
 
 MEANINGFUL = REWARD_FIELDS.union(
     ("system", "system_prompt", "system_message", "tools", "functions"),
     ("image", "images", "video", "videos", "audio", "audios"),
     ("weight", "weights", "sample_weight", "margin"),
-    ("history", "input", "context"),
+    ("history", "input", "context", "score", "reward"),
 )
 """Names of fields that change a record's content or weight: ignoring them is reported."""

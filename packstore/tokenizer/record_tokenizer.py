@@ -10,14 +10,13 @@ from typing import Any
 import numpy as np
 
 from packstore.config import RunConfig, SelectConfig, TokenizeConfig
-from packstore.config.fields import REWARD_FIELDS
+from packstore.config.fields import FEEDBACK, REWARD_FIELDS
 from packstore.errors import TokenizerError, sentence
 from packstore.format.arrays import Examples, Int64, Rows, Tally, example_id, to_offsets
 from packstore.tokenizer.encode import assemble
 from packstore.tokenizer.records.fields import (
     carried,
     check_feedback,
-    feedback_field,
     names_of,
     parse_carry,
     to_columns,
@@ -95,14 +94,14 @@ class RecordTokenizer:
         block, trusting = _Block(), self._trusting
         names = names_of(rows.values)
         hint = self._hint if REWARD_FIELDS.isdisjoint(names) else ""
-        feedback = feedback_field(rows.values, names) if self._judges else None
+        judged = names.intersection(FEEDBACK) if self._judges else set()
         for i, value in enumerate(rows.values):
             try:
                 if hint and (drafts := draft_plain(value, hint, self._mode, not trusting)):
                     block.add_pair(i, drafts)
                     continue
-                if feedback:
-                    check_feedback(value, feedback)
+                if judged:
+                    check_feedback(value)
                 self._prepare(block, i, value)
             except Refused as error:
                 # Its traceback references the block: a cycle that would leak memory in long jobs.
@@ -129,7 +128,7 @@ class RecordTokenizer:
         block.used.update(dict.fromkeys(PLAIN_FIELDS, block.plain) if block.plain else {})
         tally.used = block.used
         records = [rows.values[i] for i in block.records]
-        tally.unused = unused(records, names - {feedback or ""}, block.used)
+        tally.unused = unused(records, names - judged, block.used)
         if self.kind == "preference":
             tally.scored = len(block.scored - block.refused.keys())
             tally.unscored = tally.kept - tally.scored
@@ -137,7 +136,9 @@ class RecordTokenizer:
 
     def _prepare(self, block: _Block, i: int, value: object) -> None:
         """Adds record `i` to the block."""
-        parsed = check_responses(parse_record(value, self.kind, self.config), self.config)
+        parsed = check_responses(
+            parse_record(value, self.kind, self.config, ids=self.tokenizer is None), self.config
+        )
         values = []
         if isinstance(value, dict):
             values = [carried(value, name, type_name) for name, type_name in self.carry.items()]

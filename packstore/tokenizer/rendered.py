@@ -20,9 +20,10 @@ from packstore.tokenizer.chat.assistant_spans import (
     shows_tools,
 )
 from packstore.tokenizer.chat.messages import (
-    OBJECTS,
     SKIPPED,
     map_strings,
+    may_be_dialogue,
+    parsed_json,
     says_something,
     strip_thinking,
     text_arguments,
@@ -66,7 +67,7 @@ def draft_plain(record: object, hint: str, mode: Mode, unicode: bool) -> tuple[D
         return None
     if not prompt or not chosen or not rejected or chosen == rejected:
         return None
-    if OBJECTS.match(prompt) or OBJECTS.match(chosen) or OBJECTS.match(rejected):
+    if may_be_dialogue(chosen) or may_be_dialogue(rejected) or parsed_json(prompt) is not prompt:
         return None
     first, second = prompt + chosen, prompt + rejected
     if chosen.isspace() or rejected.isspace() or holds(first, hint) or holds(second, hint):

@@ -18,9 +18,12 @@ PAIR = {"prompt": "p", "chosen": "c", "rejected": "r"}
 @pytest.mark.parametrize(
     ("record", "proposed"),
     [
-        ({"instruction": "q", "input": "", "output": "a"}, "--field prompt=instruction"),
-        ({"question": "q", "better": "a", "worse": "b"}, "--field chosen=better"),
-        ({"dialogue": [USER]}, "--field messages=dialogue"),
+        (
+            {"instruction": "q", "input": "", "output": "a"},
+            "found text 'instruction', 'output'. Name",
+        ),
+        ({"question": "q", "better": "a", "winner": "b"}, "found text 'question', 'better'. Name"),
+        ({"dialogue": [USER], "x": [{"rank": 1}]}, "found messages 'dialogue'. Name"),
         ({"text": "x"}, "it must have chosen and rejected"),
         (["x"], "it must have chosen and rejected"),
     ],
@@ -35,18 +38,28 @@ def test_an_unknown_kind_proposes_names(pack, byte_level, record, proposed):
     ("record", "fields", "said"),
     [
         ({"instruction": "p", "chosen": "c", "rejected": "r"}, {}, "--field prompt=instruction"),
-        ({**PAIR, "instruction": "p"}, {"prompt": "instrution"}, "--field prompt=instruction"),
+        ({**PAIR, "instruction": "p"}, {"prompt": "instrution"}, "one of 'prompt', 'instruction'"),
+        ({"prompt": "p", "responses": ["a", "b"], "ranks": [1, 2]}, {}, "(--field scores=NAME)"),
+        ({"chosen": "c", "rejected": "r", "q": "x", "n": 3, "l": "y"}, {}, "one of 'q', 'l'"),
         ({"chosen": [USER], "rejected": [USER]}, {"prompt": "q"}, "no field 'q'"),
         ({**PAIR, "rejected": None}, {}, "field 'rejected' is null"),
         ({"prompt": "p", "chosen": "c"}, {}, "no field 'rejected' among 'prompt', 'chosen'"),
-        ({**PAIR, "chosen": [1.5]}, {}, "found chosen [1.5]"),
-        ({"prompt": [1], "chosen": "text", "rejected": [2]}, {}, "prompt ids, chosen text"),
-        ({"prompt": [1], "chosen": [2.5], "rejected": [2]}, {}, "found chosen [2.5]"),
+        ({**PAIR, "chosen": [1.5]}, {}, "chosen must be text (nearest shape: prompt text, "),
+        (
+            {"prompt": [1], "chosen": "text", "rejected": [2]},
+            {},
+            "chosen must be token ids (nearest shape",
+        ),
+        (
+            {"prompt": [1], "chosen": [2.5], "rejected": [2]},
+            {},
+            "chosen must be token ids (nearest shape",
+        ),
     ],
 )
 def test_a_refusal_names_the_field(pack, byte_level, record, fields, said):
     with pytest.raises(RecordError) as caught:
-        pack(byte_level(), record, kind="preference", fields=fields, on={"wrong_type": "error"})
+        pack(byte_level(), record, fields=fields, on={"wrong_type": "error"})
     assert said in str(caught.value)
 
 

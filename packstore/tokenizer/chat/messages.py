@@ -17,6 +17,8 @@ T = TypeVar("T")
 HUMAN, ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
 """Headers of the turns in text dialogues of the Anthropic HH form."""
 
+_HH = re.compile(rf"\s*{HUMAN.lstrip()}")
+
 ROLES = {
     "system": "system",
     "developer": "developer",
@@ -58,7 +60,7 @@ MESSAGE_KEYS = frozenset(("role", "from", "content", "value", *KEPT, *REASONING,
 SKIPPED = "_skipped"
 """Key of a normalised message that is not to be learned; templates do not get it."""
 
-OBJECTS = re.compile(r"""\s*\[?\s*\{\s*(["'])\w+\1\s*:""")
+_OBJECTS = re.compile(r"""\s*\[?\s*\{\s*(["'])\w+\1\s*:""")
 """The beginning of a text that may be messages, written as JSON or as Python."""
 
 
@@ -107,9 +109,14 @@ def _check_alike(one: Message, other: Message) -> None:
         raise Refused("wrong_type", f"parts of one turn must agree on {', '.join(LEARNED)}")
 
 
+def may_be_dialogue(text: str) -> bool:
+    """Returns True if a text may be messages, or a dialogue of the HH form."""
+    return bool(_OBJECTS.match(text) or _HH.match(text))
+
+
 def parsed_json(value: object) -> object:
     """Parses JSON text of messages, as in text columns; other values are returned as they are."""
-    if not isinstance(value, str) or not (begins := OBJECTS.match(value)):
+    if not isinstance(value, str) or not (begins := _OBJECTS.match(value)):
         return value
     mark = begins[1]
     for names in (("role", "from"), ("content", "value", *CALLS)):
@@ -318,11 +325,9 @@ def split_texts(texts: Sequence[str]) -> tuple[str, list[str]]:
     return texts[0][:size], [text[size:] for text in texts]
 
 
-def is_hh(texts: Sequence[str]) -> bool:
-    """Returns True if all texts are dialogues of the Anthropic HH form."""
-    return all(
-        ASSISTANT in text and (HUMAN in text or text.startswith(HUMAN.lstrip())) for text in texts
-    )
+def is_hh(text: object) -> bool:
+    """Returns True for a text dialogue of the Anthropic HH form."""
+    return isinstance(text, str) and bool(_HH.match(text)) and ASSISTANT in text
 
 
 def _common_turns(dialogues: Sequence[Sequence[T]], is_assistant: Callable[[T], bool]) -> int:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import difflib
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from packstore.config import TokenizeConfig
-from packstore.config.fields import FEEDBACK, LIKELY, MEANINGFUL, SPELLINGS
+from packstore.config.fields import FEEDBACK, ID_SPELLINGS, LABELS, MEANINGFUL, SPELLINGS
 from packstore.errors import ConfigError, quote, sentence
 from packstore.format.arrays import MAX_FIELDS, Column
 from packstore.format.schema import COLUMNS
-from packstore.tokenizer.chat.messages import is_empty
+from packstore.tokenizer.chat.messages import is_empty, parsed_json
 from packstore.tokenizer.records.sequences import unwrapped
 from packstore.tokenizer.refusals import Refused
 
@@ -29,9 +28,16 @@ TYPES: dict[str, tuple[type, Any]] = {
 LARGEST_REWARD = float(np.finfo(np.float32).max)
 """Rewards are stored as float32."""
 
-_TRUE: tuple[object, ...] = (True, "1", "true", "True")
-_FALSE: tuple[object, ...] = (False, "0", "false", "False")
-"""Values of a label; the numbers 1 and 0 equal the booleans, and CSV has text only."""
+_GOOD = (True, "1", "true", "True")
+"""Values of a label that an answer is good; 1 equals True, and CSV has text only."""
+
+_IGNORE = 'say that it means something else (on={"unpaired_feedback": "keep"})'
+
+_TURNS = ("messages", "prompt", "chosen", "rejected", "response")
+"""Fields that may be JSON text of messages."""
+
+_LISTS = ("responses", "scores", "response_labels")
+"""Fields with one value for each response."""
 
 
 class Fields:
@@ -47,49 +53,47 @@ class Fields:
     """
 
     def __init__(self, record: Mapping[str, Any], config: TokenizeConfig) -> None:
-        self._record, self.config = record, config
+        self.record, self.config = record, config
         self.used: set[str] = set()
         self.unknown: set[str] = set()
+        self._found: dict[tuple[str, bool], tuple[str, Any]] = {}
 
-    def spellings(self, name: str) -> tuple[str, ...]:
+    def spellings(self, name: str, ids: bool = False) -> tuple[str, ...]:
         """Returns the names that a field may have: the mapped one, or all synonyms."""
         mapped = self.config.fields.get(name)
-        return (mapped,) if mapped else SPELLINGS.get(name, (name,))
+        return (mapped,) if mapped else (ids and ID_SPELLINGS.get(name)) or SPELLINGS[name]
 
-    def get(self, name: str) -> Any:
-        """Returns the value, or None; a tensor as an array."""
-        for spelling in self.spellings(name):
-            if (value := self._record.get(spelling)) is not None:
-                self.used.add(spelling)
-                return unwrapped(value)
-        return None
+    def has(self, name: str, ids: bool = False) -> bool:
+        """Returns True if the record has a field; `ids`: under the names of token ids as well."""
+        return any(self.record.get(n) is not None for n in self.spellings(name, ids))
 
-    def need(self, name: str) -> Any:
-        """Returns the value."""
-        if (value := self.get(name)) is None:
-            raise self.missing(name)
+    def free(self, fits: Callable[[Any], bool]) -> list[str]:
+        """Returns the fields without a meaning of their own whose values are of a form."""
+        taken = {n for name in SPELLINGS for n in self.spellings(name)}.union(FEEDBACK)
+        return [n for n, v in self.record.items() if n not in taken and not is_empty(v) and fits(v)]
+
+    def find(self, name: str, ids: bool = False) -> tuple[str, Any]:
+        """Returns the record's name of a field and its value, or None; `ids`: of token ids.
+
+        A tensor is an array, JSON text of messages a list.
+        """
+        if (name, ids) not in self._found:
+            spellings = self.spellings(name, ids)
+            at = next((n for n in spellings if self.record.get(n) is not None), spellings[0])
+            value = unwrapped(self.record.get(at))
+            if name in _TURNS:
+                value = parsed_json(value)
+            elif name in _LISTS and isinstance(value, list | np.ndarray):
+                value = [parsed_json(unwrapped(item)) for item in value]
+            self._found[name, ids] = at, value
+        return self._found[name, ids]
+
+    def get(self, name: str, ids: bool = False) -> Any:
+        """Returns the value, which is used, or None."""
+        at, value = self.find(name, ids)
+        if value is not None:
+            self.used.add(at)
         return value
-
-    def missing(self, name: str) -> Refused:
-        """Returns the refusal of a record that lacks a field, with a field to map."""
-        names = self.spellings(name)
-        detail = f"no field {names[0]!r} among {', '.join(map(repr, self._record)) or 'none'}"
-        if null := next((n for n in names if n in self._record), None):
-            detail = f"field {null!r} is null"
-        if likely := self.likely(name):
-            remedy = f"Name the field that holds it (--field {name}={likely})"
-            return Refused("missing_field", detail, remedy)
-        return Refused("missing_field", detail)
-
-    def likely(self, name: str) -> str | None:
-        """Returns a field of the record that is probably the canonical one under another name."""
-        known = {n for names in (SPELLINGS, LIKELY) for c in names for n in self.spellings(c)}
-        free = [n for n, v in self._record.items() if n not in known and not is_empty(v)]
-        for wanted in LIKELY.get(name, ()):
-            if wanted in free:
-                return wanted
-        near = difflib.get_close_matches(self.spellings(name)[0], free, 1, 0.75)
-        return near[0] if near else None
 
     def reward(self, name: str) -> float | None:
         """Returns the reward of a side, or None.
@@ -97,10 +101,10 @@ class Fields:
         A field under a synonym is a reward only if it holds a number.
         """
         for place, spelling in enumerate(self.spellings(name)):
-            if (value := self._record.get(spelling)) is None:
+            if (value := self.record.get(spelling)) is None:
                 continue
             value = unwrapped(value)
-            if value is not None and (not place or _is_number(value)):
+            if value is not None and (not place or is_number(value)):
                 self.used.add(spelling)
                 return number(value, spelling)
         return None
@@ -120,7 +124,7 @@ class Fields:
 
 def number(value: object, name: str) -> float:
     """Returns `value`; an integer stays one, as a float could be another number."""
-    if not _is_number(value) or not abs(value) <= LARGEST_REWARD:  # type: ignore[arg-type]
+    if not is_number(value) or not abs(value) <= LARGEST_REWARD:  # type: ignore[arg-type]
         must = f"{name} must be a finite number, as a float32"
         raise Refused("wrong_type", f"{must}, found {quote(value)}")
     return value  # type: ignore[return-value]
@@ -145,25 +149,19 @@ def unused(records: Sequence[Any], names: Collection[str], used: Counter[str]) -
     return counts
 
 
-def feedback_field(values: Iterable[object], names: Collection[str]) -> str | None:
-    """Returns the name of the field that labels each answer as good or bad, if there is one."""
-    for name in FEEDBACK:
-        if name not in names:
+def check_feedback(record: object) -> None:
+    """Refuses a single answer unless every verdict that it has says that it is good."""
+    for name in FEEDBACK if isinstance(record, Mapping) else ():
+        verdict = unwrapped(record.get(name))  # type: ignore[attr-defined]
+        good = isinstance(verdict, int | float | str) and verdict in _GOOD
+        if verdict is None or (good and name in LABELS):
             continue
-        labels = [v[name] for v in values if type(v) is dict and v.get(name) is not None]
-        if labels and all(label in _TRUE or label in _FALSE for label in labels):
-            return name
-    return None
+        remedy = f"Pair good and bad answers by their prompt (kind preference), {_IGNORE}"
+        raise Refused("unpaired_feedback", f"{name} {quote(verdict)}", remedy)
 
 
-def check_feedback(record: object, name: str) -> None:
-    """Refuses a record whose label says that its answer is bad."""
-    if isinstance(record, Mapping) and record.get(name) in _FALSE:
-        remedy = "Pair good and bad answers by their prompt (kind preference)"
-        raise Refused("unpaired_feedback", f"{name} {record[name]!r}", remedy)
-
-
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> bool:
+    """Returns True for a whole or floating number, not for a boolean."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

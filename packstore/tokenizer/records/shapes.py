@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from packstore.config import TokenizeConfig
+from packstore.config.fields import FORMS, SHAPES, Shape
 from packstore.errors import RecordError, quote, sentence
 from packstore.format.arrays import Bool, Int32
 from packstore.tokenizer.chat.messages import (
+    ROLES,
     is_hh,
     normalize_messages,
     normalize_tools,
     normalize_variables,
-    parsed_json,
     split_messages,
     split_texts,
 )
@@ -29,16 +30,21 @@ from packstore.tokenizer.records.sequences import (
     holds_ids,
     masked_ids,
     supervised_ids,
-    unwrapped,
 )
 from packstore.tokenizer.refusals import Refused
 
-_TELLING = {
-    "ranked": ("responses",),
-    "preference": ("chosen", "rejected"),
-    "sft": ("messages", "response", "input_ids"),
+SYSTEM = ("system", "developer")
+"""Roles of turns before the first question."""
+
+SHAPES_OF = {
+    (kind, ids): sorted(
+        (shape for shape in SHAPES if shape.kind == kind),
+        key=lambda shape: ids and not shape.holds_ids,
+    )
+    for kind in ("ranked", "preference", "sft")
+    for ids in (False, True)
 }
-"""Kind -> fields that tell it, in this order."""
+"""The shapes of a kind in order; of records that hold texts and ids, to read the ids."""
 
 DEFAULT_REWARDS = (1.0, 0.0)
 """Default rewards of chosen and rejected."""
@@ -71,39 +77,81 @@ class Parsed:
     events: tuple[str, ...] = ()
 
 
+def _list_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and len(value) >= 2 and all(map(fits, value))
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_messages(value: Any) -> bool:
+    return isinstance(value, dict) or (isinstance(value, list) and type((*value, 0)[0]) is dict)
+
+
+def _role(messages: Any, i: int) -> str | None:
+    """Returns the role of a message, our name of it, if this is a message."""
+    message: Any = messages[i] if isinstance(messages, list) and messages else None
+    named = isinstance(message, dict) and (message.get("role") or message.get("from"))
+    return ROLES.get(named) if isinstance(named, str) else None
+
+
+def _is_turns(value: object) -> bool:
+    return isinstance(value, str) or _is_messages(value)
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, list | np.ndarray)
+
+
+_FITS: Mapping[str, Callable[[Any], bool]] = {
+    "text": _is_text,
+    "HH text": is_hh,
+    "messages": _is_messages,
+    "turns": _is_turns,
+    "texts": _list_of(_is_text),
+    "dialogues": _list_of(_is_turns),
+    "token ids": holds_ids,
+    "lists of ids": _list_of(holds_ids),
+    "numbers": _is_list,
+    "labels": _is_list,
+    "lists of labels": _is_list,
+}
+"""Form -> whether a value is of it; reading it checks the rest, and the forms that are not here."""
+
+
 def detect_kind(record: object, config: TokenizeConfig, where: str = "the first record") -> str:
     """Returns the kind of the settings, or else of the record's fields."""
     if config.kind != "auto":
         return config.kind
-    flags = "--field chosen=better --field rejected=worse, for example"
-    written = quote(record)
+    written, names = quote(record), "chosen=NAME --field rejected=NAME"
     if isinstance(record, dict):
         fields = Fields(record, config)
-        for kind, names in _TELLING.items():
-            if any(fields.get(name) is not None for name in names):
-                return kind
-        flags = _proposed(fields) or flags
-        written = f"fields {', '.join(map(repr, record))}"
-    must = "it must have chosen and rejected, or messages, or responses and scores, or input_ids"
-    raise RecordError(sentence(where, must, written, f"Name the fields: {flags}"))
+        for shape in SHAPES:
+            if any(fields.has(name, shape.holds_ids) for name in shape.tells):
+                return shape.kind
+        texts, chats = fields.free(_is_text), fields.free(lambda value: _role(value, 0) is not None)
+        if len(chats) == 1 and (not texts or _role(record[chats[0]], -1) == "assistant"):
+            names = f"messages={chats[0]}"
+        elif len(texts) == 2 and not chats and not fields.has("prompt"):
+            names = "prompt=NAME --field response=NAME"
+        forms = (("text", texts), ("messages", chats))
+        found = [f"{form} {', '.join(map(repr, free))}" for form, free in forms if free]
+        written = "; ".join(found) or f"fields {', '.join(map(repr, record))}"
+    must = "it must have chosen and rejected, or messages, or prompt and response, or "
+    must += "responses and scores, or input_ids"
+    raise RecordError(sentence(where, must, written, f"Name the fields (--field {names})"))
 
 
-def _proposed(fields: Fields) -> str:
-    """Flags that would probably map the fields of a record of no kind, by their names."""
-    for names in (("chosen", "rejected"), ("messages",), ("responses", "scores"), ("response",)):
-        if likely := [(n, fields.likely(n)) for n in names if fields.likely(n)]:
-            likely += [("prompt", p)] if (p := fields.likely("prompt")) else []
-            return " ".join(f"--field {name}={field}" for name, field in sorted(likely))
-    return ""
+def parse_record(record: object, kind: str, config: TokenizeConfig, *, ids: bool = False) -> Parsed:
+    """Parses a record to prompt, responses and rewards.
 
-
-def parse_record(record: object, kind: str, config: TokenizeConfig) -> Parsed:
-    """Parses a record to prompt, responses and rewards."""
+    `ids`: of a record that holds texts and their token ids, the ids.
+    """
     if not isinstance(record, dict):
         raise Refused("not_an_object", f"a record must be an object, found {quote(record)}")
-    parsers = {"preference": _parse_pair, "sft": _parse_sft, "ranked": _parse_ranked}
     fields = Fields(record, config)
-    parsed = parsers[kind](fields)
+    parsed = _parse(fields, _shape(fields, kind, ids))
     if not fields.unknown:
         return parsed
     if config.on["unknown_key"] != "keep":
@@ -113,179 +161,199 @@ def parse_record(record: object, kind: str, config: TokenizeConfig) -> Parsed:
     return replace(parsed, events=(*parsed.events, "unknown_key"))
 
 
-def _parse_ranked(fields: Fields) -> Parsed:
-    prompt = fields.need("prompt")
-    responses, scores = _values(fields.need("responses")), _values(fields.need("scores"))
-    if not isinstance(responses, list) or len(responses) < 2:
-        must = "responses must be a list of at least 2"
-        raise Refused("wrong_type", f"{must}, found {quote(responses)}")
-    labels = _values(fields.get("response_labels")) or [None] * len(responses)
-    for name, values in (("scores", scores), ("response_labels", labels)):
-        if not isinstance(values, list) or len(values) != len(responses):
-            must = f"{name} must be a list of {len(responses)}"
-            raise Refused("wrong_type", f"{must}, found {quote(values)}")
-    rewards = [number(score, "a score") for score in scores]
-    return _assemble(fields, prompt, responses, rewards, labels)
+def _shape(fields: Fields, kind: str, ids: bool) -> Shape:
+    """Returns the first shape that a record matches whole, or refuses it by the nearest."""
+    mapped = "prompt" in fields.config.fields and kind == "preference"
+    if mapped and not fields.has("prompt"):  # only without a mapping may it be implicit
+        raise _missing(fields, "prompt", "text")
+    nearest: tuple[tuple[int, bool, int], Shape, str] | None = None
+    for shape in SHAPES_OF[kind, ids]:
+        differ = _differing(fields, shape)
+        if not differ:
+            return shape
+        matched = sum(name not in differ for name in shape.needs)
+        distance = len(differ), not fields.has(differ[0], shape.holds_ids), -matched
+        if nearest is None or distance < nearest[0]:
+            nearest = distance, shape, differ[0]
+    assert nearest is not None
+    _, shape, name = nearest
+    form = {**shape.takes, **shape.needs}.get(name, "")
+    at, value = fields.find(name, shape.holds_ids)
+    if value is None:
+        raise _missing(fields, name, form)
+    if not form:
+        detail = f"{at!r} beside {', '.join(map(repr, shape.needs))}"
+        raise Refused("wrong_type", detail, "Leave one of them out")
+    text = f"{at} must be {FORMS[form]} (nearest shape: {shape}), found {quote(value)}"
+    raise Refused("wrong_type", text)
 
 
-def _parse_pair(fields: Fields) -> Parsed:
-    # A mapped prompt is required; only without a mapping may it be implicit.
-    prompt = fields.need("prompt") if "prompt" in fields.config.fields else fields.get("prompt")
-    sides = [fields.need("chosen"), fields.need("rejected")]
-    labels = [fields.get("chosen_labels"), fields.get("rejected_labels")]
-    rewards = fields.rewards()
-    parsed = _assemble(fields, prompt, sides, list(rewards or DEFAULT_REWARDS), labels)
-    if rewards is None:
-        return parsed
-    events = ("reward_reversed",) if rewards[0] < rewards[1] else ()
-    return replace(parsed, scored=True, events=events)
+def _differing(fields: Fields, shape: Shape) -> list[str]:
+    """Returns the fields of a record that differ from a shape."""
+    ids = shape.holds_ids
+    differ = []
+    for name, form in shape.needs.items():
+        try:
+            value = fields.find(name, ids)[1]
+        except Refused:  # what is no JSON, of which the refusal tells
+            value = None
+        if value is None or not _FITS[form](value):
+            differ.append(name)
+    if not differ:
+        differ += [name for name in shape.without if fields.has(name, ids)]
+        for name, form in shape.takes.items():
+            value = fields.find(name, ids)[1] if form in _FITS else None
+            if value is not None and not _FITS[form](value):
+                differ.append(name)
+    return differ
 
 
-def _parse_sft(fields: Fields) -> Parsed:
-    if (written := fields.get("input_ids")) is not None:
-        ids, labels = as_ids(written, "input_ids"), fields.get("labels")
-        mask = fields.get("mask") if labels is None else None
-        if labels is mask is None:
-            raise fields.missing("labels")
-        on = supervised_ids(ids, labels, "input_ids") if mask is None else masked_ids(ids, mask)
-        whole: Any = {"prompt": ids[:0], "responses": [ids], "supervised": [on]}
-        return Parsed(**whole, rewards=[1.0], fields=fields.used)
-    if (messages := fields.get("messages")) is None:
-        if (response := fields.get("response")) is None:
-            raise fields.missing("messages")
-        return _assemble(fields, fields.need("prompt"), [response], [1.0])
-    return Parsed(
-        prompt=[],
-        responses=[_with_system(fields, normalize_messages(parsed_json(messages), fields.unknown))],
-        rewards=[1.0],
-        tools=normalize_tools(fields.get("tools")),
-        variables=normalize_variables(fields.get("chat_template_kwargs")),
-        fields=fields.used,
-    )
+def _missing(fields: Fields, name: str, form: str) -> Refused:
+    """Returns the refusal of a record that lacks a field, with those that could be meant."""
+    names = fields.spellings(name)
+    detail = f"no field {names[0]!r} among {', '.join(map(repr, fields.record)) or 'none'}"
+    if null := next((n for n in names if n in fields.record), None):
+        detail = f"field {null!r} is null"
+    # Numbers do not tell whether higher ones are better.
+    free = fields.free(_FITS[form]) if form not in ("numbers", "labels") else []
+    flag = f"--field {name}={free[0] if len(free) == 1 else 'NAME'}"
+    remedy = f"Name the field that holds {FORMS[form]} ({flag})"
+    if len(free) > 1:
+        remedy += f", one of {', '.join(map(repr, free))}"
+    return Refused("missing_field", detail, remedy)
 
 
-def _with_system(fields: Fields, messages: list[Message]) -> list[Message]:
-    """Prepends the text of the field `system`, unless there is a system turn."""
-    used = fields.used.copy()
-    text = fields.get("system")
-    if text is None or text == "":
-        return messages
-    if not isinstance(text, str):
-        raise Refused("wrong_type", f"system must be text, found {quote(text)}")
-    if messages and messages[0]["role"] in ("system", "developer"):
-        if messages[0]["content"] != text:
-            fields.used = used
-        return messages
-    return [{"role": "system", "content": text}, *messages]
-
-
-def _assemble(
-    fields: Fields,
-    prompt: Any,
-    responses: list[Any],
-    rewards: list[float],
-    labels: Sequence[Any] = (),
-) -> Parsed:
-    prompt, responses = parsed_json(prompt), [*map(parsed_json, responses)]
-    sides = [s for s in (prompt, *responses) if s is not None]
-    tools: Tools = None
-    variables = supervised = None
-    if all(map(holds_ids, sides)):
-        first, *names = _names(responses)
-        ids = [as_ids(side, name) for side, name in zip(responses, names, strict=True)]
-        if prompt is None:  # whole sequences, divided by their labels
-            if any(label is None for label in labels):
-                refused = fields.missing("prompt")
-                refused.remedy += ", or add the labels of whole sequences"
-                raise refused
-            prompt = []
-        if any(label is not None for label in labels):
-            supervised = list(map(supervised_ids, ids, labels, names))
-        prompt, responses = as_ids(prompt, first), ids
-    elif all(isinstance(s, str) for s in sides):
-        if prompt is None:
-            prompt, responses = _split(fields, responses)
+def _parse(fields: Fields, shape: Shape) -> Parsed:
+    """Parses a record of a shape."""
+    ids = shape.holds_ids
+    forms = {*shape.needs.values()}
+    sides = [name for name in ("messages", "response", "chosen", "rejected") if name in shape.needs]
+    responses = [fields.get(name, ids) for name in sides]
+    if shape.kind == "ranked":
+        responses = fields.get("responses", ids)
+    prompt: Any = fields.get("prompt", ids) if "prompt" in (*shape.needs, *shape.takes) else None
+    rest: dict[str, Any] = {"rewards": [1.0], "fields": fields.used}
+    if shape.kind == "ranked":
+        scores = _each(fields, "scores", responses)
+        rest["rewards"] = [number(score, "a score") for score in scores]
+    elif shape.kind == "preference":
+        given = fields.rewards()
+        rest |= {"rewards": [*(given or DEFAULT_REWARDS)], "scored": given is not None}
+        if given and given[0] < given[1]:
+            rest["events"] = ("reward_reversed",)
+    if ids:
+        return Parsed(**_ids(fields, shape, prompt, responses), **rest)
+    if forms.isdisjoint(("messages", "turns", "dialogues")):
+        if "HH text" in forms:
+            prompt, responses = _split(prompt, responses)
+        return Parsed(prompt=prompt, responses=responses, **rest)
+    if "messages" in sides:
+        dialogue = _with_system(fields, _turns(fields, responses[0]))
+        if prompt is not None:
+            _check_begins(_turns(fields, prompt), dialogue)
+        prompt, responses = [], [dialogue]
     else:
-        _check_messages(prompt, responses)
         prompt, responses = _as_dialogue(fields, prompt, responses)
         prompt = _with_system(fields, prompt)
-        tools = normalize_tools(fields.get("tools"))
-        variables = normalize_variables(fields.get("chat_template_kwargs"))
     return Parsed(
         prompt=prompt,
         responses=responses,
-        rewards=rewards,
-        tools=tools,
-        variables=variables,
-        supervised=supervised,
-        fields=fields.used,
+        tools=normalize_tools(fields.get("tools")),
+        variables=normalize_variables(fields.get("chat_template_kwargs")),
+        **rest,
     )
 
 
-def _split(fields: Fields, texts: list[str]) -> tuple[str, list[str]]:
-    """Splits two whole texts into their common prompt and the rest of each side."""
-    if not is_hh(texts):
-        refused = fields.missing("prompt")
-        if fields.likely("prompt") is None:
-            refused.remedy = "Name the field that holds it (--field prompt=NAME)"
-        raise refused
-    return split_texts(texts)
+def _ids(fields: Fields, shape: Shape, prompt: Any, responses: list[Any]) -> dict[str, Any]:
+    """Parses ids: prompt, responses, and what is supervised."""
+    if "input_ids" in shape.needs:
+        whole = as_ids(fields.get("input_ids"), "input_ids")
+        if "mask" in shape.needs:
+            on = masked_ids(whole, fields.get("mask"))
+        else:
+            on = supervised_ids(whole, fields.get("labels"), "input_ids")
+        return {"prompt": whole[:0], "responses": [whole], "supervised": [on]}
+    if shape.kind == "ranked":
+        names = [f"response {i + 1}" for i in range(len(responses))]
+        labels = _each(fields, "response_labels", responses)
+    else:
+        names = [name for name in ("response", "chosen", "rejected") if name in shape.needs]
+        labels = [fields.get(f"{name}_labels") if name != "response" else None for name in names]
+    ids = [as_ids(response, name) for response, name in zip(responses, names, strict=True)]
+    supervised = None
+    if any(label is not None for label in labels):
+        supervised = [*map(supervised_ids, ids, labels, names)]
+    prompt = as_ids([] if prompt is None else prompt, "prompt")
+    return {"prompt": prompt, "responses": ids, "supervised": supervised}
 
 
-def _check_messages(prompt: Any, responses: list[Any]) -> None:
-    """Refuses sides that are neither text nor messages."""
-    sides = dict(zip(_names(responses), (prompt, *responses), strict=True))
-    forms = {name: _form(side) for name, side in sides.items() if side is not None}
-    if set(forms.values()) <= {"text", "messages"}:
-        return
-    found = ", ".join(f"{name} {form}" for name, form in forms.items())
-    if wrong := next((name for name, form in forms.items() if form is None), None):
-        found = f"{wrong} {quote(sides[wrong])}"
-    must = "prompt and responses must be text, messages, or ids throughout"
-    raise Refused("wrong_type", f"{must}, found {found}")
+def _each(fields: Fields, name: str, responses: list[Any]) -> list[Any]:
+    """Returns a field that has one value for each response; absent: None for each."""
+    values = fields.get(name)
+    if values is None:
+        return [None] * len(responses)
+    if len(values) != len(responses):
+        must = f"{name} must be a list of {len(responses)}"
+        raise Refused("wrong_type", f"{must}, found {quote(values)}")
+    return list(values)
 
 
-def _form(side: object) -> str | None:
-    if isinstance(side, str):
-        return "text"
-    if isinstance(side, dict) or (isinstance(side, list) and type((side or [{}])[0]) is dict):
-        return "messages"
-    return "ids" if holds_ids(side) else None
+def _split(prompt: str | None, texts: list[str]) -> tuple[str, list[str]]:
+    """Splits dialogues of the HH form; a prompt must be their beginning."""
+    shared, rest = split_texts(texts)
+    if prompt is None or shared.startswith(prompt):
+        return shared, rest
+    if not all(text.startswith(prompt) for text in texts):
+        raise _differs()
+    return prompt, [text[len(prompt) :] for text in texts]
 
 
-def _names(responses: list[Any]) -> list[str]:
-    """Names of the prompt and of each response, for error texts."""
-    sides = {1: ["response"], 2: ["chosen", "rejected"]}
-    numbered = [f"response {i + 1}" for i in range(len(responses))]
-    return ["prompt", *sides.get(len(responses), numbered)]
+def _turns(fields: Fields, value: Any, role: str = "user") -> list[Message]:
+    """Converts text to a turn of a role, and messages to those that templates expect."""
+    written = [{"role": role, "content": value}] if isinstance(value, str) else value
+    return normalize_messages(written, fields.unknown)
 
 
 def _as_dialogue(
     fields: Fields, prompt: Any, responses: list[Any]
 ) -> tuple[list[Message], list[list[Message]]]:
     """Converts all sides to messages: a text prompt becomes a user turn, a response an answer."""
-
-    def messages(value: Any, role: str) -> list[Message]:
-        written = [{"role": role, "content": value}] if isinstance(value, str) else value
-        return normalize_messages(written, fields.unknown)
-
-    ends = [messages(response, "assistant") for response in responses]
-    begins = [] if prompt is None else messages(prompt, "user")
-    asking = [end[0]["role"] in ("system", "developer", "user") for end in ends]
-    if begins and not any(asking):
+    ends = [_turns(fields, response, "assistant") for response in responses]
+    begins = [] if prompt is None else _turns(fields, prompt)
+    asking = any(end[0]["role"] in (*SYSTEM, "user") for end in ends)
+    if begins and not asking:
         return begins, ends
+    if not asking:
+        at = fields.find("messages")[0] if fields.has("messages") else "NAME"
+        remedy = f"Name the turns before the answers (--field prompt={at})"
+        raise Refused("missing_field", "answers without a prompt", remedy)
     shared, rest = split_messages(ends)
-    # A text prompt is often the question alone, where the sides begin with a system turn.
-    skip = int(shared[0]["role"] in ("system", "developer") and begins[:1] != shared[:1])
-    if begins and shared[skip : skip + len(begins)] != begins:
-        remedy = "Leave the prompt out, or the turns before the answers"
-        raise Refused("no_common_prompt", "the sides do not begin with the prompt", remedy)
+    _check_begins(begins, shared)
     return shared, rest
 
 
-def _values(value: Any) -> Any:
-    """Returns an array as a list, with tensors as arrays; other values as they are."""
-    return [*map(unwrapped, value)] if isinstance(value, list | np.ndarray) else value
+def _check_begins(prompt: list[Message], messages: list[Message]) -> None:
+    """Refuses a prompt that messages do not begin with, or after their system turn."""
+    own = int(messages[0]["role"] in SYSTEM and prompt[:1] != messages[:1])
+    if messages[own : own + len(prompt)] != prompt:
+        raise _differs()
+
+
+def _differs() -> Refused:
+    remedy = "Leave the prompt out, or the turns before the answers"
+    return Refused("no_common_prompt", "what follows the prompt does not begin with it", remedy)
+
+
+def _with_system(fields: Fields, messages: list[Message]) -> list[Message]:
+    """Prepends the text of the field `system`, unless there is a system turn."""
+    text = fields.find("system")[1]
+    if text is None or text == "":
+        return messages
+    if messages and messages[0]["role"] in SYSTEM:
+        if messages[0]["content"] == text:
+            fields.get("system")
+        return messages
+    return [{"role": "system", "content": fields.get("system")}, *messages]
 
 
 def prompt_key(parsed: Parsed) -> int:

@@ -13,7 +13,6 @@ from typing import Any, Literal
 import numpy as np
 
 from packstore.config import PackConfig
-from packstore.config.fields import ID_SPELLINGS
 from packstore.errors import ConfigError, RecordError, TokenizerError, sentence
 from packstore.format.arrays import COUNTS, Examples, Float32, Packs, Rows, count_packs
 from packstore.torch.batch.batch import PackedBatch, StepInfo, collate
@@ -110,16 +109,9 @@ def _examples(
 
     if not len(records):
         raise ConfigError("records to pack must be one at least; found none.")
-    first, values = records[0], [dict(record) for record in records]
-    # A record may hold its texts as well: names of ids come first.
-    names = {
-        name: next(spelling for spelling in spellings if spelling in first)
-        for name, spellings in ID_SPELLINGS.items()
-        if not first.keys().isdisjoint(spellings)
-    }
+    values = [dict(record) for record in records]
     config = replace(
         config,
-        fields={**names, **config.fields},
         carry=typed_carry(config, values),
         pack_size=1 << 24,
         max_length=None,
