@@ -152,9 +152,11 @@ def recorded_tokenizer(
         if path is not None:
             raise
         raise TokenizerError(f"{error} {do}.") from error
-    now, alike = tokenizer.provenance(), ("vocab_sha256", "probe_sha256")
-    same = all(recorded.get(name) == now[name] for name in alike)  # as of one saved again
-    if not same and recorded.get("sha256") not in (None, tokenizer.sha256):
+    if recorded.get("sha256") in (None, tokenizer.sha256):
+        return tokenizer
+    now = tokenizer.provenance()
+    if any(recorded.get(name) != now[name] for name in ("vocab_sha256", "probe_sha256")):
+        # Equal hashes: it was loaded and saved again, which may change the bytes of its file.
         rule = f"must be the tokenizer that {where} was packed with"
         hashes = f"sha256 {tokenizer.sha256[:12]}…, recorded {recorded['sha256'][:12]}…"
         raise CompatibilityError(sentence(str(chosen), rule, hashes, do))

@@ -462,6 +462,11 @@ CASES = {
     ),
     "messages that are text": case({"messages": "[x"}, "wrong_type", kind="sft"),
     "no message": case({"messages": []}, "wrong_type", kind="sft"),
+    "messages as columns": case(
+        {"messages": {"role": ["user", "assistant"], "content": ["a", "b"]}},
+        "wrong_type",
+        kind="sft",
+    ),
     "a message that is a number": case({"messages": [3]}, "wrong_type", kind="sft"),
     "an image": case({"messages": [user([{"type": "image"}])]}, "wrong_type", kind="sft"),
     "null content": case({"messages": [said(None)]}, "wrong_type", kind="sft"),

@@ -219,6 +219,8 @@ def _normalize(raw: object, unknown: set[str]) -> tuple[str, Message]:
             return role, {"role": role, "content": content}
     unknown.update(str(key) for key in raw.keys() - MESSAGE_KEYS if not is_empty(raw[key]))
     written = _one_of(raw, ("role", "from"))
+    if isinstance(written, list):
+        raise Refused("wrong_type", "messages must be a list of objects, found an object of lists")
     role = ROLES.get(written) if isinstance(written, str) else None
     if role is None:
         raise Refused("bad_role", f"unknown role {quote(written)}")
