@@ -192,10 +192,15 @@ class PackedDataset(IterableDataset[Packs]):
         Raises:
             ConfigError: a setting is out of range, or a pack alone is over `tokens_per_batch`.
         """
-        config, ranks = BatchConfig.of(**batching), world_size or self.world_size
+        return self.planned(BatchConfig.of(**batching), world_size or self.world_size, epochs)
+
+    def planned(
+        self, config: BatchConfig, world_size: int, epochs: int, start: Position | None = None
+    ) -> StepPlan:
+        """Plans `epochs` as :meth:`plan` does, from `start` on in the first."""
+        numbers = range(self.epoch, self.epoch + epochs)
         try:
-            numbers = range(self.epoch, self.epoch + epochs)
-            return plan_steps(self.stream, config, ranks, numbers, Position())
+            return plan_steps(self.stream, config, world_size, numbers, start or Position())
         finally:
             self.stream.set_epoch(self.epoch)
 
@@ -264,6 +269,10 @@ def placement(rank: int | None, world_size: int | None) -> tuple[int, int]:
         if distributed.is_available() and distributed.is_initialized():
             return distributed.get_rank(), distributed.get_world_size()
         rank, world_size = (int(os.environ.get(n, d)) for n, d in (("RANK", 0), ("WORLD_SIZE", 1)))
+        if world_size > 1 and "RANK" not in os.environ:  # all ranks would read the share of one
+            must = "the environment must give RANK beside WORLD_SIZE"
+            remedy = "Start the ranks by torchrun, or give rank and world_size"
+            raise ConfigError(sentence("PackedDataset", must, f"WORLD_SIZE={world_size}", remedy))
     if not 0 <= rank < world_size:
         raise ConfigError(f"rank must lie in 0..{world_size - 1}; found {rank}.")
     return rank, world_size

@@ -28,7 +28,6 @@ from packstore.torch.data.steps import (
     StepPlan,
     assign_ranks,
     check_fits,
-    plan_steps,
     settled,
     tell,
 )
@@ -184,14 +183,8 @@ class PackedDataLoader:
 
         A step that was interrupted counts whole.
         """
-        data, start = self.data, Position()
-        if left:
-            start = self._batches.expressed(data.start.peek())
-        try:
-            numbers = range(data.epoch, data.epoch + epochs)
-            return plan_steps(data.stream, self.config, data.world_size, numbers, start)
-        finally:
-            data.stream.set_epoch(data.epoch)
+        start = self._batches.expressed(self.data.start.peek()) if left else None
+        return self.data.planned(self.config, self.data.world_size, epochs, start)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position after the batches yielded so far; prefetched ones do not count."""

@@ -129,7 +129,7 @@ def _model_card(run: Run, loop: Loop) -> str:
         "tokenizer sha256": tokenizer.get("sha256", "not recorded"),
         "loss": str(config.loss),
         "loss parameters": json.dumps(config.loss_parameters, ensure_ascii=False),
-        "optimizer steps": f"{loop.step:,} of {config.examples_per_step:,} examples at most",
+        "optimizer steps": f"{loop.step:,} of {loop.examples / loop.step:,.1f} examples on average",
         "packstore": VERSION,
     }
     results = {n: f"{v:.6g}" for n, v in {**loop.metrics, **loop.evaluation}.items()}

@@ -162,8 +162,10 @@ def test_the_global_random_state_is_left_alone(stored: Dataset) -> None:
 
 def test_rank_of_the_launcher(stored: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     early = PackedDataset(stored)
-    monkeypatch.setenv("RANK", "2")
     monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(ConfigError, match="must give RANK beside WORLD_SIZE; found WORLD_SIZE=3"):
+        PackedDataset(stored)
+    monkeypatch.setenv("RANK", "2")
     for each in (early, PackedDataLoader(early)):  # else every rank would train on all packs
         with pytest.raises(ConfigError, match=r"made after .* found rank 2 of 3, after 0 of 1"):
             iter(each)
