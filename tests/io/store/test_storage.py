@@ -265,5 +265,5 @@ def test_settings_of_retries_are_checked(flaky: Any) -> None:
     with pytest.raises(StorageError, match=r"Tried \d+ times"):
         flaky(*[TimeoutError()] * 10_000, retry_seconds=0.1)
     assert 2 < len(Flaky.errors) < 9_997
-    with pytest.raises(ConfigError, match="retry_attempts must be a number; found 'often'"):
+    with pytest.raises(ConfigError, match="retry_attempts must be a number; found a text"):
         flaky(retry_attempts="often")
