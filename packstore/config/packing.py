@@ -51,6 +51,7 @@ class TokenizeConfig(SizeConfig):
     template_variables: Mapping[str, Any] = setting(
         dict, "for the chat template, as JSON (repeatable)", flag="template_variable"
     )
+    as_chat: bool | None = setting(None, "text becomes user and assistant turns; default: warn")
     append_eos: bool | None = setting(None, "end responses with EOS; default: of plain text")
     add_bos: bool | None = setting(None, "begin with BOS; default: as the tokenizer says")
     supervised_turns: Literal["all", "last"] = setting("all", "of the assistant in the response")

@@ -55,13 +55,15 @@ def provenance_of(
     if "repacked_from" in about:
         return {"lineage": about["repacked_from"]["fingerprint"], **about, **named}
     tokenizer = about["tokenizer"] or {}
-    deciding = {
+    deciding: dict[str, Any] = {
         "kind": reader.kind,
         "sources": [[s["sha256"], s["records"]] for s in about["sources"]],
         "tokenizer": [tokenizer.get(name) for name in _DECIDING_TOKENIZER],
         "settings": {name: config.recorded()[name] for name in _DECIDING_SETTINGS},
         "on": [config.on[reason] for reason in _DECIDING_ANSWERS],
     }
+    if config.as_chat:
+        deciding["as_chat"] = True
     if (overlong := config.on["overlong"]).startswith("truncate"):
         deciding["truncated"] = [overlong, config.sequence_limit]
     return {**about, "lineage": fingerprint(deciding), **named}

@@ -295,6 +295,8 @@ class Tally:
     unused: Counter[str] = field(default_factory=Counter)
     scored: int = 0  # pairs kept with rewards in the record
     unscored: int = 0  # pairs kept without rewards in the record
+    texts: int = 0  # records kept that are plain text
+    chats: int = 0  # records kept that are messages
     # every record dropped, of a single block; None: only samples are kept
     rejected: list[Sample] | None = None
 
@@ -307,9 +309,10 @@ class Tally:
 
     @property
     def events(self) -> Counter[str]:
-        """`noted`, and ``reward_default``: pairs without rewards if others have some."""
-        mixed = self.unscored if self.scored else 0
-        return self.noted + Counter(reward_default=mixed)
+        """`noted`, and what only some records lack: rewards, a chat's turns."""
+        default = self.unscored if self.scored else 0
+        mixed = self.texts if self.chats else 0
+        return self.noted + Counter(reward_default=default, mixed_forms=mixed)
 
     def drop(self, reason: str, where: str, detail: str = "") -> None:
         """Counts one record as dropped under `reason`."""
@@ -334,6 +337,8 @@ class Tally:
                 self.unused[name] += count
         self.scored += other.scored
         self.unscored += other.unscored
+        self.texts += other.texts
+        self.chats += other.chats
         for sample in other.samples:
             if sum(s.reason == sample.reason for s in self.samples) < self.SAMPLES_PER_REASON:
                 self.samples.append(sample)

@@ -49,6 +49,8 @@ class _Block:
     used: Counter[str] = field(default_factory=Counter)  # field -> records, without plain pairs
     plain: int = 0
     scored: set[int] = field(default_factory=set)  # records with rewards
+    chats: set[int] = field(default_factory=set)  # records of messages
+    of_ids: set[int] = field(default_factory=set)  # records of token ids
 
     def add_pair(self, i: int, drafts: tuple[Draft, Draft]) -> None:
         """Adds record `i`, which has no carried values and no rewards."""
@@ -79,7 +81,9 @@ class RecordTokenizer:
         self._mode: Mode = "literal" if config.on["special_tokens"] == "keep" else "control"
         self._judges = kind == "sft" and config.on["unpaired_feedback"] != "keep"
         self._hint = ""
-        plain = not (self._wants_keys or self.carry or config.fields or config.thinking == "strip")
+        changed = config.fields or config.thinking == "strip" or config.as_chat
+        plain = not (self._wants_keys or self.carry or changed)
+        self._is_raw = config.as_chat is None and tokenizer is not None and bool(tokenizer.template)
         if tokenizer and kind == "preference" and plain:
             self._hint = tokenizer.control_hint
         # These refuse invalid Unicode, so that no check is needed before.
@@ -129,6 +133,10 @@ class RecordTokenizer:
         tally.used = block.used
         records = [rows.values[i] for i in block.records]
         tally.unused = unused(records, names - judged, block.used)
+        tally.chats = len(block.chats - block.refused.keys())
+        tally.texts = tally.kept - tally.chats - len(block.of_ids - block.refused.keys())
+        if self._is_raw and tally.texts:
+            tally.noted["raw_text"] += tally.texts
         if self.kind == "preference":
             tally.scored = len(block.scored - block.refused.keys())
             tally.unscored = tally.kept - tally.scored
@@ -144,6 +152,7 @@ class RecordTokenizer:
             values = [carried(value, name, type_name) for name, type_name in self.carry.items()]
         if isinstance(parsed.prompt, np.ndarray):
             events: list[str] = []
+            block.of_ids.add(i)
             sides = (parsed.prompt, parsed.responses, parsed.supervised)
             block.ids.update(enumerate(id_sequences(*sides, self.tokenizer), len(block.rewards)))
         else:
@@ -152,6 +161,8 @@ class RecordTokenizer:
                 raise TokenizerError(sentence("setting tokenizer", must, "none"))
             drafts, events = draft_record(parsed, self.tokenizer, self.config)
             block.drafts += drafts
+            if isinstance(parsed.prompt, list):
+                block.chats.add(i)
         if _rounded(parsed.rewards):
             events = [*events, "reward_rounded"]
         if events or parsed.events:

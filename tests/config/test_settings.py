@@ -28,6 +28,7 @@ NEED_RECORDS: dict[str, Any] = {
     "fields": {"prompt": "x"},
     "carry": ("lang",),
     "chat_template": "chatml",
+    "as_chat": True,
     "append_eos": True,
     "add_bos": True,
     "supervised_turns": "last",

@@ -93,8 +93,10 @@ HARMFUL = {
     "reward_reversed": [{**PAIRS[0], "chosen_reward": 1, "rejected_reward": 2}],
     "reward_rounded": [{**PAIRS[0], "chosen_reward": 1e9 + 1, "rejected_reward": 1e9}],
     "reward_default": [SCORED[0], PAIRS[0]],
+    "raw_text": PAIRS[:1],
+    "mixed_forms": [PAIRS[0], {**PAIRS[0], "prompt": [{"role": "user", "content": "Why?"}]}],
 }
-"""Note -> records that have it, with a tokenizer that names no EOS."""
+"""Note -> records that have it, with a chat template and a tokenizer that names no EOS."""
 
 
 @pytest.mark.parametrize("note", HARMFUL)
@@ -104,12 +106,13 @@ def test_a_problem_of_doctor_is_a_warning_of_the_job(
     """In Python, with --quiet, and of appended records; with what it means."""
     source, out = write_jsonl(tmp_path / "in.jsonl", HARMFUL[note]), str(tmp_path / "out")
     path = str(write_tokenizer(tmp_path / "tokenizer.json"))
-    [found] = [f for f in packstore.doctor(source, path).findings if f.check == note]
+    chat = {"chat_template": "plain"}
+    [found] = [f for f in packstore.doctor(source, path, **chat).findings if f.check == note]
     assert found.level == "problem"
-    more = write_jsonl(tmp_path / "more.jsonl", [{**r, "prompt": "a "} for r in HARMFUL[note]])
-    quiet = ["pack", source, f"{out}-2", "--tokenizer", path, "--quiet"]
+    more = write_jsonl(tmp_path / "more.jsonl", [{**r, "chosen": "Ask."} for r in HARMFUL[note]])
+    quiet = ["pack", source, f"{out}-2", "--tokenizer", path, "--quiet", "--chat-template", "plain"]
     jobs = (
-        lambda: packstore.pack(source, out, path),
+        lambda: packstore.pack(source, out, path, **chat),
         lambda: packstore.append(out, more),
         lambda: main(quiet),
     )

@@ -295,6 +295,32 @@ CASES = {
     ),
     "a label of a pair": case({**P, "label": 0}, PLAIN),
     "ranked": case(RANKED, ["p«a</s>»", "p«b</s>»", "p«a</s>»"], kind="ranked"),
+    "text under a chat template": case(P, PLAIN, "raw_text", tokenizer=TURNS),
+    "text that shall stay as it is": case(P, PLAIN, tokenizer=TURNS, as_chat=False),
+    "text as a chat": case(P, CHATTED, tokenizer=TURNS, as_chat=True),
+    "text as a chat, with a system turn": case(
+        {**P, "system": "S"}, [f"[s]S<e>{turn}" for turn in CHATTED], tokenizer=TURNS, as_chat=True
+    ),
+    "answers as chats": case(
+        RANKED,
+        ["[u]p<e>[a]«a<e>»", "[u]p<e>[a]«b<e>»", "[u]p<e>[a]«a<e>»"],
+        kind="ranked",
+        tokenizer=TURNS,
+        as_chat=True,
+    ),
+    "hh text as a chat": case(
+        {"chosen": hh("q", "a", "r", "b"), "rejected": hh("q", "a", "r", "no", "?", "c")},
+        ["[u]q<e>[a]a<e>[u]r<e>[a]«b<e>»", "[u]q<e>[a]a<e>[u]r<e>[a]«no<e>»[u]?<e>[a]«c<e>»"],
+        tokenizer=TURNS,
+        as_chat=True,
+    ),
+    "a chat stays one": case({**P, "prompt": [user("p")]}, CHATTED, tokenizer=TURNS, as_chat=True),
+    "ids as a chat": case(
+        {"prompt": [1], "chosen": [2], "rejected": [3]},
+        "wrong_type",
+        tokenizer=TURNS,
+        as_chat=True,
+    ),
     "too long": case({**P, "chosen": "c" * 99}, "overlong", max_length=50),
     "bos and the system turn stay": case(
         {**P, "prompt": [system("S"), user("u" * 30)]},

@@ -332,6 +332,28 @@ def is_hh(text: object) -> bool:
     return isinstance(text, str) and bool(_HH.match(text)) and ASSISTANT in text
 
 
+def text_as_messages(
+    prompt: str, responses: Sequence[str]
+) -> tuple[list[Message], list[list[Message]]]:
+    """Converts text to turns: of the user, then of the assistant; of the HH form, as it says."""
+    if not is_hh(prompt):
+        answers = [[{"role": "assistant", "content": text}] for text in responses]
+        return [{"role": "user", "content": prompt}], answers
+    written = _turns_of("", prompt)
+    if written[-1] == {"role": "assistant", "content": ""}:  # what the responses answer
+        written.pop()
+    return written, [_turns_of(ASSISTANT, text) for text in responses]
+
+
+def _turns_of(begin: str, text: str) -> list[Message]:
+    """The turns of a dialogue of the HH form, or of its rest, after what it begins with."""
+    text = begin + text if begin else "\n\n" + text.lstrip("\n")
+    _, *parts = re.split(f"({HUMAN}|{ASSISTANT})", text)
+    pairs = zip(parts[::2], parts[1::2], strict=True)
+    roles = {HUMAN: "user", ASSISTANT: "assistant"}
+    return [{"role": roles[marker], "content": said.strip()} for marker, said in pairs]
+
+
 def _common_turns(dialogues: Sequence[Sequence[T]], is_assistant: Callable[[T], bool]) -> int:
     """Number of common turns that all dialogues follow by an assistant turn."""
     shortest = min(len(dialogue) for dialogue in dialogues)

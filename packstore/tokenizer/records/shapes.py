@@ -21,6 +21,7 @@ from packstore.tokenizer.chat.messages import (
     normalize_variables,
     split_messages,
     split_texts,
+    text_as_messages,
 )
 from packstore.tokenizer.chat.sandbox import as_json
 from packstore.tokenizer.chat.template import Message, Tools
@@ -242,11 +243,15 @@ def _parse(fields: Fields, shape: Shape) -> Parsed:
         if given and given[0] < given[1]:
             rest["events"] = ("reward_reversed",)
     if ids:
+        if fields.config.as_chat:
+            raise Refused("wrong_type", "as_chat needs text or messages, found token ids")
         return Parsed(**_ids(fields, shape, prompt, responses), **rest)
     if forms.isdisjoint(("messages", "turns", "dialogues")):
         if "HH text" in forms:
             prompt, responses = _split(prompt, responses)
-        return Parsed(prompt=prompt, responses=responses, **rest)
+        if not fields.config.as_chat:
+            return Parsed(prompt=prompt, responses=responses, **rest)
+        prompt, responses = text_as_messages(prompt, responses)
     if "messages" in sides:
         dialogue = _with_system(fields, _turns(fields, responses[0]))
         if prompt is not None:
