@@ -122,6 +122,13 @@ class PackedDataset(IterableDataset[Packs]):
         ]
         stream = MixedPacks(sources, list(weights.values()), until)
         made = cls(stream, rank=rank, world_size=world_size)
+        place = made.rank, made.world_size
+        given = [each for each in weights if isinstance(each, PackedDataset) and not each._found]
+        for each in given:
+            if (each.rank, each.world_size) != place:
+                must = "rank and world_size must be those of its sources"
+                found = "{} of {}, and {} of {}".format(*place, each.rank, each.world_size)
+                raise ConfigError(sentence("the mix", must, found))
         if made.rank == 0:
             stream.tell()
         return made

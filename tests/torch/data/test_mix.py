@@ -200,6 +200,8 @@ def test_refusals(stored: list[Dataset], kit: SimpleNamespace, tmp_path: Path) -
         PackedDataset.mix({})
     with pytest.raises(ConfigError, match="until must be first or all; found 'last'"):
         PackedDataset.mix({a: 1}, until="last")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="those of its sources; found 0 of 1, and 1 of 2"):
+        PackedDataset.mix({PackedDataset(a, rank=1, world_size=2): 1})
     with pytest.raises(ConfigError, match="side data joins a dataset"):
         PackedDataset(PackedDataset.mix({a: 1}).stream, side=["side"])
     with pytest.raises(ConfigError, match="source 0 of the mix must be a dataset"):
