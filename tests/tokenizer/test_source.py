@@ -125,27 +125,26 @@ def test_names_on_the_hub(hub: Path, facts, monkeypatch: pytest.MonkeyPatch) -> 
         facts("some/other")
 
 
-def test_tokenizers_of_transformers(tokenizer, facts, tmp_path, pack) -> None:
+def test_tokenizers_of_transformers(facts, tmp_path, pack) -> None:
     """What the object says of its tokens and template is what its folder says."""
-    names = ("vocab_sha256", "probe_sha256", "bos_id", "eos_id", "pad_id", "adds_bos")
-    names += ("chat_template", "tool_use_template")
-    place = tokenizer("qwen3").file
-    loaded = transformers.AutoTokenizer.from_pretrained(place)
-    assert facts(loaded, *names) == facts(place, *names)
-    loaded.eos_token, loaded.chat_template = "<|endoftext|>", {"default": "{{ 1 }}", "rag": "a"}
-    names = ("eos_token", "chat_template", "name")
-    assert facts(loaded, *names) == ("<|endoftext|>", "{{ 1 }}", type(loaded).__name__)
-    assert facts(loaded, "chat_template", template="rag") == ("a",)
     made = word_level(**{"<e>": 2, "<b>": 3})
     made.add_special_tokens(["<e>", "<b>"])
     made.post_processor = tokenizers.processors.TemplateProcessing(
         single="<b> $A", special_tokens=[("<b>", 3)]
     )
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<e>")
-    assert facts(fast, "bos_id", "eos_id", "adds_bos") == (3, 2, True)
+    saved = transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<e>")
+    saved.chat_template = {"default": "{{ 1 }}", "tool_use": "{{ 2 }}", "rag": "{{ 3 }}"}
+    saved.save_pretrained(tmp_path)
+    fast = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    names = ("vocab_sha256", "probe_sha256", "bos_id", "eos_id", "pad_id", "adds_bos")
+    names += ("chat_template", "tool_use_template")
+    assert facts(fast, *names) == facts(tmp_path, *names)
+    assert facts(fast, *names[2:]) == (3, 2, None, True, "{{ 1 }}", "{{ 2 }}")
+    fast.eos_token, fast.chat_template = "b", "{{ 4 }}"
+    assert facts(fast, "eos_token", "chat_template") == ("b", "{{ 4 }}")
+    assert facts(saved, "chat_template", "name", template="rag") == ("{{ 3 }}", "TokenizersBackend")
     # Saved by transformers it has other bytes, but is the tokenizer of the dataset.
-    dataset = pack(fast, {"prompt": "a", "chosen": "b", "rejected": "a"}).dataset
-    fast.save_pretrained(tmp_path)
+    dataset = pack(saved, {"prompt": "a", "chosen": "b", "rejected": "a"}).dataset
     assert main(["show", dataset.url, "--tokenizer", str(tmp_path)]) == 0
 
 
