@@ -84,7 +84,7 @@ def test_config_names_the_nearest_setting() -> None:
 def test_names_of_other_tools_lead_to_settings() -> None:
     settings = {*PackConfig.names(), *TrainConfig.names(), *BatchConfig.names()}
     flags = {"tokenizer", "tracker", "loss_parameter"}  # of commands, not settings
-    assert {name for ours in ELSEWHERE.values() for name in ours.split()} <= settings | flags
+    assert {name for ours in ELSEWHERE.values() for name in ours} <= settings | flags
     assert settings & ELSEWHERE.keys() <= {"shuffle"}  # which a loader does not have
 
 

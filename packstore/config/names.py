@@ -5,41 +5,38 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterable
 
-ELSEWHERE = {
-    **dict.fromkeys(
-        ("batch_size", "train_batch_size", "global_batch_size"),
-        "examples_per_step packs_per_batch",
-    ),
-    **dict.fromkeys(("per_device_train_batch_size", "micro_batch_size"), "packs_per_batch"),
-    "gradient_accumulation_steps": "accumulation examples_per_step",
-    **dict.fromkeys(("max_seq_length", "max_seq_len", "seq_length", "seq_len"), "pack_size"),
-    "max_prompt_length": "max_length on",
-    **dict.fromkeys(("overlong", "truncation", "truncation_mode"), "on"),
-    **dict.fromkeys(("lr", "peak_lr"), "learning_rate"),
-    **dict.fromkeys(("lr_scheduler", "lr_scheduler_type", "scheduler"), "schedule"),
-    **dict.fromkeys(("warmup_steps", "warmup_ratio", "lr_warmup_steps"), "warmup"),
-    **dict.fromkeys(("num_train_epochs", "num_epochs"), "epochs"),
-    **dict.fromkeys(("clip_grad", "grad_clip", "gradient_clip_val"), "max_grad_norm"),
-    **dict.fromkeys(("model_name_or_path", "model_name", "model_path"), "model"),
-    **dict.fromkeys(("ref_model", "reference"), "reference_model"),
-    **dict.fromkeys(("tokenizer_name", "tokenizer_path", "processing_class"), "tokenizer"),
-    **dict.fromkeys(("train_dataset", "dataset_name", "data_path"), "dataset"),
-    **dict.fromkeys(("eval_dataset", "val_dataset"), "validation"),
-    "output_dir": "output",
-    "loss_type": "loss",
-    **dict.fromkeys(("beta", "label_smoothing"), "loss_parameters loss_parameter"),
-    **dict.fromkeys(("bf16", "fp16", "torch_dtype"), "mixed_precision dtype"),
-    "attn_implementation": "attention",
-    **dict.fromkeys(("use_peft", "peft_config", "lora_r", "lora_rank"), "lora"),
-    "resume_from_checkpoint": "resume",
-    "logging_steps": "log_every",
-    "eval_steps": "eval_every",
-    "save_steps": "save_every",
-    "report_to": "trackers tracker",
-    **dict.fromkeys(("num_proc", "dataset_num_proc", "dataloader_num_workers"), "num_workers"),
-    **dict.fromkeys(("drop_last", "dataloader_drop_last"), "tail"),
-    "shuffle": "",
+_THEIRS = {
+    "examples_per_step packs_per_batch": "batch_size train_batch_size global_batch_size",
+    "packs_per_batch": "per_device_train_batch_size micro_batch_size",
+    "accumulation examples_per_step": "gradient_accumulation_steps",
+    "pack_size": "max_seq_length max_seq_len seq_length seq_len",
+    "max_length": "max_prompt_length",
+    "learning_rate": "lr peak_lr",
+    "schedule": "lr_scheduler lr_scheduler_type scheduler",
+    "warmup": "warmup_steps warmup_ratio lr_warmup_steps",
+    "epochs": "num_train_epochs num_epochs",
+    "max_grad_norm": "clip_grad grad_clip gradient_clip_val",
+    "model": "model_name_or_path model_name model_path",
+    "reference_model": "ref_model reference",
+    "tokenizer": "tokenizer_name tokenizer_path processing_class",
+    "dataset": "train_dataset dataset_name data_path",
+    "validation": "eval_dataset val_dataset",
+    "output": "output_dir",
+    "loss": "loss_type",
+    "loss_parameters loss_parameter": "beta label_smoothing",
+    "mixed_precision dtype": "bf16 fp16 torch_dtype",
+    "attention": "attn_implementation",
+    "lora": "use_peft peft_config lora_r lora_rank",
+    "resume": "resume_from_checkpoint",
+    "log_every": "logging_steps",
+    "eval_every": "eval_steps",
+    "save_every": "save_steps",
+    "trackers tracker": "report_to",
+    "num_workers": "num_proc dataset_num_proc dataloader_num_workers",
+    "tail": "drop_last dataloader_drop_last",
+    "": "shuffle",
 }
+ELSEWHERE = {name: ours.split() for ours, names in _THEIRS.items() for name in names.split()}
 """A name in torch, transformers, TRL, Megatron or Lightning -> names of settings and flags here."""
 
 DECIDED = {
@@ -56,7 +53,7 @@ def meant(name: str, known: Iterable[str], spell: Callable[[str], str] = repr) -
     """
     plain = {_plain(each): each for each in known}
     if (theirs := _plain(name)) in ELSEWHERE:
-        near = [plain[ours] for ours in ELSEWHERE[theirs].split() if ours in plain]
+        near = [plain[ours] for ours in ELSEWHERE[theirs] if ours in plain]
         otherwise = f" {DECIDED[theirs]}." if theirs in DECIDED else ""
     else:
         near = difflib.get_close_matches(name, list(plain.values()), n=1)

@@ -6,21 +6,21 @@ It is not imported. Files: ``save_to_disk`` in ``src/datasets/arrow_dataset.py``
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
-import orjson
+import msgspec
+from msgspec import Meta
 
-from packstore.errors import InputError, quote, sentence
+from packstore.errors import InputError, sentence
 from packstore.io.store.location import Location
 
 STATE, INFO, SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
 """Files of a saved dataset: what its files are, what its columns are; the splits of several."""
 
-VIEWS = ("_indices_files", "_indices_data_files", "_format_columns")
-"""Entries of the state by which a dataset is a view of its files; old releases wrote indices."""
+T = TypeVar("T")
+_Name = Annotated[str, Meta(pattern=r"^[^/\\]+$")]
 
 NO_RECORDS = (INFO, "dataset_infos.json")
 """JSON files that describe the records of a folder."""
@@ -28,6 +28,22 @@ NO_RECORDS = (INFO, "dataset_infos.json")
 
 _SPLIT = re.compile(r"(training|train|testing|test|validation|valid|val|dev|eval)(?=[-_.])")
 _SHARD = re.compile(r"(\w+)-[0-9]{5}-of-[0-9]{5}")
+
+
+class _File(msgspec.Struct):
+    filename: _Name
+
+
+class _State(msgspec.Struct, rename=lambda name: f"_{name}"):
+    data_files: list[_File]
+    format_columns: list[str] | None = None
+    output_all_columns: bool = False
+    indices_files: list[Any] | None = None  # of releases before 2.0
+    indices_data_files: list[Any] | None = None
+
+
+class _Splits(msgspec.Struct):
+    splits: Annotated[list[_Name], Meta(min_length=1)]
 
 
 def one_split(source: Any) -> Any:
@@ -69,29 +85,22 @@ def saved_files(folder: Location, names: Collection[str]) -> list[Location] | No
     `names` are the files in the folder.
     """
     if SPLITS in names:
-        splits = _read(folder, SPLITS).get("splits")
-        if not isinstance(splits, list) or not splits:
-            raise _unknown(folder.join(SPLITS), "splits", splits)
-        if len(splits) > 1:
-            remedy = f"Give the folder of one, e.g. {folder.join(str(splits[0])).display}"
+        first, *others = splits = _read(folder, SPLITS, _Splits).splits
+        if others:
+            remedy = f"Give the folder of one, e.g. {folder.join(first).display}"
             raise _several(folder.display, splits, remedy)
-        folder = folder.join(_name(folder.join(SPLITS), splits[0]))
+        folder = folder.join(first)
         names = {entry.name for entry in folder.files()}
     if not {STATE, INFO} <= set(names):
         return None
-    state, place = _read(folder, STATE), folder.join(STATE)
-    views = {name: state.get(name) for name in VIEWS}
-    if state.get("_output_all_columns"):
-        views["_format_columns"] = None
-    if found := next((name for name, view in views.items() if view), None):
+    state = _read(folder, STATE, _State)
+    chosen = not state.output_all_columns and state.format_columns
+    if chosen or state.indices_files or state.indices_data_files:
         must = "its rows and columns must be those of its files, in their order"
+        found = "columns of them" if chosen else "an order or choice of rows"
         remedy = "Pack datasets.load_from_disk(FOLDER) in Python, or save that again"
-        raise InputError(sentence(place.display, must, f"a view of them ({found})", remedy))
-    files = state.get("_data_files")
-    if not isinstance(files, list):
-        raise _unknown(place, "_data_files", files)
-    named = (_name(place, isinstance(f, dict) and f.get("filename")) for f in files)
-    return [folder.join(name) for name in named]
+        raise InputError(sentence(folder.join(STATE).display, must, found, remedy))
+    return [folder.join(file.filename) for file in state.data_files]
 
 
 def _is_split(value: object) -> bool:
@@ -103,25 +112,10 @@ def _several(where: str, splits: Collection[Any], remedy: str) -> InputError:
     return InputError(sentence(where, "records must come from one split", found, remedy))
 
 
-def _read(folder: Location, name: str) -> dict[str, Any]:
-    place, value = folder.join(name), None
+def _read(folder: Location, name: str, kind: type[T]) -> T:
     try:
-        value = orjson.loads(place.read_bytes())
-    except orjson.JSONDecodeError as error:
-        raise _unknown(place, "JSON", str(error)) from error
-    if not isinstance(value, dict):
-        raise _unknown(place, "an object", value)
-    return value
-
-
-def _name(place: Location, value: object) -> str:
-    """Returns the name of a file or folder in the folder of `place`."""
-    if not isinstance(value, str) or not value or os.path.basename(value) != value:
-        raise _unknown(place, "names of files in this folder", value)
-    return value
-
-
-def _unknown(place: Location, what: str, found: object) -> InputError:
-    must = f"it must hold {what}, as datasets' save_to_disk writes it"
-    remedy = "Name the data files themselves, or a glob"
-    return InputError(sentence(place.display, must, quote(found), remedy))
+        return msgspec.json.decode(folder.read_bytes(name), type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        must = "it must be as datasets' save_to_disk writes it"
+        remedy = "Name the data files themselves, or a glob"
+        raise InputError(sentence(folder.join(name).display, must, str(error), remedy)) from error
