@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
 
 
-class Shape(NamedTuple):
+@dataclass(frozen=True)
+class Shape:
     """A shape of records.
 
     Attributes:
@@ -23,7 +25,7 @@ class Shape(NamedTuple):
     becomes: str
     without: tuple[str, ...] = ()
 
-    @property
+    @cached_property
     def holds_ids(self) -> bool:
         """True if records are token ids."""
         return "token ids" in self.needs.values()

@@ -23,7 +23,7 @@ from packstore.tokenizer.chat.messages import (
     SKIPPED,
     map_strings,
     may_be_dialogue,
-    parsed_json,
+    may_be_messages,
     says_something,
     strip_thinking,
     text_arguments,
@@ -67,7 +67,7 @@ def draft_plain(record: object, hint: str, mode: Mode, unicode: bool) -> tuple[D
         return None
     if not prompt or not chosen or not rejected or chosen == rejected:
         return None
-    if may_be_dialogue(chosen) or may_be_dialogue(rejected) or parsed_json(prompt) is not prompt:
+    if may_be_messages(prompt) or may_be_dialogue(chosen) or may_be_dialogue(rejected):
         return None
     first, second = prompt + chosen, prompt + rejected
     if chosen.isspace() or rejected.isspace() or holds(first, hint) or holds(second, hint):

@@ -60,6 +60,10 @@ MESSAGE_KEYS = frozenset(("role", "from", "content", "value", *KEPT, *REASONING,
 SKIPPED = "_skipped"
 """Key of a normalised message that is not to be learned; templates do not get it."""
 
+may_be_messages = re.compile(r"\s*[\[{]").match
+may_be_dialogue = re.compile(r"\s*(?:[\[{]|Human:)").match
+"""Whether a text may be messages, or also a dialogue of the HH form."""
+
 _OBJECTS = re.compile(r"""\s*\[?\s*\{\s*(["'])\w+\1\s*:""")
 """The beginning of a text that may be messages, written as JSON or as Python."""
 
@@ -107,11 +111,6 @@ def normalize_messages(value: object, unknown: set[str]) -> list[Message]:
 def _check_alike(one: Message, other: Message) -> None:
     if one.get(SKIPPED) != other.get(SKIPPED):
         raise Refused("wrong_type", f"parts of one turn must agree on {', '.join(LEARNED)}")
-
-
-def may_be_dialogue(text: str) -> bool:
-    """Returns True if a text may be messages, or a dialogue of the HH form."""
-    return bool(_OBJECTS.match(text) or _HH.match(text))
 
 
 def parsed_json(value: object) -> object:

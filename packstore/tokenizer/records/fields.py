@@ -77,16 +77,21 @@ class Fields:
 
         A tensor is an array, JSON text of messages a list.
         """
-        if (name, ids) not in self._found:
-            spellings = self.spellings(name, ids)
-            at = next((n for n in spellings if self.record.get(n) is not None), spellings[0])
-            value = unwrapped(self.record.get(at))
-            if name in _TURNS:
-                value = parsed_json(value)
-            elif name in _LISTS and isinstance(value, list | np.ndarray):
+        found = self._found.get((name, ids))
+        if found is None:
+            at, *others = spellings = self.spellings(name, ids)
+            value = self.record.get(at)
+            if value is None and others:
+                at = next((n for n in spellings if self.record.get(n) is not None), at)
+                value = self.record.get(at)
+            if name in _LISTS and isinstance(value := unwrapped(value), list | np.ndarray):
                 value = [parsed_json(unwrapped(item)) for item in value]
-            self._found[name, ids] = at, value
-        return self._found[name, ids]
+            elif name in _TURNS and type(value) is str:
+                value = parsed_json(value)
+            elif value is not None:
+                value = unwrapped(value)
+            found = self._found[name, ids] = at, value
+        return found
 
     def get(self, name: str, ids: bool = False) -> Any:
         """Returns the value, which is used, or None."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -167,17 +167,18 @@ def _shape(fields: Fields, kind: str, ids: bool) -> Shape:
     mapped = "prompt" in fields.config.fields and kind == "preference"
     if mapped and not fields.has("prompt"):  # only without a mapping may it be implicit
         raise _missing(fields, "prompt", "text")
-    nearest: tuple[tuple[int, bool, int], Shape, str] | None = None
-    for shape in SHAPES_OF[kind, ids]:
-        differ = _differing(fields, shape)
-        if not differ:
+    shapes = SHAPES_OF[kind, ids]
+    for shape in shapes:
+        if next(_differing(fields, shape), None) is None:
             return shape
-        matched = sum(name not in differ for name in shape.needs)
-        distance = len(differ), not fields.has(differ[0], shape.holds_ids), -matched
-        if nearest is None or distance < nearest[0]:
-            nearest = distance, shape, differ[0]
-    assert nearest is not None
-    _, shape, name = nearest
+    differing = [[*_differing(fields, shape)] for shape in shapes]
+
+    def distance(i: int) -> tuple[int, bool, int]:
+        absent = not fields.has(differing[i][0], shapes[i].holds_ids)
+        return len(differing[i]), absent, -len(shapes[i].needs.keys() - differing[i])
+
+    i = min(range(len(shapes)), key=distance)
+    shape, name = shapes[i], differing[i][0]
     form = {**shape.takes, **shape.needs}.get(name, "")
     at, value = fields.find(name, shape.holds_ids)
     if value is None:
@@ -189,24 +190,26 @@ def _shape(fields: Fields, kind: str, ids: bool) -> Shape:
     raise Refused("wrong_type", text)
 
 
-def _differing(fields: Fields, shape: Shape) -> list[str]:
-    """Returns the fields of a record that differ from a shape."""
-    ids = shape.holds_ids
-    differ = []
+def _differing(fields: Fields, shape: Shape) -> Iterator[str]:
+    """Yields the fields of a record that differ from a shape."""
+    ids, matches = shape.holds_ids, True
     for name, form in shape.needs.items():
         try:
             value = fields.find(name, ids)[1]
         except Refused:  # what is no JSON, of which the refusal tells
             value = None
         if value is None or not _FITS[form](value):
-            differ.append(name)
-    if not differ:
-        differ += [name for name in shape.without if fields.has(name, ids)]
-        for name, form in shape.takes.items():
-            value = fields.find(name, ids)[1] if form in _FITS else None
-            if value is not None and not _FITS[form](value):
-                differ.append(name)
-    return differ
+            matches = False
+            yield name
+    if not matches:
+        return
+    for name in shape.without:
+        if fields.has(name, ids):
+            yield name
+    for name, form in shape.takes.items():
+        fits = _FITS.get(form)
+        if fits and (value := fields.find(name, ids)[1]) is not None and not fits(value):
+            yield name
 
 
 def _missing(fields: Fields, name: str, form: str) -> Refused:
