@@ -124,7 +124,7 @@ def train_packs(folder: Path, layout: str) -> list[float]:
         schedule="constant", warmup=0, log_every=1, mixed_precision="none",
     )  # fmt: skip
     lines = (folder / layout / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [line["train/loss"] for line in map(json.loads, lines) if "train/loss" in line]
+    return [line["loss"] for line in map(json.loads, lines) if "loss" in line]
 
 
 def run(contender: str, folder: Path) -> dict[str, Any]:
