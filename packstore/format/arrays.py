@@ -262,7 +262,7 @@ class PackSizes:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def take(self, indices: Int64) -> PackSizes:
+    def take(self, indices: Int64 | slice) -> PackSizes:
         """Returns the sizes of the packs at `indices`."""
         columns = self.tokens, self.examples, self.squares
         counts = None if self.counts is None else self.counts[indices]
@@ -402,16 +402,23 @@ kind ``sft``.
 """
 
 
-def count_packs(packs: Packs, kind: str) -> Int64:
-    """Counts the columns of :data:`COUNTS` for each pack: int64 `[P, 4]`."""
-    segments, starts = to_offsets(packs.segment_lengths), to_offsets(packs.num_responses)[:-1]
-    supervised = np.add.reduceat(packs.supervised, segments[:-1], dtype=np.int64)
+def count_packs(packs: Packs, kind: str, segments: Int32 | None = None) -> Int64:
+    """Counts the columns of :data:`COUNTS` for each pack: int64 `[P, 4]`.
+
+    `segments`: the packs' `segment_lengths`, for callers that have them.
+    """
+    starts, firsts = to_offsets(packs.num_responses)[:-1], packs.example_offsets
+    edges = to_offsets(packs.segment_lengths if segments is None else segments)
+    # As bytes to int32: it takes a third of the time.
+    on = packs.supervised.view(np.int8)
+    supervised = np.add.reduceat(on, edges[:-1], dtype=np.int32).astype(np.int64)
     if kind == "ranked":
-        of_examples = _count_ranked(supervised, packs.reward, starts)
-    else:
-        pairs = np.full(len(starts), int(kind == "preference"), np.int64)
-        of_examples = np.stack([supervised[starts], pairs, pairs, pairs], axis=1)
-    return np.add.reduceat(of_examples, packs.example_offsets[:-1], axis=0)
+        counted = _count_ranked(supervised, packs.reward, starts)
+        return np.add.reduceat(counted, firsts[:-1], axis=0)
+    counts = np.empty((len(packs), len(COUNTS)), np.int64)
+    counts[:, 0] = np.add.reduceat(supervised[starts], firsts[:-1])
+    counts[:, 1:] = (firsts[1:] - firsts[:-1])[:, None] if kind == "preference" else 0
+    return counts
 
 
 def _count_ranked(supervised: Int64, rewards: Float32, starts: Int64) -> Int64:

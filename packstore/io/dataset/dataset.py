@@ -155,9 +155,14 @@ class Dataset:
         return reader.fetch(index)
 
     def decode(self, group: int, fetched: Fetched) -> Packs:
-        """Verifies and decodes the bytes of a row group; raises like :meth:`read_packs`."""
+        """Verifies and decodes the bytes of a row group; raises like :meth:`read_packs`.
+
+        What the pack index tells of it, by which loaders plan and losses divide, must be so.
+        """
         reader, index = self._reader(group)
-        return reader.decode(index, fetched)
+        packs = reader.decode(index, fetched)
+        self._sizes.require_same(int(self.group_offsets[group]), packs, self.group_name(group))
+        return packs
 
     @property
     def is_mapped(self) -> bool:

@@ -3,14 +3,15 @@
 A small Parquet file beside the manifest, which names it. It has a row for each pack, in dataset
 order, and a row group for each shard, and is optional: without it sizes are read from the shards.
 It also has the divisors of losses (:data:`packstore.format.arrays.COUNTS`). An index of an earlier
-release lacks these columns; they are null for shards that were not counted.
+release lacks these columns; they are null for shards that were not counted. Nothing in it is
+believed: figures that no pack can have are refused, and loaders compare each with its pack.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -20,14 +21,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from packstore.errors import IntegrityError, quote, sentence
-from packstore.format.arrays import COUNTS, Int64, PackSizes, to_offsets
+from packstore.format.arrays import COUNTS, Bool, Int64, Packs, PackSizes, to_offsets
 from packstore.format.schema import as_arrow, as_numpy, flat_column
 from packstore.io.dataset.reader import ShardReader
 from packstore.io.manifest.commit import FOLDER
 from packstore.io.manifest.manifest import Manifest
 from packstore.io.manifest.stored_file import StoredFile, decoding, read_stored
 from packstore.io.shards.parquet import OPTIONS, check_group, open_parquet, read_group
-from packstore.io.shards.shard import ShardInfo
+from packstore.io.shards.shard import sizes_of
 from packstore.io.store.location import Location
 from packstore.io.store.staging import Staging
 
@@ -41,6 +42,7 @@ KEPT_SHARDS = 128
 """Shards whose sizes a table caches: more than the lanes of an order, each in one shard."""
 
 _NEEDED = ("seq_boundaries", "example_ids")
+_REMEDY = "The index or the shard was replaced: run `packstore verify`"
 
 
 def put_index(location: Location, sizes: Iterable[PackSizes], version: int) -> StoredFile | None:
@@ -78,7 +80,7 @@ class PackIndex:
 
     def __init__(self, location: Location, manifest: Manifest, info: StoredFile) -> None:
         self.where = location.join(info.path).display
-        self._shards = manifest.shards
+        self._shards, self._manifest = manifest.shards, manifest
         self._data = read_stored(location, info)
         with decoding(self.where):
             self._metadata = pq.read_metadata(pa.BufferReader(self._data))
@@ -102,7 +104,7 @@ class PackIndex:
             if len(known) == len(COUNTS):
                 counts = np.stack([as_numpy(column) for column in known], axis=1)
             sizes = PackSizes(*columns, counts=counts)
-        _check_sums(sizes, self._shards[number], f"{self.where}, row group {number}")
+        _check(sizes, number, self._manifest, f"{self.where}, row group {number}")
         return sizes
 
 
@@ -113,6 +115,7 @@ class SizeTable:
         self._location, self._manifest = location, manifest
         self._starts = to_offsets(np.array([shard.rows for shard in manifest.shards], np.int64))
         self.shard = functools.lru_cache(KEPT_SHARDS)(self._load)
+        self._compared = set[int]()  # first packs of row groups: checksums keep them as they were
 
     def take(self, packs: Int64) -> PackSizes:
         """Returns the sizes of packs; `packs`: their numbers in file order, int64 `[n]`."""
@@ -125,6 +128,15 @@ class SizeTable:
             for shard, numbers in zip(distinct.tolist(), members, strict=False)
         ]
         return _joined(parts).take(np.argsort(order, kind="stable"))
+
+    def require_same(self, first: int, packs: Packs, where: str) -> None:
+        """Refuses packs, number `first` and on, whose sizes are not those of the index."""
+        if self._index is not None and first not in self._compared:
+            shard = int(np.searchsorted(self._starts, first, side="right")) - 1
+            start = first - int(self._starts[shard])
+            told = self.shard(shard).take(slice(start, start + len(packs)))
+            require_same(told, sizes_of(packs, self._manifest.kind), self._index.where, where)
+            self._compared.add(first)
 
     def all(self) -> PackSizes:
         """Returns the sizes of all packs in file order, 56 bytes each."""
@@ -156,8 +168,19 @@ class SizeTable:
                 tokens, squares = (np.add.reduceat(x, first) for x in (steps, steps**2))
             parts.append(PackSizes(tokens, np.diff(examples), squares))
         sizes = _joined(parts)
-        _check_sums(sizes, shard, reader.where)
+        _check(sizes, number, self._manifest, reader.where)
         return sizes
+
+
+def require_same(told: PackSizes, real: PackSizes, index: str, where: str) -> None:
+    """Raises IntegrityError unless `index` tells the `real` sizes of the packs at `where`."""
+    for name in (*_SIZES, "counts"):
+        a, b = getattr(told, name), getattr(real, name)
+        if a is not None and not np.array_equal(a, b):
+            pack = int(np.argmax((a != b).reshape(len(a), -1).any(axis=1)))
+            must = f"must have the {name} of each pack of {where}"
+            found = f"{a[pack].tolist()} for pack {pack}, which has {b[pack].tolist()}"
+            raise IntegrityError(sentence(index, must, found, _REMEDY))
 
 
 def check_counts(columns: Mapping[str, tuple[Any, Int64]], rows: int) -> None:
@@ -171,7 +194,7 @@ def check_counts(columns: Mapping[str, tuple[Any, Int64]], rows: int) -> None:
         bounds, offsets = columns["seq_boundaries"]
         steps = np.diff(bounds.astype(np.int64))
         steps[offsets[1:-1] - 1] = 1  # from the end of one pack to the start of the next
-        if np.any(np.diff(offsets) < 1) or np.any(bounds[offsets[:-1]]) or np.any(steps < 1):
+        if np.any(np.diff(offsets) < 2) or np.any(bounds[offsets[:-1]]) or np.any(steps < 1):
             raise IntegrityError("column seq_boundaries must rise from 0 in each pack")
 
 
@@ -184,9 +207,40 @@ def _joined(parts: Sequence[PackSizes]) -> PackSizes:
     )
 
 
-def _check_sums(sizes: PackSizes, shard: ShardInfo, where: str) -> None:
+def _check(sizes: PackSizes, number: int, manifest: Manifest, where: str) -> None:
+    """Refuses sizes that do not add up to those of the shard, or that no pack can have."""
+    shard = manifest.shards[number]
     sums = (len(sizes), int(sizes.examples.sum()), int(sizes.tokens.sum()))
     expected = (shard.rows, shard.examples, shard.tokens)
     if sums != expected:
         must = f"its packs must have (rows, examples, tokens) {expected}, as the manifest says"
         raise IntegrityError(sentence(where, must, str(sums)))
+    for must, values, ok in _bounds(sizes, manifest):
+        if not ok.all():
+            pack = int(np.argmin(ok))
+            found = f"{values[pack].tolist()} for pack {pack}"
+            raise IntegrityError(sentence(where, must, found, _REMEDY))
+
+
+def _bounds(sizes: PackSizes, manifest: Manifest) -> Iterator[tuple[str, Int64, Bool]]:
+    """Yields what must hold, the values, and whether it does, for each pack."""
+    tokens, examples, squares = sizes.tokens, sizes.examples, sizes.squares
+    size, responses = manifest.pack_size, manifest.num_responses or 1
+    yield f"tokens must be 1 to {size}, the pack size", tokens, (tokens > 0) & (tokens <= size)
+    ok = (examples > 0) & (examples * responses <= tokens)
+    yield "examples must be at least 1, and each of its sequences have a token", examples, ok
+    ok = (squares >= tokens) & (squares <= tokens**2)
+    yield "squares must be those of segments", squares, ok
+    if sizes.counts is None:
+        return
+    best, rest, every, adjacent = sizes.counts.T
+    most = tokens - examples  # no segment's first token is supervised
+    ok = (best >= examples) & (best <= most)
+    yield "best_tokens must be 1 to all but one of each example", best, ok
+    if manifest.kind == "ranked":
+        ok = (adjacent >= 0) & (adjacent <= rest) & (rest <= every) & (rest <= most)
+        ok &= every <= tokens**2
+    else:
+        pairs = examples * (manifest.kind == "preference")
+        ok = (rest == pairs) & (every == pairs) & (adjacent == pairs)
+    yield "pairs must be those of its examples", sizes.counts[:, 1:], ok

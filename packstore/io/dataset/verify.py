@@ -6,15 +6,15 @@ import contextlib
 import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
 
 from packstore.errors import ConfigError, PackstoreError, quote, sentence
-from packstore.format.arrays import Int64, PackSizes
+from packstore.format.arrays import Int64
 from packstore.format.rules import check_packs
-from packstore.io.dataset.pack_index import PackIndex
+from packstore.io.dataset.pack_index import PackIndex, require_same
 from packstore.io.dataset.reader import ShardReader, ShardStream
 from packstore.io.manifest.manifest import Manifest
 from packstore.io.shards.shard import PackCounter, Totals, pack_figures, pack_sizes
@@ -141,11 +141,5 @@ def _check_shard(
     checked.compare(where, shard.row_groups, checked, ("longest",))
     if index is not None and not checked.problems:
         with checked.noting():
-            recorded, real = index.shard(number), pack_sizes(every)
-            for name in (column.name for column in fields(PackSizes)):
-                values = getattr(recorded, name)
-                if values is not None and not np.array_equal(values, getattr(real, name)):
-                    must = f"must have the {name} of each pack of its shard"
-                    place = f"{index.where}, row group {number}"
-                    checked.problems.append(sentence(place, must, "others"))
+            require_same(index.shard(number), pack_sizes(every), index.where, where)
     return checked

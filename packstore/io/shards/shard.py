@@ -157,21 +157,32 @@ def pack_figures(packs: Packs, kind: str) -> Int64:
     """Returns int64 `[P, 10]`: examples, sequences, tokens, supervised tokens, longest segment and
     sum of squared segment lengths of each pack, and the :data:`packstore.format.arrays.COUNTS`.
     """
-    segments, firsts = packs.segment_lengths.astype(np.int64), packs.sequence_offsets[:-1]
+    sizes = sizes_of(packs, kind)
     columns = [
-        np.diff(packs.example_offsets),
+        sizes.examples,
         np.diff(packs.sequence_offsets),
-        np.diff(packs.token_offsets),
+        sizes.tokens,
         np.add.reduceat(packs.supervised, packs.token_offsets[:-1], dtype=np.int32),
-        np.maximum.reduceat(segments, firsts),
-        np.add.reduceat(segments**2, firsts),
+        np.maximum.reduceat(packs.segment_lengths, packs.sequence_offsets[:-1]),
+        sizes.squares,
     ]
-    return np.concatenate([np.stack(columns, axis=1), count_packs(packs, kind)], axis=1)
+    return np.concatenate([np.stack(columns, axis=1), sizes.counts], axis=1)
 
 
 def pack_sizes(figures: Int64) -> PackSizes:
     """Returns the sizes that loaders plan with, from :func:`pack_figures`."""
     return PackSizes(figures[:, 2], figures[:, 0], figures[:, 5], counts=figures[:, 6:])
+
+
+def sizes_of(packs: Packs, kind: str) -> PackSizes:
+    """Returns the sizes that loaders plan with, counted from the packs."""
+    segments, tokens, examples = packs.segment_lengths, packs.token_offsets, packs.example_offsets
+    return PackSizes(
+        tokens[1:] - tokens[:-1],
+        examples[1:] - examples[:-1],
+        np.add.reduceat(segments.astype(np.int64) ** 2, packs.sequence_offsets[:-1]),
+        counts=count_packs(packs, kind, segments),
+    )
 
 
 @dataclass(eq=False)

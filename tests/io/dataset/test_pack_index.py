@@ -11,11 +11,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from forged import replace_shard
 
 from packstore import Dataset
 from packstore import open as open_dataset
 from packstore.errors import IntegrityError
 from packstore.format import PackSizes, to_offsets
+from packstore.torch import PackedDataLoader, PackedDataset
 
 SIZES = ("tokens", "examples", "squares")
 COUNTS = ("best_tokens", "pairs_best_vs_rest", "pairs_all", "pairs_adjacent")
@@ -141,12 +143,93 @@ def one_more(values):
     return values
 
 
+def moved(by: int):
+    """Takes from one pack what another gets, so that sums stay."""
+
+    def change(values):
+        values[[0, 1]] += np.array([by, -by], values.dtype)
+        return values
+
+    return change
+
+
+IMPOSSIBLE = {
+    "tokens": [(moved(1000), "tokens must be 1 to 64"), (moved(-1000), "tokens must be")],
+    "examples": [(moved(-1), "examples must be at least 1"), (moved(-(2**20)), "examples must be")],
+    "squares": [(lambda v: v * 0, "squares must be"), (lambda v: v + 2**40, "squares must be")],
+    "best_tokens": [
+        (lambda v: v * 0 - 5, "best_tokens must be 1 to all but one"),
+        (lambda v: v * 0, "found 0 for pack 0"),
+        (lambda v: v + 10**6, "best_tokens must be"),
+        (moved(2**62), "best_tokens must be"),
+    ],
+    "pairs_best_vs_rest": [(lambda v: v - 2, "pairs must be"), (lambda v: v + 99, "pairs must be")],
+    "pairs_all": [(lambda v: v * 0 - 1, "pairs must be"), (lambda v: v + 2**62, "pairs must be")],
+    "pairs_adjacent": [(lambda v: v * 0 - 1, "pairs must"), (lambda v: v + 999, "pairs must")],
+}
+
+
+@pytest.mark.parametrize("kind", ["preference", "sft", "ranked"])
+def test_sizes_that_no_pack_has_are_refused(kit, tmp_path, kind):
+    """Loaders allocate, plan and divide losses by them."""
+    ds = kit.made(tmp_path / "ds", 60, kind)
+    for name, changes in IMPOSSIBLE.items():
+        stored = index_path(ds).read_bytes()
+        for change, told in changes:
+            with pytest.raises(IntegrityError, match=told):
+                _ = lying(ds, with_column(name, change)).pack_index
+            index_path(ds).write_bytes(stored)
+
+
+@pytest.mark.parametrize("kind", ["preference", "sft", "ranked"])
+def test_a_loader_compares_the_index_with_the_packs(kit, tmp_path, kind):
+    ds = kit.made(tmp_path / "ds", 60, kind, pack_size=200, strategy="pool", row_group_tokens=600)
+    assert sum(len(batch.num_responses) for batch in loader(ds)) == 60
+    stored = index_path(ds).read_bytes()
+    for name in (*SIZES, *(COUNTS if kind == "ranked" else COUNTS[:1])):
+        # A difference of one keeps to all bounds, but in packs of one example.
+        wrong = lying(ds, with_column(name, moved(1) if name in ("tokens", "examples") else added))
+        with pytest.raises(IntegrityError, match=r"\.index.*must (be|have the) "):
+            list(loader(wrong))
+        index_path(ds).write_bytes(stored)
+
+
+def added(values):
+    values[0] += 1
+    return values
+
+
+def loader(ds: Dataset) -> PackedDataLoader:
+    return PackedDataLoader(PackedDataset(ds, seed=0), examples_per_step=8)
+
+
+def test_a_pack_without_segments_has_no_size(kit, tmp_path):
+    """Boundaries of only a 0, its tokens in the next pack: all sums are right."""
+    ds = kit.made(
+        tmp_path / "ds", 12, pack_size=200, row_group_tokens=1 << 20, shard_tokens=1 << 20
+    )
+    path = Path(ds.url) / ds.manifest.shards[0].path
+    table = pq.read_table(path)
+    bounds = table.column("seq_boundaries").to_pylist()
+    bounds[0], bounds[1] = [0], [0, *(bounds[0][-1] + n for n in bounds[1][1:])]
+    at = table.schema.get_field_index("seq_boundaries")
+    field = table.schema.field(at)
+    table = table.set_column(at, field, pa.array(bounds, field.type))
+    how = {"use_dictionary": False, "write_page_checksum": True, "write_statistics": False}
+    pq.write_table(table, path, compression="zstd", **how)
+    replace_shard(Path(ds.url), path.read_bytes())
+    with pytest.raises(IntegrityError, match="seq_boundaries must rise from 0"):
+        _ = open_dataset(ds.url).pack_index
+
+
 @pytest.mark.parametrize("name", ["tokens", "examples", "squares", "best_tokens", "pairs_all"])
 def test_verify_compares_every_figure(ds, name):
     wrong = lying(ds, with_column(name, swapped))
     (problem,) = wrong.verify().problems
-    what = name if name in ("tokens", "examples", "squares") else "counts"
-    assert f"row group 0: must have the {what} of each pack" in problem
+    what = name if name in SIZES else "counts"
+    assert "packs-000001" in problem
+    possible = name not in ("examples", "pairs_all")  # of packs of one pair
+    assert (f"must have the {what} of each pack of " in problem) == possible
 
 
 def earlier(ds: Dataset) -> Dataset:
