@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from packstore.cli import Command, common
 from packstore.cli._messages import progress_of
 from packstore.config import CHECK_RETRIES
-from packstore.errors import ConfigError
+from packstore.errors import ConfigError, visible_line
 
 if TYPE_CHECKING:
     from packstore.io.maintain.preflight import Trial
@@ -58,13 +58,15 @@ def _clean(args: argparse.Namespace) -> int:
     shown = report.leftovers if args.all else report.leftovers[:_SHOWN]
     for item in shown:
         spared = f" (spared: {item.spared})" if item.spared else ""
-        console.print(f"{item.path}  {item.bytes:,} bytes  {item.why}{spared}")
+        console.print(f"{visible_line(item.path)}  {item.bytes:,} bytes  {item.why}{spared}")
     for why, count in Counter(item.why for item in report.leftovers[len(shown) :]).items():
         console.print(f"… and {count:,} more: {why}")
     if not report.lists_uploads and "://" in report.url:
         console.print("unfinished uploads: this store does not list them", style="dim")
     if report.writer:
-        console.print(f"{report.writer} may be writing here: only its age spares what it wrote")
+        console.print(
+            f"{visible_line(report.writer)} may be writing here: only its age spares what it wrote"
+        )
     files = report.removable
     amount = f"{len(files):,} files, {sum(item.bytes for item in files):,} bytes"
     if not files:

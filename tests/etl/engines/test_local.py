@@ -44,6 +44,10 @@ def die() -> None:
     os._exit(9)
 
 
+def end_by_a_kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def end_by_the_limit_of_time() -> None:
     os.kill(os.getpid(), signal.SIGPROF)
 
@@ -89,7 +93,8 @@ def test_items_are_taken_as_they_are_needed() -> None:
     [
         (fail, ValueError, "^seven$"),
         (do_not_come_back, PackstoreError, "Local: of a class that no other process knows"),
-        (die, PackstoreError, "a worker process died .out of memory, or killed; exit code 9"),
+        (die, PackstoreError, "a worker process died .exit code 9; its own error is above"),
+        (end_by_a_kill, PackstoreError, "died .killed by SIGKILL.* in case memory ran out"),
         (end_by_the_limit_of_time, PackstoreError, "died .more than 900 s of processor time"),
     ],
 )
@@ -98,6 +103,24 @@ def test_an_error_or_death_of_a_worker_ends_the_work(
 ) -> None:
     with pytest.raises(error, match=text):
         list(run(partial(in_a_worker, act), range(1000), 2))
+
+
+def only_here(x: int) -> int:
+    if multiprocessing.parent_process() is not None:
+        raise ImportError(f"no module of {x}")
+    return x
+
+
+class Unreadable:
+    """An item that a worker process cannot read, as if its module had changed."""
+
+    def __reduce__(self) -> tuple[Callable[[int], int], tuple[int]]:
+        return only_here, (7,)
+
+
+def test_an_item_that_a_worker_cannot_read_is_an_error_of_that_name() -> None:
+    with pytest.raises(ImportError, match="no module of 7"):
+        list(run(partial(in_a_worker, int), [Unreadable()] * 1000, 2))
 
 
 def test_a_script_without_a_main_guard(tmp_path: Path) -> None:
