@@ -36,6 +36,7 @@ from packstore.progress import Progress
 from packstore.tokenizer import Tokenizer
 from packstore.tokenizer.records.shapes import Parsed, parse_record
 from packstore.tokenizer.refusals import Refused
+from packstore.tokenizer.renderer import render
 
 
 @dataclass(frozen=True)
@@ -270,7 +271,7 @@ class TextLint:
         if tokenizer is not None and tokenizer.template is not None:
             with contextlib.suppress(Refused, PackstoreError):  # the template refuses this dialogue
                 turns = [{"role": role, "content": "a"} for role in ("user", "assistant")]
-                text = tokenizer.template.render(turns)
+                text = render(turns, tokenizer, config)
                 markers = dict.fromkeys(re.findall(r"<[^<>\s]{1,40}>", text))
                 self._markers = [m for m in markers if tokenizer.engine.token_to_id(m) is None]
 

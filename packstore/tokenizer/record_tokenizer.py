@@ -24,9 +24,16 @@ from packstore.tokenizer.records.fields import (
 )
 from packstore.tokenizer.records.overlong import fit
 from packstore.tokenizer.records.sequences import Draft, Mode, Sequences, Tokens, id_sequences
-from packstore.tokenizer.records.shapes import DEFAULT_REWARDS, parse_record, prompt_key
+from packstore.tokenizer.records.shapes import DEFAULT_REWARDS, Parsed, parse_record, prompt_key
 from packstore.tokenizer.refusals import Refused, raise_if_error
-from packstore.tokenizer.rendered import PLAIN_FIELDS, check_responses, draft_plain, draft_record
+from packstore.tokenizer.rendered import (
+    PLAIN_FIELDS,
+    check_responses,
+    check_separable,
+    draft_plain,
+    draft_record,
+)
+from packstore.tokenizer.renderer import Drafted, Renderer
 from packstore.tokenizer.tokenizer import FAST, Tokenizer
 
 STRICT = ("tokenizers", FAST)
@@ -80,6 +87,7 @@ class RecordTokenizer:
         self._wants_keys = isinstance(config, SelectConfig) and config.selects
         self._mode: Mode = "literal" if config.on["special_tokens"] == "keep" else "control"
         self._judges = kind == "sft" and config.on["unpaired_feedback"] != "keep"
+        self._renderer: Renderer | None = None
         self._hint = ""
         changed = config.fields or config.thinking == "strip" or config.as_chat
         plain = not (self._wants_keys or self.carry or changed)
@@ -99,16 +107,27 @@ class RecordTokenizer:
         names = names_of(rows.values)
         hint = self._hint if REWARD_FIELDS.isdisjoint(names) else ""
         judged = names.intersection(FEEDBACK) if self._judges else set()
+        found: dict[int, Parsed | tuple[Draft, Draft]] = {}
         for i, value in enumerate(rows.values):
             try:
                 if hint and (drafts := draft_plain(value, hint, self._mode, not trusting)):
-                    block.add_pair(i, drafts)
+                    found[i] = drafts
                     continue
                 if judged:
                     check_feedback(value)
-                self._prepare(block, i, value)
+                found[i] = self._parsed(value)
             except Refused as error:
                 # Its traceback references the block: a cycle that would leak memory in long jobs.
+                block.refused[i] = error.with_traceback(None)
+        chats = {i: x for i, x in found.items() if isinstance(x, Parsed) and x.is_chat}
+        rendered = dict(zip(chats, self._render([*chats.values()]), strict=True))
+        for i, parsed in found.items():
+            try:
+                if isinstance(parsed, Parsed):
+                    self._add(block, i, rows.values[i], parsed, rendered.get(i))
+                else:
+                    block.add_pair(i, parsed)
+            except Refused as error:
                 block.refused[i] = error.with_traceback(None)
         sequences = Sequences.of([])
         try:
@@ -142,11 +161,30 @@ class RecordTokenizer:
             tally.unscored = tally.kept - tally.scored
         return self._examples(rows, block, sequences, firsts), tally
 
-    def _prepare(self, block: _Block, i: int, value: object) -> None:
-        """Adds record `i` to the block."""
-        parsed = check_responses(
-            parse_record(value, self.kind, self.config, ids=self.tokenizer is None), self.config
-        )
+    def _parsed(self, value: object) -> Parsed:
+        ids = self.tokenizer is None
+        return check_responses(parse_record(value, self.kind, self.config, ids=ids), self.config)
+
+    def _render(self, chats: list[Parsed]) -> list[Drafted | Refused]:
+        if not chats:
+            return []
+        if self._renderer is None:
+            self._renderer = Renderer(self._needed(), self.config)
+        return self._renderer(chats)
+
+    def _needed(self) -> Tokenizer:
+        """The tokenizer, which records of text need."""
+        if self.tokenizer is None:
+            must = "it must be given, as the records hold text"
+            raise TokenizerError(sentence("setting tokenizer", must, "none"))
+        return self.tokenizer
+
+    def _add(
+        self, block: _Block, i: int, value: Any, parsed: Parsed, chat: Drafted | Refused | None
+    ) -> None:
+        """Adds record `i` to the block; `chat` is what rendering it gave."""
+        if isinstance(chat, Refused):
+            raise chat
         values = []
         if isinstance(value, dict):
             values = [carried(value, name, type_name) for name, type_name in self.carry.items()]
@@ -156,10 +194,8 @@ class RecordTokenizer:
             sides = (parsed.prompt, parsed.responses, parsed.supervised)
             block.ids.update(enumerate(id_sequences(*sides, self.tokenizer), len(block.rewards)))
         else:
-            if self.tokenizer is None:
-                must = "it must be given, as the records hold text"
-                raise TokenizerError(sentence("setting tokenizer", must, "none"))
-            drafts, events = draft_record(parsed, self.tokenizer, self.config)
+            drafts, events = chat or draft_record(parsed, self._needed(), self.config)
+            check_separable(drafts, self._needed())
             block.drafts += drafts
             if isinstance(parsed.prompt, list):
                 block.chats.add(i)

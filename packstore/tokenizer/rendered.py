@@ -115,11 +115,16 @@ def draft_record(
     else:
         drafts, noted = _draft_messages(parsed, tokenizer, config, guard)
         events += noted
-        names = [n for d in drafts for n in tokenizer.controls.findall(d.text)] if guard else []
-        if not tokenizer.separable.issuperset(names):
-            detail = "this tokenizer cannot encode text beside its control tokens by itself"
-            raise Refused("special_tokens", detail)
     return [_check_unicode(draft, config, events) for draft in drafts], events
+
+
+def check_separable(drafts: list[Draft], tokenizer: Tokenizer) -> None:
+    """Refuses guarded texts whose control strings this tokenizer cannot encode by themselves."""
+    texts = [draft.text for draft in drafts if draft.mode == "guarded"]
+    names = [name for text in texts for name in tokenizer.controls.findall(text)]
+    if texts and not tokenizer.separable.issuperset(names):
+        detail = "this tokenizer cannot encode text beside its control tokens by itself"
+        raise Refused("special_tokens", detail)
 
 
 def _handle_specials(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -251,11 +252,10 @@ def _choose_template(wanted: str | None, own: Mapping[str, str]) -> str | None:
         return wanted
     if wanted in own:
         return own[wanted]
-    path = Path(wanted)
-    if not path.is_file():
+    if not os.path.isfile(wanted):
         must = f"it must be Jinja text, a file, or one of: {', '.join([*BUILTIN, *own])}"
         raise TokenizerError(sentence("chat template", must, quote(wanted)))
-    return _decoded(_read(path), f"chat template {path}")
+    return _decoded(_read(Path(wanted)), f"chat template {wanted}")
 
 
 def _roles(engine: Engine, settings: Mapping[str, Any]) -> dict[str, Any]:

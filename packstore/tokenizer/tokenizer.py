@@ -75,6 +75,12 @@ class Tokenizer:
         other.__dict__["engine"] = engine or ENGINES.load(name).beside(self.engine)  # type: ignore[attr-defined]
         return other
 
+    def without_engine(self) -> Self:
+        """Returns what renders dialogues, and knows the control strings in them."""
+        other = replace(self, payload=b"")
+        other.__dict__.update(controls=self.controls, control_hint=self.control_hint)
+        return other
+
     @cached_property
     def sha256(self) -> str:
         """sha256 (hex) of the tokenizer file."""
@@ -221,7 +227,7 @@ class Tokenizer:
         return None if token is None else self.engine.token_to_id(token)
 
     def __getstate__(self) -> dict[str, Any]:
-        rebuilt = {"template", "tool_use_template", "_varied", "controls", "control_hint"}
+        rebuilt = {"template", "tool_use_template", "_varied"}
         if self.engine_name != FAST:
             rebuilt.add("engine")
         return {name: value for name, value in self.__dict__.items() if name not in rebuilt}

@@ -1,28 +1,27 @@
-"""Chat templates that attack: each is refused by name, within little memory and time.
-
-What is endless inside a single call ends with the worker process (tests/etl)."""
+"""Chat templates that attack: each is refused by name, within little memory and time."""
 
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
-
-from packstore.tokenizer.chat.template import ChatTemplate
-from packstore.tokenizer.refusals import Refused
+from small_jobs import write_tokenizer
 
 pytestmark = pytest.mark.usefixtures("no_collector")
 
 DOUBLING = "{% set ns = namespace(x='ab') %}{% for i in range(99) %}"
-ATTACKS = {
+NEEDLE = "{% set x = 'a' * 1000000 ~ 'b' ~ 'a' * 1000000 %}"
+COLLIDING = "{% set x = range(0, 90000 * (2**61 - 1), 2**61 - 1) %}"
+ENDLESS = {
     # Memory.
     "a repeat": "{{ 'a' * 10**10 }}",
     "a repeat that is not shown": "{% set x = 'a' * 10**10 %}",
     "a repeat of a list": "{% set x = [messages] * 10**10 %}",
     "ljust": "{{ 'a'.ljust(10**10) }}",
     "zfill": "{{ 'a'.zfill(10**10) }}",
-    "expandtabs": "{{ '\t\t'.expandtabs(10**10) }}",
     "replace": "{{ ('a' * 99999).replace('a', 'b' * 99999) }}",
     "join": "{{ ('a' * 99999).join(['x'] * 99999) }}",
     "the filter join": "{{ range(99999) | join('a' * 99999) }}",
@@ -40,20 +39,40 @@ ATTACKS = {
     "slice": "{{ [1] | slice(10**9) | list }}",
     "indent": "{{ 'a\n\n' | indent(10**10) }}",
     "tojson": "{{ messages | tojson(indent=10**10) }}",
-    "a large output": "{% for i in range(99999) %}{{ 'a' * 9999 }}{% endfor %}",
     "bytes": "{{ 'a'.encode().ljust(10**10) }}",
     "bytes of a number": "{{ (1).to_bytes(10**10, 'big') }}",
-    "translate": "{{ 'aaa'.translate({97: 'b' * 99999}) }}",
     # Time.
     "a power": "{{ 10 ** (10 ** 10) }}",
     "a product": "{% set ns = namespace(x=3) %}{% for i in range(99) %}{% set ns.x = ns.x * ns.x %}"
     "{% endfor %}",
     "digits": "{{ 1.5 | round(10**9, 'floor') }}",
-    "range": "{% for i in range(10**9) %}{% endfor %}",
     "loops in loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}"
     "{% endfor %}",
     "loops that skip": "{% for i in range(99999) %}{% for j in range(99999) if false %}{% endfor %}"
     "{% endfor %}",
+    "rfind": NEEDLE + "{{ ('a' * 4000000).rfind(x) }}",
+    "rindex": NEEDLE + "{{ ('a' * 4000000).rindex(x) }}",
+    "rsplit": NEEDLE + "{{ ('a' * 4000000).rsplit(x) }}",
+    "rpartition": NEEDLE + "{{ ('a' * 4000000).rpartition(x) }}",
+    "strip": "{{ ('a' * 4000000).strip('b' * 4000000 ~ 'a') }}",
+    "unique": COLLIDING + "{{ x | unique | list | length }}",
+    "groupby": COLLIDING + "{{ dict(x | groupby('real')) | length }}",
+    "max": "{{ ('ab' * 60000000) | max }}",
+    "sort of a text": "{{ ('ab' * 30000000) | sort }}",
+    "title": "{{ ('a-' * 30000000) | title | length }}",
+    "a constant filter": "{{ 'a'" + "|replace('a', 'aaaaaaaaaa')" * 12 + " }}",
+    "lists in lists": DOUBLING.replace("'ab'", "[1]") + "{% set ns.x = [ns.x, ns.x] %}{% endfor %}"
+    "{{ ns.x | tojson }}",
+    "slices": "{% set x = 'a' * 20000000 %}"
+    + "".join(f"{{% set x{i} = x[1:] %}}" for i in range(999)),
+    "a deep key": "{% set ns = namespace(x=()) %}{% for i in range(99999) %}"
+    "{% set ns.x = (ns.x,) %}{% endfor %}{{ {ns.x: 1} }}",
+}
+RULES = {
+    # Sizes that do not depend on the machine.
+    "expandtabs": "{{ '\t\t'.expandtabs(10**10) }}",
+    "a large output": "{% for i in range(99999) %}{{ 'a' * 9999 }}{% endfor %}",
+    "range": "{% for i in range(10**9) %}{% endfor %}",
     "a macro that calls itself twice": "{% macro f(n) %}{% if n %}{% set a = f(n-1) %}"
     "{% set b = f(n-1) %}{% endif %}{% endmacro %}{% set x = f(200) %}",
     "a loop that calls itself": "{% for i in [1, 2] recursive %}{{ loop([1, 2]) }}{% endfor %}",
@@ -73,14 +92,10 @@ ATTACKS = {
     "a parent": "{% extends '/etc/passwd' %}",
     "a change of the messages": "{{ messages.append(1) }}{{ messages[0].update(a=1) }}",
     "a change by do": "{{ messages.clear() }}",
-    "chance": "{{ [1, 2] | random }}",
-    "slices": "{% set x = 'a' * 20000000 %}"
-    + "".join(f"{{% set x{i} = x[1:] %}}" for i in range(999)),
-    "a deep key": "{% set ns = namespace(x=()) %}{% for i in range(99999) %}"
-    "{% set ns.x = (ns.x,) %}{% endfor %}{{ {ns.x: 1} }}",
     "lorem ipsum": "{{ lipsum(n=10**9) }}",
 }
-LONG = {
+INVALID = {
+    "chance": "{{ [1, 2] | random }}",
     "deep": "{{ " + "(" * 50_000 + ")" * 50_000 + " }}",
     "deep lists": "{{ " + "[" * 5000 + "]" * 5000 + " }}",
     "deep blocks": "{% if a %}" * 5000 + "{% endif %}" * 5000,
@@ -89,60 +104,71 @@ LONG = {
     "filters": "{{ a" + "|upper" * 10_000 + " }}",
     "a number": "{{ " + "9" * 100_000 + " }}",
     "a comment that does not end": "{# " * 50_000,
-    "too long": "a" * (1 << 19),
+    "too long": "{{ 1 }}" + "a" * (1 << 19),
 }
-TALK: list[dict[str, Any]] = [{"role": "user", "content": "hello"}]
 
 
 CODE = """
 import json, sys
-from packstore.errors import TokenizerError
-from packstore.tokenizer.chat import sandbox
-from packstore.tokenizer.refusals import Refused
-from packstore.tokenizer.chat.template import ChatTemplate
+import packstore
+from packstore.errors import DropRateError, TokenizerError
+from packstore.tokenizer import renderer
+import packstore.etl.pipeline, polars
 
-sandbox.MAX_SECONDS = 0.5
-for name, source in json.load(sys.stdin).items():
+renderer.SECONDS, renderer.MEMORY = 0.5, 512 << 20  # less than it is, to be quick
+records = [{"messages": [{"role": r, "content": "hello"} for r in ("user", "assistant")]}]
+for n, (name, source) in enumerate(json.load(sys.stdin).items()):
+    settings = {"chat_template": source, "rejects": "rejects.jsonl", "num_workers": 1}
     try:
-        talk = [{"role": "user", "content": "hello"}]
-        found = "rendered " + ChatTemplate(source, {}).render(talk)
-    except (Refused, TokenizerError) as error:
-        found = f"refused: {error}"
-    print(json.dumps([name, found[:500]]))
+        found = packstore.pack(records, f"out{n}", "tokenizer.json", max_drop_rate=1, **settings)
+    except DropRateError:
+        found = "dropped " + open("rejects.jsonl").read()
+    except TokenizerError as error:
+        found = f"failed {error}"
+    print(json.dumps([name, str(found)[:500]]), flush=True)
 """
 
 
-def test_refused(cell: Any) -> None:
-    """By a record's refusal, or as an error of the job: in less time than there is, to be quick."""
-    sources = ATTACKS | LONG
-    lines = cell(CODE, json.dumps(sources)).splitlines()
-    found = dict(map(json.loads, lines))
-    assert found.keys() == sources.keys()
-    wrong = {n: text for n, text in found.items() if not text.startswith("refused")}
-    assert not wrong
+def outcomes(cell: Any, tmp_path: Path, sources: dict[str, str]) -> dict[str, str]:
+    """What became of a job with each template."""
+    write_tokenizer(tmp_path / "tokenizer.json")
+    return dict(map(json.loads, cell(CODE, json.dumps(sources)).splitlines()))
 
 
-def test_nothing_but_undefined_is_seen_of_the_inside() -> None:
-    """Attributes that Jinja hides without an error stay hidden."""
-    for source in (
-        "{{ ''.__class__ }}",
-        "{{ joiner.__globals__ }}",
-        "{{ '' | attr('__class__') }}",
-    ):
-        try:
-            assert ChatTemplate(source, {}).render(TALK) == ""
-        except Refused as error:
-            assert "unsafe" in str(error)  # noqa: PT017
+SOME = ("a repeat", "loops in loops", "rfind", "unique", "sort of a text")
 
 
-def test_ordinary_work_is_allowed() -> None:
-    text = "word " * 4000
-    talk = [{"role": "user", "content": text}, {"role": "assistant", "content": text}] * 20
+@pytest.mark.parametrize("names", [SOME, pytest.param((*ENDLESS,), marks=pytest.mark.slow)])
+def test_a_job_ends_where_a_template_needs_too_much(
+    cell: Any, tmp_path: Path, names: tuple[str, ...]
+) -> None:
+    """Also inside one call, and in a job of one process; no record is dropped for it."""
+    ends = r"failed chat template: it must render a record (within .* time|in 512 MiB of memory)"
+    found = outcomes(cell, tmp_path, {name: ENDLESS[name] for name in names})
+    assert not {name: text for name, text in found.items() if not re.match(ends, text)}
+    assert len(found) == len(names)
+
+
+def test_refused(cell: Any, tmp_path: Path) -> None:
+    """A record where it breaks a rule, and a template that is none."""
+    found = outcomes(cell, tmp_path, RULES | INVALID)
+    assert found.keys() == RULES.keys() | INVALID.keys()
+    for name, text in found.items():
+        start = "failed chat template" if name in INVALID else "dropped"
+        assert text.startswith(start), (name, text)
+        assert name in INVALID or '"template_refused"' in text, (name, text)
+
+
+def test_ordinary_work_is_allowed(cell: Any, tmp_path: Path) -> None:
+    """And attributes that Jinja hides without an error stay hidden."""
     source = (
-        "{% set ns = namespace(all='') %}{% for m in messages %}{% set ns.all = ns.all + m.role "
+        "{% set ns = namespace(all='') %}{% for m in messages*9 %}{% set ns.all = ns.all ~ m.role "
         "~ ': ' ~ m.content | trim %}{{ '%s %03d {:>5}'.format(1) % (m.role, 7) }}{{ m | tojson }}"
         "{% endfor %}{{ ns.all[:10] }}{{ '-' * 80 }}{{ '%s' | format(1) }}{{ [1, 2] * 2 }}"
         "{{ 7 * 6 ** 2 // 5 % 4 }}{{ messages | map(attribute='role') | join(', ') | length }}"
         "{{ {'a': 1}.items() | list }}{{ 'a-b'.split('-')[0].replace('a', 'bb') | indent(2) }}"
+        "{% if ''.__class__ or joiner.__globals__ or '' | attr('__class__') %}"
+        "{{ raise_exception('seen') }}{% endif %}{% for m in messages %}"
+        " {% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
     )
-    assert "word" in ChatTemplate(source, {}).render(talk)
+    assert outcomes(cell, tmp_path, {"": source})[""].startswith("Dataset")

@@ -17,7 +17,7 @@ from jinja2.parser import Parser
 from jinja2.visitor import NodeTransformer
 
 from packstore.errors import TokenizerError, sentence
-from packstore.tokenizer.chat.sandbox import DEADLINE, MAX_RENDERED, MAX_SOURCE, Sandbox, as_json
+from packstore.tokenizer.chat.sandbox import MAX_RENDERED, MAX_SOURCE, Sandbox, as_json
 from packstore.tokenizer.control import free_characters
 from packstore.tokenizer.refusals import Refused
 
@@ -165,18 +165,14 @@ class ChatTemplate:
     ) -> str:
         context = {**self._context, "messages": list(messages), "tools": tools, **variables}
         parts, size = [], 0
-        DEADLINE.start()
         try:
             for part in (compiled or self._compiled).generate(context):
                 parts.append(part)
                 size += len(part)
                 if size > MAX_RENDERED:
                     raise Refused("template_refused", f"more than {MAX_RENDERED} characters")
-        except (Refused, TokenizerError):
+        except (Refused, MemoryError):  # no record's fate depends on memory
             raise
-        except MemoryError as error:
-            must = "a dialogue must be rendered in the memory of this process"
-            raise TokenizerError(sentence("chat template", must, "no more of it")) from error
         except Exception as error:  # untrusted code on untrusted data may raise anything
             raise Refused("template_refused", f"{type(error).__name__}: {error}") from error
         return "".join(parts)

@@ -77,6 +77,11 @@ class Parsed:
     scored: bool = False
     events: tuple[str, ...] = ()
 
+    @property
+    def is_chat(self) -> bool:
+        """True if prompt and responses are messages."""
+        return isinstance(self.prompt, list)
+
 
 def _list_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, list) and len(value) >= 2 and all(map(fits, value))
