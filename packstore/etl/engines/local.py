@@ -117,8 +117,12 @@ class _Process:
         self._error: BaseException | None = None
         self._pipe, its_end = context.Pipe()
         self._process = context.Process(target=_serve, args=(its_end,), daemon=True)
-        with _no_main_module():
-            self._process.start()
+        try:
+            with _no_main_module():
+                self._process.start()
+        except OSError as error:
+            text = f"a worker process cannot be started ({error}); nothing was written."
+            raise PackstoreError(f"{text} Run again with a smaller --num-workers.") from error
         its_end.close()
 
     def load(self, idle: queue.SimpleQueue[Callable[[Any], Any]]) -> None:
@@ -149,13 +153,15 @@ class _Process:
 
     def _death(self) -> PackstoreError:
         self._process.join()
-        code, cause = self._process.exitcode, "out of memory, or killed"
+        code = self._process.exitcode or 0
+        cause, remedy = f"exit code {code}; its own error is above", "Run again"
+        with contextlib.suppress(ValueError):
+            cause = f"killed by {signal.Signals(-code).name}"
+            remedy = "Run again with a smaller --num-workers, in case memory ran out"
         if hasattr(signal, "SIGPROF") and code == -signal.SIGPROF:
             cause = f"more than {ITEM_SECONDS} s of processor time for one block"
-        return PackstoreError(
-            f"a worker process died ({cause}; exit code {code}); nothing was written. "
-            "Run again with a smaller --num-workers, or look for an endless template."
-        )
+            remedy = "Look for an endless template"
+        return PackstoreError(f"a worker process died ({cause}); nothing was written. {remedy}.")
 
     def kill(self) -> None:
         """Ends the process, whatever it does."""
@@ -174,8 +180,9 @@ def _serve(pipe: Connection) -> None:
     work: Any = None
     with contextlib.suppress(EOFError, OSError):
         while True:
-            item = _receive(pipe)
+            parts = _receive_parts(pipe)
             try:
+                item = pickle.loads(parts[0], buffers=parts[1:])
                 if work is None:
                     work, result = item, None
                     getattr(work, "load", lambda: None)()
@@ -187,7 +194,8 @@ def _serve(pipe: Connection) -> None:
             except Exception as error:
                 answer = False, _portable(error)
             _send(pipe, answer)
-            del item, answer
+            item = None
+            del parts, answer
 
 
 def _portable(error: Exception) -> Exception:
@@ -211,11 +219,16 @@ def _send(pipe: Connection, value: object) -> None:
 
 def _receive(pipe: Connection) -> Any:
     """Receives what :func:`_send` sent; arrays can be written to."""
+    parts = _receive_parts(pipe)
+    return pickle.loads(parts[0], buffers=parts[1:])
+
+
+def _receive_parts(pipe: Connection) -> list[bytearray]:
     parts = []
     for size in pipe.recv():
         parts.append(bytearray(size))
         pipe.recv_bytes_into(parts[-1])
-    return pickle.loads(parts[0], buffers=parts[1:])
+    return parts
 
 
 @contextlib.contextmanager
