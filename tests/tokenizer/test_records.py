@@ -384,6 +384,21 @@ CASES = {
     "a prompt that one side begins with": case(
         {**CHAT, "prompt": "p", "rejected": "r"}, "no_common_prompt", tokenizer=TURNS
     ),
+    "a prompt that ends in white space": case({**CHAT, "prompt": "p \n"}, CHATTED, tokenizer=TURNS),
+    "an empty prompt": case({**CHAT, "prompt": ""}, CHATTED, tokenizer=TURNS),
+    **{
+        f"text of HH behind a prompt, {i}": case(record, "no_common_prompt", **settings)
+        for i, (record, settings) in enumerate(
+            (
+                (
+                    {"prompt": [user("p")], "chosen": hh("p", "c"), "rejected": "r"},
+                    {"tokenizer": TURNS},
+                ),
+                ({"prompt": hh("p"), "completion": hh("p", "c")}, {"kind": "sft"}),
+                ({**P, "chosen": hh("p", "c")}, {}),
+            )
+        )
+    },
     "a prompt after the system turn of the sides": case(
         {"prompt": "p", **{name: [system("S"), *turns] for name, turns in CHAT.items()}},
         ["[s]S<e>" + text for text in CHATTED],

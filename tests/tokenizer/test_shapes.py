@@ -275,7 +275,7 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     ),
     "ShareGPT, column-wise": (
         {"messages": {"role": ["user", "assistant"], "content": ["Q", "A"]}},
-        "unknown role ['user', 'assistant']",
+        "messages must be a list of objects, found an object of lists",
     ),
     "WildChat": (
         {"conversation": [{**turn, "toxic": False} for turn in turns("Q", "A")]},

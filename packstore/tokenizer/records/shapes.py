@@ -257,12 +257,14 @@ def _parse(fields: Fields, shape: Shape) -> Parsed:
     if forms.isdisjoint(("messages", "turns", "dialogues")):
         if "HH text" in forms:
             prompt, responses = _split(prompt, responses)
+        elif any(map(is_hh, responses)):
+            raise _differs()
         if not fields.config.as_chat:
             return Parsed(prompt=prompt, responses=responses, **rest)
         prompt, responses = text_as_messages(prompt, responses)
     if "messages" in sides:
         dialogue = _with_system(fields, _turns(fields, responses[0]))
-        if prompt is not None:
+        if prompt:
             _check_begins(_turns(fields, prompt), dialogue)
         prompt, responses = [], [dialogue]
     else:
@@ -335,21 +337,29 @@ def _as_dialogue(
     begins = [] if prompt is None else _turns(fields, prompt)
     asking = any(end[0]["role"] in (*SYSTEM, "user") for end in ends)
     if begins and not asking:
+        if any(map(is_hh, responses)):
+            raise _differs()
         return begins, ends
     if not asking:
         at = fields.find("messages")[0] if fields.has("messages") else "NAME"
         remedy = f"Name the turns before the answers (--field prompt={at})"
         raise Refused("missing_field", "answers without a prompt", remedy)
     shared, rest = split_messages(ends)
-    _check_begins(begins, shared)
+    if prompt:
+        _check_begins(begins, shared)
     return shared, rest
 
 
 def _check_begins(prompt: list[Message], messages: list[Message]) -> None:
     """Refuses a prompt that messages do not begin with, or after their system turn."""
     own = int(messages[0]["role"] in SYSTEM and prompt[:1] != messages[:1])
-    if messages[own : own + len(prompt)] != prompt:
+    beginning = messages[own : own + len(prompt)]
+    if [*map(_trimmed, beginning)] != [*map(_trimmed, prompt)]:
         raise _differs()
+
+
+def _trimmed(message: Message) -> Message:
+    return {**message, "content": (message["content"] or "").strip()}
 
 
 def _differs() -> Refused:
