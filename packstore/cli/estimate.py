@@ -14,6 +14,7 @@ from rich.text import Text
 from packstore.cli import Command, common
 from packstore.cli._messages import progress_of
 from packstore.config import PackConfig, TokenizeConfig, WorkConfig
+from packstore.errors import display
 from packstore.pages import charts, frame
 
 if TYPE_CHECKING:
@@ -142,7 +143,7 @@ def _estimate(args: argparse.Namespace) -> int:
             **common.read_settings(args, PackConfig),
         )
     if args.html:
-        frame.write(args.html, _page(result, ", ".join(args.source)))
+        frame.write(args.html, _page(result, ", ".join(map(display, args.source))))
     if args.json:
         names = ("kind", "sample", "scale", "recommended", "choices")
         common.print_result({name: getattr(result, name) for name in names})

@@ -12,7 +12,7 @@ from packstore.cli import Command, common
 from packstore.cli._messages import progress_of
 from packstore.cli._model import add_model, loaded, ranks, say
 from packstore.config.training import TrainLossConfig
-from packstore.errors import CompatibilityError, ConfigError, sentence
+from packstore.errors import CompatibilityError, ConfigError, display, sentence
 from packstore.pages import charts, frame
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def _page(
     rows: pa.Table,
 ) -> str:
     reference = args.reference_model or args.ref_logps
-    against = f" against {reference}" if reference and loss.reference else ""
+    against = f" against {display(reference)}" if reference and loss.reference else ""
     note, pictures = "", []
     for name in MARGINS:
         if name in rows.column_names:

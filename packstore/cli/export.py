@@ -7,6 +7,7 @@ import argparse
 from packstore.cli import Command, common
 from packstore.cli._messages import add_message_options, progress_of
 from packstore.cli._parser import add_command
+from packstore.errors import display
 from packstore.exchange import EXPORTERS, export
 
 
@@ -39,7 +40,7 @@ def _run(args: argparse.Namespace) -> int:
     files = exported.files
     rows["files"] = files[0] if len(files) == 1 else f"{len(files):,}, first {files[0]}"
     result = {"format": args.to, "files": files, **exported.facts}
-    common.print_table(args, f"exported {args.dataset} as {args.to}", rows, result)
+    common.print_table(args, f"exported {display(args.dataset)} as {args.to}", rows, result)
     return 0
 
 

@@ -44,6 +44,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = folder / "made"
     command = ["pack", str(source), str(made), "--tokenizer", str(tokenizer), "--carry", "prompt"]
     assert main([*command, "--pack-size", "64", "--dedup", "none"]) == 0
+    (made / "data" / "x\nFAKE:well").touch()
     path = made / "_packstore" / "manifest-000001.json"
     manifest = json.loads(path.read_text(encoding="utf-8"))
     manifest.pop("sha256", None)  # whoever writes a manifest can also write its hash
@@ -92,6 +93,7 @@ def test_no_control_characters_are_printed(
     assert told.out
     plain = STYLE.sub("", told.out + told.err)
     assert CONTROL.findall(plain) == []
+    assert "\nFAKE" not in plain
     if command in ("show", "inspect") and not terminal:  # a terminal folds cells
         assert "[link=http://x]y" in plain
     if command == "show":

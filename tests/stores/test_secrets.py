@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
 
+import fsspec
 import pytest
 from places import Files, at_each
 from stores import Store
@@ -17,6 +18,7 @@ from tokenizers import Tokenizer
 
 import packstore
 from packstore import clean
+from packstore.cli import main
 from packstore.config import ReadConfig
 from packstore.config.training import TrainConfig
 from packstore.errors import display
@@ -226,6 +228,40 @@ def test_a_tokenizer_by_address_tells_no_password() -> None:
             with pytest.raises(packstore.errors.TokenizerError) as caught:
                 packstore.pack([{}], "never", f"{scheme}{login}@host/tokenizer.json")
             assert "W0RD" not in str(caught.value)
+
+
+def test_no_command_shows_a_login(
+    tmp_path: Path,
+    pairs: Path,
+    tokenizer: Tokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Neither on the terminal nor in a page. (A store in memory, whose URLs may have a login.)"""
+    monkeypatch.chdir(tmp_path)
+    tokenizer.save("t.json")
+    source, out = "memory://u:W0RD@in/a.jsonl", "memory://u:W0RD@out/ds"
+    fsspec.filesystem("memory").pipe("/u:W0RD@in/a.jsonl", pairs.read_bytes())
+    for command in (
+        f"pack {source} {out} --tokenizer t.json --pack-size 1024",
+        f"pack {source} {out} --tokenizer t.json --pack-size 512",
+        f"append {out} {source} --tokenizer t.json",
+        f"doctor {source} --tokenizer t.json",
+        f"estimate {source} --tokenizer t.json --html estimate.html",
+        f"concat {out} {out} {out}-2",
+        *(f"{name} {out}" for name in ("inspect", "inspect --as-config", "inspect --json")),
+        *(f"{name} {out}" for name in ("stats --html stats.html", "show", "verify", "clean")),
+        f"show {out} --html show.html",
+        f"check {out}-3",
+        f"export nemo {out} {out}.npy",
+    ):
+        main(command.split())
+    told = capsys.readouterr()
+    pages = [page.read_text(encoding="utf-8") for page in tmp_path.glob("*.html")]
+    assert len(pages) == 3
+    texts = (told.out, told.err, caplog.text, *pages, *map(str, Files(out).all().items()))
+    assert not [text for text in texts if "W0RD" in text]
 
 
 def test_records_of_a_run_have_no_storage_options() -> None:

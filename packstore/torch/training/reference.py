@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from packstore.config.training import TrainConfig
+from packstore.errors import display
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.side.side import open_side
 from packstore.torch.batch.batch import PackedBatch
@@ -40,7 +41,7 @@ def load_reference(config: TrainConfig) -> Any:
 
 def tell_unused(loss_fn: PreferenceLoss, *given: str | None) -> None:
     """Warns of references that are `given` to a loss without one."""
-    names = ", ".join(filter(None, given))
+    names = ", ".join(map(display, filter(None, given)))
     if names and not loss_fn.reference:
         logger.warning("the loss has no reference; not used: %s", names)
 
