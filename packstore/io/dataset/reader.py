@@ -109,19 +109,19 @@ class ShardReader:
 
     def read_columns(self, group: int, names: Sequence[str]) -> pa.RecordBatch:
         """Returns columns as stored, verified page by page; of an Arrow shard all of them."""
-        with self._naming(f"row group {group}"):
-            file = self._file()
+        with self.naming(f"row group {group}"):
+            file = self.footer()
             if isinstance(file, ParquetShard):
                 return file.columns(group, names, self._read)
             return self._batch(group, self._fetched(group))
 
     def fetch(self, group: int) -> Fetched:
         """Returns the bytes of row group `group`, not yet verified."""
-        with self._naming(f"row group {group}"):
+        with self.naming(f"row group {group}"):
             return self._fetched(group)
 
     def _fetched(self, group: int) -> Fetched:
-        file = self._file()
+        file = self.footer()
         start, end = file.range(group)
         if isinstance(file, ArrowFile) and self._path and not (self._stream or self._cache):
             return local.map_part(self._path, start, end)
@@ -139,11 +139,11 @@ class ShardReader:
     def expect(self, group: int) -> None:
         """Makes the system prefetch row group `group` of a mapped file from disk; never raises."""
         with contextlib.suppress(PackstoreError, *DECODER_ERRORS):
-            local.will_read(self._path, *self._file().range(group))
+            local.will_read(self._path, *self.footer().range(group))
 
     def decode(self, group: int, fetched: Fetched) -> Packs:
         """Verifies and decodes the bytes of row group `group`."""
-        with self._naming(f"row group {group}"):
+        with self.naming(f"row group {group}"):
             manifest, groups = self._manifest, self.shard.row_groups
             packs = from_arrow(
                 self._batch(group, fetched),
@@ -158,11 +158,16 @@ class ShardReader:
                 what = "(rows, examples, tokens)"
                 raise IntegrityError(f"must have {what} {expected}; found {sizes}")
             check_structure(packs, manifest.layout, manifest.pack_size, self.where)
+            longest, most = int(groups.longest[group]), manifest.statistics.longest_sequence
+            found = int(packs.segment_lengths.max()), int(packs.lengths.max())
+            if found[0] != longest or found[1] > most:
+                must = f"a longest segment of {longest} tokens, and no sequence over {most}"
+                raise IntegrityError(f"must have {must}, as the manifest says; found {found}")
             packs.example_ids += self.shard.example_id_base
             return packs
 
     def _batch(self, group: int, data: Fetched) -> pa.RecordBatch:
-        file, groups = self._file(), self.shard.row_groups
+        file, groups = self.footer(), self.shard.row_groups
         if isinstance(file, ArrowFile):
             batch = file.batch(data)
             batch.validate()
@@ -177,7 +182,7 @@ class ShardReader:
             raise IntegrityError(f"must have {groups.rows[group]} rows; found {batch.num_rows}")
         return batch
 
-    def _file(self) -> ParquetShard | ArrowFile:
+    def footer(self) -> ParquetShard | ArrowFile:
         """Returns the footer, checked against the manifest; reads it once."""
         with self._lock:
             if self._opened is None:
@@ -218,7 +223,7 @@ class ShardReader:
         return data
 
     @contextlib.contextmanager
-    def _naming(self, what: str) -> Iterator[None]:
+    def naming(self, what: str) -> Iterator[None]:
         """Adds shard and row group to errors; turns decoder errors into :class:`IntegrityError`."""
         place = f"{self.where}, {what}"
         try:

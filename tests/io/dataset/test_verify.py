@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
+from forged import fit
 
 from packstore import Dataset
 from packstore import open as open_dataset
 from packstore.cli import main
-from packstore.errors import ConfigError, PackstoreError
+from packstore.errors import ConfigError, IntegrityError, PackstoreError
 
 
 @pytest.fixture(params=["parquet", "arrow"])
@@ -109,6 +112,45 @@ def test_damage_is_found(stored: Dataset, name: str) -> None:
         return  # the manifest itself is refused
     assert not report.ok
     assert main(["verify", stored.url, "--jobs", "2"]) == 1
+
+
+@pytest.mark.parametrize("name", ["the longest segment", "the longest sequence"])
+def test_lengths_that_models_are_checked_by_are_compared(stored: Dataset, name: str) -> None:
+    """By the longest sequence, training refuses a model with fewer positions."""
+    lower = edit(lambda m: m["statistics"].update(longest_sequence=9))
+    (lower if name == "the longest sequence" else DAMAGES[name])(stored)
+    with pytest.raises(
+        IntegrityError, match=r"longest segment of \d+ tokens, and no sequence over"
+    ):
+        list(open_dataset(stored.url).iter_packs())
+
+
+def test_the_footer_of_a_shard_without_row_groups(kit: Any, tmp_path: Path) -> None:
+    data = kit.made(tmp_path / "ds", 20, shard_tokens=1 << 20, row_group_tokens=1 << 20)
+    path = paths(data)[0]
+    empty = io.BytesIO()
+    pq.write_table(pq.read_table(path).slice(0, 0), empty)
+
+    def emptied(m: Any) -> None:
+        m.pop("pack_index")
+        shard, counts = m["shards"][0], ("rows", "examples", "sequences", "tokens")
+        shard |= dict.fromkeys((*counts, "supervised_tokens"), 0)
+        shard["row_groups"] = {name: [] for name in shard["row_groups"]} | {"crc32": ""}
+        fit(shard, path.read_bytes())
+        shard["footer_sha256"] = "0" * 64
+        m["totals"] = dict.fromkeys(m["totals"], 0) | {"bytes": shard["bytes"]}
+        m["records"] |= {"read": 0, "packed": 0}
+        statistics = m["statistics"]
+        m["statistics"] = dict.fromkeys(statistics, 0) | {
+            "examples_per_pack": {"min": 0, "mean": 0.0, "max": 0},
+            "length_histogram": {},
+            "planning": {},
+        }
+
+    path.write_bytes(empty.getvalue())
+    edit(emptied)(data)
+    (problem,) = open_dataset(data.url).verify().problems
+    assert "footer must have the sha256" in problem
 
 
 def test_any_number_of_jobs_finds_the_same(stored: Dataset) -> None:
