@@ -164,6 +164,10 @@ def _settings_of(base: Dataset, settings: Mapping[str, Any], packed: bool) -> Pa
             raise ConfigError(sentence(base.url, must, quote(answer)))
     manifest = base.manifest
     recorded = manifest.provenance["settings"]
+    if unknown := sorted(recorded.keys() - {*PackConfig.names(), "overlong"}):
+        must = "append packs with the settings of the dataset, so all must be known"
+        remedy = "Append with the version of packstore that made it"
+        raise ConfigError(sentence(base.url, must, ", ".join(map(repr, unknown)), remedy))
     # The number of partitions follows from the bytes of the new records.
     decided = {*PackConfig.names()} - {*RunConfig.names(), "partitions"}
     values = {

@@ -91,7 +91,8 @@ class RecordTokenizer:
         self._hint = ""
         changed = config.fields or config.thinking == "strip" or config.as_chat
         plain = not (self._wants_keys or self.carry or changed)
-        self._is_raw = config.as_chat is None and tokenizer is not None and bool(tokenizer.template)
+        templated = tokenizer is not None and tokenizer.chat_template is not None
+        self._is_raw = templated and config.as_chat is None
         if tokenizer and kind == "preference" and plain:
             self._hint = tokenizer.control_hint
         # These refuse invalid Unicode, so that no check is needed before.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from dataclasses import replace
 from pathlib import Path
@@ -267,6 +268,18 @@ def test_what_is_appended_is_cut_as_the_dataset_is(tmp_path: Path) -> None:
     assert dropped.manifest.records.dropped == {"overlong": 4}
     packed = packstore.append(dropped, pack(tmp_path / "other", pairs(14, 140)), max_drop_rate=1.0)
     assert packed.manifest.records.dropped == {"overlong": 8}
+
+
+def test_append_refuses_settings_that_it_does_not_know(tmp_path: Path) -> None:
+    """A later version may have one that changes the tokens."""
+    base = pack(tmp_path / "ds", pairs(9))
+    path = tmp_path / "ds" / "_packstore" / "manifest-000001.json"
+    manifest = json.loads(path.read_text())
+    manifest["provenance"]["settings"]["spelling"] = "old"
+    del manifest["sha256"]
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(errors.ConfigError, match="all must be known; found 'spelling'"):
+        packstore.append(base.url, pairs(3, 9))
 
 
 def test_append_refuses_to_compare_prompts(tmp_path: Path) -> None:
