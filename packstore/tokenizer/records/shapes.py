@@ -14,6 +14,8 @@ from packstore.config.fields import FORMS, SHAPES, Shape
 from packstore.errors import RecordError, quote, sentence
 from packstore.format.arrays import Bool, Int32
 from packstore.tokenizer.chat.messages import (
+    ASSISTANT,
+    HUMAN,
     ROLES,
     is_hh,
     normalize_messages,
@@ -257,7 +259,7 @@ def _parse(fields: Fields, shape: Shape) -> Parsed:
     if forms.isdisjoint(("messages", "turns", "dialogues")):
         if "HH text" in forms:
             prompt, responses = _split(prompt, responses)
-        elif any(map(is_hh, responses)):
+        elif any(is_hh(response) and _repeats(prompt, response) for response in responses):
             raise _differs()
         if not fields.config.as_chat:
             return Parsed(prompt=prompt, responses=responses, **rest)
@@ -321,6 +323,12 @@ def _split(prompt: str | None, texts: list[str]) -> tuple[str, list[str]]:
     if not all(text.startswith(prompt) for text in texts):
         raise _differs()
     return prompt, [text[len(prompt) :] for text in texts]
+
+
+def _repeats(prompt: str, response: str) -> bool:
+    """Returns True unless a response of the HH form goes on after an empty answer."""
+    first = prompt.lstrip().partition(ASSISTANT)[0]
+    return not first.startswith(HUMAN.lstrip()) or response.lstrip().startswith(first)
 
 
 def _turns(fields: Fields, value: Any, role: str = "user") -> list[Message]:
