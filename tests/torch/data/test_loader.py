@@ -204,6 +204,7 @@ def test_what_steps_hold_and_leave_out_is_said_once_on_one_rank(
 
 def test_the_advised_pack_size_fits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Of packs for 4 ranks; and where none would, none is advised."""
+    caplog.set_level("WARNING", "packstore")
     lengths = np.random.default_rng(0).integers(2, 30, 2000).tolist()
     records = [{"prompt": [5] * n, "chosen": [6] * n, "rejected": [7] * n} for n in lengths]
 
@@ -226,6 +227,7 @@ def test_an_estimate_foretells_the_steps_of_a_loader(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """And warns of them, before anything is packed, with a pack size that fits."""
+    caplog.set_level("WARNING", "packstore")
     lengths = np.random.default_rng(1).integers(2, 30, 2000).tolist()
     records = [{"prompt": [5] * n, "chosen": [6] * n, "rejected": [7] * n} for n in lengths]
     size, steps = {"pack_size": 1024, "layout": "concat"}, {"examples_per_step": 40}
