@@ -53,8 +53,8 @@ class Renderer:
         written = [(x.prompt, x.responses, x.tools, x.variables) for x in records]
         try:
             block = marshal.dumps(written)  # three times as fast as pickle
-        except ValueError:  # records made in Python may hold any object
-            block = marshal.dumps([_pickled(record) for record in written])
+        except ValueError:  # tables may hold any type
+            block = marshal.dumps([_plain(record) for record in written])
         with _lock:
             _process = _process or _Process()
             try:
@@ -78,15 +78,13 @@ def render(messages: list[Message], tokenizer: Tokenizer, config: TokenizeConfig
     return drafted[0][0].text
 
 
-def _pickled(record: Any) -> Any:
+def _plain(record: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The record, or the parts of its refusal."""
     try:
-        return pickle.dumps(record)
-    except Exception as error:
-        return _no_json(error)
-
-
-def _no_json(error: Exception) -> tuple[str, ...]:
-    return Refused("wrong_type", f"messages and tools must be JSON values: {error}").args
+        marshal.dumps(record)
+    except ValueError:
+        return Refused("wrong_type", "tools and tool calls must be JSON values").args
+    return record
 
 
 class _Process:
@@ -193,13 +191,8 @@ def serve(seconds: float, memory: int) -> None:
 
 def _drafted(record: Any, stage: Any) -> tuple[Any, ...]:
     """The plain values of the drafts and events of a record, or of its refusal."""
-    if isinstance(record, bytes):
-        try:
-            record = pickle.loads(record)
-        except Exception as error:
-            return _no_json(error)
-    if isinstance(record[0], str):
-        return tuple(record)  # was refused
+    if len(record) == 3:
+        return tuple(record)
     prompt, responses, tools, variables = record
     parsed = Parsed(
         prompt=prompt, responses=responses, tools=tools, variables=variables, rewards=[], fields=()
