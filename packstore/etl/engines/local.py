@@ -160,7 +160,7 @@ class _Process:
             remedy = "Run again with a smaller --num-workers, in case memory ran out"
         if hasattr(signal, "SIGPROF") and code == -signal.SIGPROF:
             cause = f"more than {ITEM_SECONDS} s of processor time for one block"
-            remedy = "Look for an endless template"
+            remedy = "Look for a slow regular expression in the tokenizer"
         return PackstoreError(f"a worker process died ({cause}); nothing was written. {remedy}.")
 
     def kill(self) -> None:
