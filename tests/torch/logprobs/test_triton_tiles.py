@@ -123,8 +123,8 @@ def test_equal_to_eager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     results = launch(__file__, None, 2, tmp_path)
     errors: dict[str, float] = results[0] | results[1]
     assert len(errors) == len(CASES)
-    # A number of 16 bits may be rounded the other way.
-    wrong = {c: e for c, e in errors.items() if not e <= (2**-8 if "half=True" in c else TOLERANCE)}
+    # A bfloat16 may be rounded the other way, to its neighbour at 2^-7.
+    wrong = {c: e for c, e in errors.items() if not e <= (2**-7 if "half=True" in c else TOLERANCE)}
     assert not wrong
 
 
