@@ -16,6 +16,9 @@ from packstore.torch import use_packed_attention as prepare
 peft = pytest.importorskip("peft", reason="adapters")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of PEFT's
 
+COMMON = {"LORA", "IA3", "LN_TUNING", "TRAINABLE_TOKENS", "OFT"}
+"""Types that `make test` tries; the others are slow in number."""
+
 MIXED = {"ADAMSS", "LILY", "POLY", "SHADOW", "XLORA"}
 MIXED |= {"CARTRIDGE", "CPT", "PREFIX_TUNING", "P_TUNING"}
 MIXED |= {"PROMPT_TUNING", "MULTITASK_PROMPT_TUNING"}
@@ -62,7 +65,13 @@ def alone(model: Any, batch: PackedBatch) -> torch.Tensor:
     return segment_logps(batch, logits=torch.cat(logits))
 
 
-@pytest.mark.parametrize("kind", sorted({kind.value for kind in peft.PeftType} - MIXED))
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=[pytest.mark.slow] * (kind not in COMMON))
+        for kind in sorted({kind.value for kind in peft.PeftType} - MIXED)
+    ],
+)
 def test_packed_as_alone(kit: SimpleNamespace, kind: str) -> None:
     batch, base = kit.row(), kit.tiny_model(dtype=torch.float32)
     with torch.no_grad():
