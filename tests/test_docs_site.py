@@ -143,6 +143,7 @@ def test_every_benchmark_is_on_its_page() -> None:
             assert f"`{script.name}`" in page, script.name
 
 
+@pytest.mark.slow
 def test_it_builds(tmp_path: Path) -> None:
     if not all(map(find_spec, ("mkdocs", "material", "mkdocstrings_handlers"))):
         pytest.skip("mkdocs-material and mkdocstrings are in the extra docs")

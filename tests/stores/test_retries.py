@@ -70,7 +70,10 @@ def test_a_commit_whose_answer_is_lost_has_won(store: Store) -> None:
     assert packstore.open(store.url, store.options).verify().ok
 
 
-@pytest.mark.parametrize("kind", ["refuse", "done but lost", "cut up"])
+@pytest.mark.parametrize(
+    "kind",
+    ["done but lost", *(pytest.param(k, marks=pytest.mark.slow) for k in ("refuse", "cut up"))],
+)
 def test_a_large_file_is_whole_or_not_there(s3: Store, kind: str) -> None:
     """One request of the upload in parts fails, whichever: 16 MB are written and read back."""
     counts = Counter[str]()

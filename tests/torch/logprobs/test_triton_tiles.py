@@ -167,7 +167,9 @@ def compile_for(capability: int) -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize(
+    "capability", [90, *(pytest.param(c, marks=pytest.mark.slow) for c in (80, 100))]
+)
 def test_kernels_compile(capability: int, tmp_path: Path) -> None:
     environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
     done = subprocess.run(
