@@ -345,7 +345,8 @@ def _as_dialogue(
     begins = [] if prompt is None else _turns(fields, prompt)
     asking = any(end[0]["role"] in (*SYSTEM, "user") for end in ends)
     if begins and not asking:
-        if any(map(is_hh, responses)):
+        asked = (begins[-1]["content"] or "").strip()  # else an answer that quotes a dialogue
+        if any(is_hh(response) and asked in response for response in responses):
             raise _differs()
         return begins, ends
     if not asking:
