@@ -1,4 +1,4 @@
-"""What `pack` notes of records that it keeps, and `doctor` finds: one table for both."""
+"""Notes of records: one table for `pack`, which keeps those records, and `doctor`."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def find_head(model: nn.Module) -> Head:
 
 
 def _premises(model: Any) -> tuple[Any, ...]:
-    """What a proof rests on: the head's module and factors, and what else runs in its call.
+    """Premises of a proof: the head's module and factors, and what else runs in its call.
 
     Adding an adapter or resizing the vocabulary replaces the module. FSDP's hooks gather weights.
     """

@@ -73,6 +73,15 @@ def folder(kit: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> st
     return place
 
 
+@pytest.fixture
+def packed(tmp_path: Path, tokenizer: Any, rows: Any) -> str:
+    """The folder of the same pairs, packed."""
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    folder = str(tmp_path / "packed")
+    packstore.pack(rows, folder, tokenizer=str(tmp_path / "tokenizer"), pack_size=64)
+    return folder
+
+
 def config_of(trl: Any, out: Path, **settings: Any) -> Any:
     defaults = {
         "output_dir": str(out), "learning_rate": RATE, "max_steps": STEPS, "logging_steps": 1,
@@ -198,11 +207,10 @@ def test_a_model_that_runs_whole_by_sequence(
     assert_equal(*found)
 
 
-def test_a_packed_dataset(trl: Any, folder: str, tmp_path: Path, tokenizer: Any, rows: Any) -> None:
+def test_a_packed_dataset(
+    trl: Any, folder: str, tmp_path: Path, tokenizer: Any, packed: str
+) -> None:
     """By its path, for training and evaluation: the first loss is ln 2, and it falls."""
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
-    packed = str(tmp_path / "packed")
-    packstore.pack(rows, packed, tokenizer=str(tmp_path / "tokenizer"), pack_size=64)
     args = config_of(trl, tmp_path / "run", max_length=64, eval_strategy="epoch", max_steps=10)
     trainer = packed_trainer(
         folder, args=args, train_dataset=packed, eval_dataset=packstore.open(packed),
@@ -256,7 +264,7 @@ def test_every_setting_of_its_config_is_in_the_table(trl: Any) -> None:
 
 
 def test_doors_that_do_not_lead_to_packs(
-    trl: Any, folder: str, tmp_path: Path, tokenizer: Any, rows: Any
+    trl: Any, folder: str, tmp_path: Path, tokenizer: Any, rows: Any, packed: str
 ) -> None:
     from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
@@ -266,9 +274,6 @@ def test_doors_that_do_not_lead_to_packs(
     class PackedTrainer(PackedTrainerMixin, Trainer):
         pass
 
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
-    packed = str(tmp_path / "packed")
-    packstore.pack(rows, packed, tokenizer=str(tmp_path / "tokenizer"), pack_size=64)
     model = use_packed_attention(AutoModelForCausalLM.from_pretrained(folder))
     arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
     loss = PackedLoss(PreferenceLoss("dpo"))
@@ -286,9 +291,7 @@ def test_doors_that_do_not_lead_to_packs(
         )  # fmt: skip
 
 
-def test_transformers_trainer_with_an_adapter(
-    folder: str, tmp_path: Path, tokenizer: Any, rows: Any
-) -> None:
+def test_transformers_trainer_with_an_adapter(folder: str, tmp_path: Path, packed: str) -> None:
     """Its own base is the reference, as by log-probs of the base that were written before."""
     peft = pytest.importorskip("peft", reason="adapters")
     from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
@@ -296,9 +299,6 @@ def test_transformers_trainer_with_an_adapter(
     class PackedTrainer(PackedTrainerMixin, Trainer):
         pass
 
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
-    packed = str(tmp_path / "packed")
-    packstore.pack(rows, packed, tokenizer=str(tmp_path / "tokenizer"), pack_size=64)
     base = use_packed_attention(AutoModelForCausalLM.from_pretrained(folder))
     write_ref_logps(base, packstore.open(packed), str(tmp_path / "side"))
     losses = []
