@@ -516,5 +516,5 @@ def test_the_page_prints_the_table():
         if others or SPELLINGS[name] != (name,):
             names = ", ".join(f"`{n}`" for n in SPELLINGS[name] if n != name)
             rows.append(f"| `{name}` | {names} |")
-    page = (Path(__file__).parents[2] / "docs/packing.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs/records.md").read_text(encoding="utf-8")
     assert "\n".join(rows) in page, "\n".join(rows)
