@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from packstore.config.fields import FIELD_NAMES
 from packstore.config.reasons import answers_of
+from packstore.config.record_shapes import FIELD_NAMES
 from packstore.config.settings import Settings, setting
 from packstore.errors import ConfigError, UnknownNameError, quote
 

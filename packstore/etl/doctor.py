@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from packstore.config import CHECK_RETRIES, PackConfig
-from packstore.config.fields import MEANINGFUL
+from packstore.config.record_shapes import MEANINGFUL
 from packstore.errors import ConfigError, PackstoreError, quote
 from packstore.etl.dedup_and_split import Seen, pair_keys
 from packstore.etl.estimate import SAMPLE, Estimate, Measured, estimate, estimate_of

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from packstore.config import PackConfig
-from packstore.config.fields import MEANINGFUL
+from packstore.config.record_shapes import MEANINGFUL
 from packstore.errors import ConfigError, DropRateError, InputError, sentence
 from packstore.etl.dedup_and_split import DUPLICATES, OTHER_PART
 from packstore.etl.notes import PROBLEMS

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from packstore.config import RunConfig, SelectConfig, TokenizeConfig
-from packstore.config.fields import FEEDBACK, REWARD_FIELDS
+from packstore.config.record_shapes import FEEDBACK, REWARD_FIELDS
 from packstore.errors import TokenizerError, sentence
 from packstore.format.arrays import Examples, Int64, Rows, Tally, example_id, to_offsets
 from packstore.tokenizer.encode import assemble

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from packstore.config.fields import FORMS, SHAPES, SPELLINGS
+from packstore.config.record_shapes import FORMS, SHAPES, SPELLINGS
 from packstore.errors import RecordError
 
 TEMPLATE = (

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 
 from packstore.config import PackConfig
-from packstore.config.fields import NOT_TEXT, SPELLINGS
+from packstore.config.record_shapes import NOT_TEXT, SPELLINGS
 from packstore.errors import InputError, PackstoreError, quote, sentence, spelled
 from packstore.format.arrays import Rows
 from packstore.io.inputs.hugging_face import NO_RECORDS, check_splits, one_split, plain, saved_files

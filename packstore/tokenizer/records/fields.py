@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from packstore.config import TokenizeConfig
-from packstore.config.fields import FEEDBACK, ID_SPELLINGS, LABELS, MEANINGFUL, SPELLINGS
+from packstore.config.record_shapes import FEEDBACK, ID_SPELLINGS, LABELS, MEANINGFUL, SPELLINGS
 from packstore.errors import ConfigError, quote, sentence
 from packstore.format.arrays import MAX_FIELDS, Column
 from packstore.format.schema import COLUMNS

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from packstore.config import TokenizeConfig
-from packstore.config.fields import FORMS, SHAPES, Shape
+from packstore.config.record_shapes import FORMS, SHAPES, Shape
 from packstore.errors import RecordError, quote, sentence
 from packstore.format.arrays import Bool, Int32
 from packstore.tokenizer.chat.messages import (
