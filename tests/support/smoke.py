@@ -91,6 +91,7 @@ def core() -> str:
     assert "supervised" in command("show", "texts", "--pack", "0")
     command("stats", "texts")
     command("doctor", "pairs.jsonl", "--tokenizer", "tokenizer.json")
+    assert "examples_per_step:" in command("train", "--example", "dpo")  # a file of the wheel
     command("append", "texts", text_file("more.jsonl", PAIRS))
     assert packstore.open("texts").manifest.pairs == 2 * PAIRS
     beside = f"beside {', '.join(heavy)}" if heavy else "without torch"
