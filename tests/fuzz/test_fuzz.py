@@ -11,8 +11,8 @@ import hostile_values
 import pytest
 from fuzz_targets import TARGETS
 
-ABORTS = ("dishonest_parquet", "dishonest_spans")
-"""Broken size statistics in a footer whose hash is right: pyarrow 26 ends the process, as
+ABORTS = ("parquet", "dishonest_parquet", "dishonest_spans")
+"""Broken size statistics in a footer that no hash guards: pyarrow 26 ends the process, as
 docs/security.md says. A release that does not is welcome."""
 
 
@@ -40,7 +40,7 @@ def test_changed_files(count: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ABORTS)
-def test_changed_files_with_hashes_that_fit(name: str) -> None:
+def test_changed_files_without_a_guard(name: str) -> None:
     done = run("files", 150, name)
     if done.returncode == -6:
         assert "level histogram size mismatch" in done.stderr

@@ -26,7 +26,7 @@ CLOCK_SECONDS = 1.0
 class ListedFile(NamedTuple):
     """A file of a listing: path in the dataset, bytes, and age in seconds if known.
 
-    `marks` name its content, as far as the store does: an ETag or generation, an inode.
+    `marks` name its content, as far as the store does: an ETag or generation, an inode and `mtime`.
     """
 
     path: str
@@ -68,14 +68,17 @@ def is_unchanged(location: Location, files: Sequence[ListedFile]) -> bool:
                 raise
             return False
         same = all(old.marks.get(name, mark) == mark for name, mark in now.marks.items())
-        oldest = -1.0 if now.age is None else now.age + CLOCK_SECONDS
-        if not same or now.bytes != old.bytes or (old.age is not None and old.age > oldest):
+        if not now.marks:  # the age of a file changes also when a second link to it is removed
+            oldest = -1.0 if now.age is None else now.age + CLOCK_SECONDS
+            same = old.age is None or old.age <= oldest
+        if not same or now.bytes != old.bytes:
             return False
     return True
 
 
 def _listed(path: str, entry: Mapping[str, Any]) -> ListedFile:
-    marks = {name: str(entry[name]).strip('"') for name in (*VERSIONS, "ino") if entry.get(name)}
+    names = (*VERSIONS, "ino", "mtime")
+    marks = {name: str(entry[name]).strip('"') for name in names if entry.get(name)}
     return ListedFile(path, int(entry["size"] or 0), _age(entry), marks)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -92,6 +93,21 @@ def test_only_names_of_packstore_go(place: str, pack: Callable[..., Any]) -> Non
     assert files(place) == named | foreign
     assert {x.path for x in report.leftovers if x.spared == "not a name of packstore's"} == foreign
     assert {x.path for x in report.removable} == set(OWN)
+
+
+def test_a_marker_goes_with_the_link_that_its_job_left(
+    tmp_path: Path, pack: Callable[..., Any]
+) -> None:
+    """A job killed while it writes: removing one link changes the times of the other."""
+    pack(str(tmp_path / "ds"))
+    folder = tmp_path / "ds/_packstore/writers"
+    folder.mkdir(exist_ok=True)
+    marker = folder / f"{'1' * 32}.json"
+    marker.write_text("{}", encoding="utf-8")
+    (folder / f".{marker.name}.{'2' * 32}").hardlink_to(marker)
+    time.sleep(1.1)
+    clean(str(tmp_path / "ds"), **NOW)
+    assert not folder.exists()
 
 
 def test_a_file_that_is_written_anew_stays(
