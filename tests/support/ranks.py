@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import gc
+import multiprocessing
 import os
 import runpy
 import signal
-import subprocess
 import sys
 import tempfile
 import warnings
@@ -16,6 +15,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.nn  # before there is a group: see packstore.cli._model
+
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(
+    [  # what each rank would import for seconds; what is absent is passed over
+        "torch.distributed.nn",
+        "packstore.torch",
+        "accelerate",
+        "peft",
+        "transformers.models.gpt2.modeling_gpt2",
+        "transformers.models.llama.modeling_llama",
+    ]
+)
 
 
 def launch(script: str, task: Any, size: int, folder: Path, timeout: float = 300) -> list[Any]:
@@ -27,54 +38,47 @@ def launch(script: str, task: Any, size: int, folder: Path, timeout: float = 300
     # earlier ranks left waits for ever.
     folder = Path(tempfile.mkdtemp(dir=folder))
     torch.save(task, folder / "task.pt")
-    command = [sys.executable, __file__, script, str(folder), str(size)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     ranks = [
-        subprocess.Popen([*command, str(rank)], env=env, stderr=subprocess.PIPE, encoding="utf-8")
+        FORKS.Process(target=main, args=(script, folder, size, rank, environment))
         for rank in range(size)
     ]
     try:
-        said = [ranks[0].communicate(timeout=timeout)[1]]
-        killed = ranks[0].returncode == -signal.SIGKILL
+        for rank in ranks:
+            rank.start()
+        ranks[0].join(timeout)
+        killed = ranks[0].exitcode == -signal.SIGKILL
         for rank in ranks[1:]:
             if killed:
                 rank.kill()
-            said.append(rank.communicate(timeout=timeout)[1])
+            rank.join(timeout)
     finally:
         for rank in ranks:
             rank.kill()
     if killed:
         return []
-    assert not any(rank.returncode for rank in ranks), "\n".join(said)
+    said = [(folder / f"{rank}.txt").read_text(encoding="utf-8") for rank in range(size)]
+    assert not any(rank.exitcode for rank in ranks), "\n".join(said)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(size)]
 
 
-def main(script: str, folder: str, size: int, rank: int) -> None:
+def main(script: str, folder: Path, size: int, rank: int, environment: dict[str, str]) -> None:
     """One of the processes."""
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size
-    )
+    with (folder / f"{rank}.txt").open("wb") as errors:
+        os.dup2(errors.fileno(), sys.stderr.fileno())
+    os.environ.clear()
+    os.environ.update(environment)
     # As a launcher tells Accelerate; gloo is connected already.
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "ACCELERATE_USE_CPU": "1"}
+    torch.set_num_threads(1)
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
     on_rank = runpy.run_path(script)["on_rank"]
-    task = torch.load(Path(folder, "task.pt"), weights_only=False)
+    task = torch.load(folder / "task.pt", weights_only=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        torch.save(on_rank(task), Path(folder, f"{rank}.pt"))
+        torch.save(on_rank(task), folder / f"{rank}.pt")
     if dist.is_initialized():  # a training run ends with its group
         dist.barrier()
         dist.destroy_process_group()
-    gc.collect()
-    tasks = Path("/proc/self/task")
-    if tasks.exists() and any(
-        "gloo" in (t / "comm").read_text(encoding="utf-8") for t in tasks.iterdir()
-    ):
-        # DDP and meshes keep the group. Its threads may take the interpreter's lock while that
-        # ends, which aborts the process: a matter of torch's, and all is done.
-        os._exit(0)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
