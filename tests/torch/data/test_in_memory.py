@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,8 +40,7 @@ def real_ids(batches: Any) -> list[int]:
     return [i for b in batches for i in b.example_ids[b.weights > 0].tolist()]
 
 
-@pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
-def test_loss_and_gradient_are_those_of_unpacked_pairs(kit: SimpleNamespace, layout: Any) -> None:
+def test_loss_and_gradient_are_those_of_unpacked_pairs(kit: SimpleNamespace) -> None:
     """On one rank and on three, in float64, with the divisor that each batch carries."""
     model = pt.use_packed_attention(kit.tiny_model())
     loss_fn = pt.PreferenceLoss("dpo", beta=0.3, gradients="sum")
@@ -58,7 +58,8 @@ def test_loss_and_gradient_are_those_of_unpacked_pairs(kit: SimpleNamespace, lay
     alone = [step(batches) for batches in each]
     for whole, parts in zip(expected, zip(*alone, strict=True), strict=True):
         torch.testing.assert_close(whole, sum(parts) / N, rtol=0, atol=1e-9)
-    for ranks in (1, 3):
+    layouts: tuple[Any, ...] = ("concat", "shared_prefix")
+    for layout, ranks in product(layouts, (1, 3)):
         shares = [
             pt.pack_in_memory(records(), 90, layout, rank=r, world_size=ranks) for r in range(ranks)
         ]

@@ -217,7 +217,10 @@ def test_a_plain_torch_loader_with_workers(stored: Dataset, persistent: bool) ->
     assert len(ids(plain)) == len(data) > len(rest)
 
 
-@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
+@pytest.mark.parametrize(
+    ("workers", "persistent"),
+    [(0, False), pytest.param(2, False, marks=pytest.mark.slow), (2, True)],
+)
 def test_stateful_data_loader(stored: Dataset, workers: int, persistent: bool) -> None:
     """Its state is taken in the workers; with it, the same packs follow in the same order."""
     torchdata = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata")

@@ -157,7 +157,7 @@ def on_rank(task: dict[str, Any]) -> dict[tuple[str, str], list[Any]]:
     return found
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_loop_takes_the_steps_of_unpacked_training(
     kit: SimpleNamespace, tmp_path: Path, world: int
 ) -> None:
