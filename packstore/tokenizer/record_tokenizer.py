@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import struct
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from packstore.config import RunConfig, SelectConfig, TokenizeConfig
-from packstore.config.record_shapes import FEEDBACK, REWARD_FIELDS
+from packstore.config.record_shapes import FEEDBACK
 from packstore.errors import TokenizerError, sentence
 from packstore.format.arrays import Examples, Int64, Rows, Tally, example_id, to_offsets
 from packstore.tokenizer.encode import assemble
@@ -23,50 +22,29 @@ from packstore.tokenizer.records.fields import (
     unused,
 )
 from packstore.tokenizer.records.overlong import fit
-from packstore.tokenizer.records.sequences import Draft, Mode, Sequences, Tokens, id_sequences
-from packstore.tokenizer.records.shapes import DEFAULT_REWARDS, Parsed, parse_record, prompt_key
+from packstore.tokenizer.records.sequences import Draft, Sequences, Tokens, id_sequences
+from packstore.tokenizer.records.shapes import Parsed, parse_record, prompt_key
 from packstore.tokenizer.refusals import Refused, raise_if_error
 from packstore.tokenizer.rendered import (
-    PLAIN_FIELDS,
     check_responses,
     check_separable,
-    draft_plain,
     draft_record,
 )
 from packstore.tokenizer.renderer import Drafted, Renderer
-from packstore.tokenizer.tokenizer import FAST, Tokenizer
-
-STRICT = ("tokenizers", FAST)
-"""Engines that raise an error for text with lone surrogates."""
+from packstore.tokenizer.tokenizer import Tokenizer
 
 
 @dataclass
 class _Block:
-    """The records of a block in the stage, with their sequences; `plain` counts the fast path."""
+    """The records of a block that are not refused so far, with their sequences."""
 
-    records: list[int] = field(default_factory=list)  # in the block, of each not refused so far
-    counts: list[int] = field(default_factory=list)  # sequences of each of these
-    rewards: list[float] = field(default_factory=list)  # of each sequence
+    records: list[int] = field(default_factory=list)  # in the block
+    parsed: list[Parsed] = field(default_factory=list)
     carried: list[list[Any]] = field(default_factory=list)
-    keys: list[int] = field(default_factory=list)  # hashes of the prompts
     drafts: list[Draft] = field(default_factory=list)  # the sequences that are text
     ids: dict[int, Tokens] = field(default_factory=dict)  # the others, by number
     refused: dict[int, Refused] = field(default_factory=dict)  # by index in the block
     events: dict[int, list[str]] = field(default_factory=dict)  # by index in the block
-    used: Counter[str] = field(default_factory=Counter)  # field -> records, without plain pairs
-    plain: int = 0
-    scored: set[int] = field(default_factory=set)  # records with rewards
-    chats: set[int] = field(default_factory=set)  # records of messages
-    of_ids: set[int] = field(default_factory=set)  # records of token ids
-
-    def add_pair(self, i: int, drafts: tuple[Draft, Draft]) -> None:
-        """Adds record `i`, which has no carried values and no rewards."""
-        self.records.append(i)
-        self.counts.append(2)
-        self.rewards += DEFAULT_REWARDS
-        self.carried.append([])
-        self.drafts += drafts
-        self.plain += 1
 
 
 class RecordTokenizer:
@@ -85,18 +63,10 @@ class RecordTokenizer:
         self.carry = parse_carry(config)
         self._keeps_rejects = isinstance(config, RunConfig) and config.rejects is not None
         self._wants_keys = isinstance(config, SelectConfig) and config.selects
-        self._mode: Mode = "literal" if config.on["special_tokens"] == "keep" else "control"
         self._judges = kind == "sft" and config.on["unpaired_feedback"] != "keep"
         self._renderer: Renderer | None = None
-        self._hint = ""
-        changed = config.fields or config.thinking == "strip" or config.as_chat
-        plain = not (self._wants_keys or self.carry or changed)
         templated = tokenizer is not None and tokenizer.chat_template is not None
         self._is_raw = templated and config.as_chat is None
-        if tokenizer and kind == "preference" and plain:
-            self._hint = tokenizer.control_hint
-        # These refuse invalid Unicode, so that no check is needed before.
-        self._trusting = tokenizer is not None and tokenizer.engine_name in STRICT
         for role, asked in (("bos", config.add_bos), ("eos", config.append_eos)):
             if asked and tokenizer and getattr(tokenizer, f"{role}_id") is None:
                 must = f"it must name its {role.upper()} token, as the settings ask for one"
@@ -104,43 +74,35 @@ class RecordTokenizer:
 
     def __call__(self, rows: Rows) -> tuple[Examples, Tally]:
         """Returns the examples of `rows`, in order, and the tally of all records."""
-        block, trusting = _Block(), self._trusting
-        names = names_of(rows.values)
-        hint = self._hint if REWARD_FIELDS.isdisjoint(names) else ""
+        block, names = _Block(), names_of(rows.values)
         judged = names.intersection(FEEDBACK) if self._judges else set()
-        found: dict[int, Parsed | tuple[Draft, Draft]] = {}
+        parsed: dict[int, Parsed] = {}
         for i, value in enumerate(rows.values):
             try:
-                if hint and (drafts := draft_plain(value, hint, self._mode, not trusting)):
-                    found[i] = drafts
-                    continue
                 if judged:
                     check_feedback(value)
-                found[i] = self._parsed(value)
+                parsed[i] = self._parsed(value)
             except Refused as error:
                 # Its traceback references the block: a cycle that would leak memory in long jobs.
                 block.refused[i] = error.with_traceback(None)
-        chats = {i: x for i, x in found.items() if isinstance(x, Parsed) and x.is_chat}
+        chats = {i: x for i, x in parsed.items() if x.is_chat}
         rendered = dict(zip(chats, self._render([*chats.values()]), strict=True))
-        for i, parsed in found.items():
+        for i, record in parsed.items():
             try:
-                if isinstance(parsed, Parsed):
-                    self._add(block, i, rows.values[i], parsed, rendered.get(i))
-                else:
-                    block.add_pair(i, parsed)
+                self._add(block, i, rows.values[i], record, rendered.get(i))
             except Refused as error:
                 block.refused[i] = error.with_traceback(None)
         sequences = Sequences.of([])
-        try:
-            if self.tokenizer is not None and block.drafts:
-                sequences = assemble(self.tokenizer, block.drafts, self.config)
-        except TokenizerError:
-            if not trusting:
-                raise
-            self._trusting = False
-            return self(rows)
-        firsts = to_offsets(np.array(block.counts, np.int64))
+        if self.tokenizer is not None and block.drafts:
+            sequences = assemble(self.tokenizer, block.drafts, self.config)
+        counts = np.array([len(record.responses) for record in block.parsed], np.int64)
+        firsts = to_offsets(counts)
         sequences = self._judge(block, sequences.with_rows(block.ids, insert=True), firsts)
+        tally = self._tally(rows, block, names - judged)
+        return self._examples(rows, block, sequences, counts), tally
+
+    def _tally(self, rows: Rows, block: _Block, names: set[str]) -> Tally:
+        """The tally of a block; of its fields, `names` are counted."""
         tally = Tally(read=len(rows.values), rejected=[] if self._keeps_rejects else None)
         for i in sorted({*block.refused, *block.events}):
             if refused := block.refused.get(i):
@@ -149,18 +111,19 @@ class RecordTokenizer:
                 continue
             for event in dict.fromkeys(block.events[i]):
                 tally.note(event, rows.where(i))
-        block.used.update(dict.fromkeys(PLAIN_FIELDS, block.plain) if block.plain else {})
-        tally.used = block.used
-        records = [rows.values[i] for i in block.records]
-        tally.unused = unused(records, names - judged, block.used)
-        tally.chats = len(block.chats - block.refused.keys())
-        tally.texts = tally.kept - tally.chats - len(block.of_ids - block.refused.keys())
+        for parsed in block.parsed:
+            tally.used.update({*parsed.fields, *self.carry})
+        tally.unused = unused([rows.values[i] for i in block.records], names, tally.used)
+        pairs = zip(block.records, block.parsed, strict=True)
+        kept = [parsed for i, parsed in pairs if i not in block.refused]
+        tally.chats = sum(parsed.is_chat for parsed in kept)
+        tally.texts = sum(isinstance(parsed.prompt, str) for parsed in kept)
         if self._is_raw and tally.texts:
             tally.noted["raw_text"] += tally.texts
         if self.kind == "preference":
-            tally.scored = len(block.scored - block.refused.keys())
+            tally.scored = sum(parsed.scored for parsed in kept)
             tally.unscored = tally.kept - tally.scored
-        return self._examples(rows, block, sequences, firsts), tally
+        return tally
 
     def _parsed(self, value: object) -> Parsed:
         ids = self.tokenizer is None
@@ -191,34 +154,26 @@ class RecordTokenizer:
             values = [carried(value, name, type_name) for name, type_name in self.carry.items()]
         if isinstance(parsed.prompt, np.ndarray):
             events: list[str] = []
-            block.of_ids.add(i)
             sides = (parsed.prompt, parsed.responses, parsed.supervised)
-            block.ids.update(enumerate(id_sequences(*sides, self.tokenizer), len(block.rewards)))
+            first = len(block.drafts) + len(block.ids)
+            block.ids.update(enumerate(id_sequences(*sides, self.tokenizer), first))
         else:
             drafts, events = chat or draft_record(parsed, self._needed(), self.config)
             check_separable(drafts, self._needed())
             block.drafts += drafts
-            if isinstance(parsed.prompt, list):
-                block.chats.add(i)
         if _rounded(parsed.rewards):
             events = [*events, "reward_rounded"]
         if events or parsed.events:
             block.events[i] = [*parsed.events, *events]
-        block.used.update({*parsed.fields, *self.carry})
-        if parsed.scored:
-            block.scored.add(i)
-        if self._wants_keys:
-            block.keys.append(prompt_key(parsed))
         block.records.append(i)
-        block.counts.append(len(parsed.responses))
-        block.rewards += parsed.rewards
+        block.parsed.append(parsed)
         block.carried.append(values)
 
     def _judge(self, block: _Block, sequences: Sequences, firsts: Int64) -> Sequences:
         """Refuses records by the policies, and truncates overlong ones if set."""
         if not block.records:
             return sequences
-        record = np.repeat(block.records, block.counts)
+        record = np.repeat(block.records, np.diff(firsts))
         for i, refused in sorted(sequences.refused.items()):
             block.refused.setdefault(int(record[i]), refused)
         lengths = np.diff(sequences.offsets)
@@ -251,7 +206,7 @@ class RecordTokenizer:
             block.events[int(record[k])] = [*noted, *events]
         return sequences
 
-    def _examples(self, rows: Rows, block: _Block, sequences: Sequences, firsts: Int64) -> Examples:
+    def _examples(self, rows: Rows, block: _Block, sequences: Sequences, counts: Int64) -> Examples:
         """The examples of the records not refused."""
         records = np.array(block.records, np.int64)
         keep = np.ones(len(records), np.bool_)
@@ -261,19 +216,20 @@ class RecordTokenizer:
         columns = to_columns([block.carried[j] for j in kept], self.carry)
         if not kept:
             return Examples.empty(columns)
-        counts = np.array(block.counts, np.int64)
         of_kept = np.repeat(keep, counts)
         ids, supervised, lengths = sequences.kept(of_kept)
         ordinals = np.array(rows.ordinals, np.int64)[records[keep]]
+        parsed = [block.parsed[j] for j in kept]
+        keys = np.array([*map(prompt_key, parsed)], np.uint64) if self._wants_keys else None
         return Examples(
             input_ids=ids,
             supervised=supervised,
             sequence_offsets=to_offsets(lengths),
             example_offsets=to_offsets(counts[keep]),
-            reward=np.array(block.rewards, np.float32)[of_kept],
+            reward=np.array([x for record in parsed for x in record.rewards], np.float32),
             example_ids=example_id(rows.source, 0) + ordinals,
             columns=columns,
-            keys=np.array(block.keys, np.uint64)[keep] if self._wants_keys else None,
+            keys=keys,
         )
 
 

@@ -60,10 +60,6 @@ MESSAGE_KEYS = frozenset(("role", "from", "content", "value", *KEPT, *REASONING,
 SKIPPED = "_skipped"
 """Key of a normalised message that is not to be learned; templates do not get it."""
 
-may_be_messages = re.compile(r"\s*[\[{]").match
-may_be_dialogue = re.compile(r"\s*(?:[\[{]|Human:)").match
-"""Whether a text may be messages, or also a dialogue of the HH form."""
-
 _OBJECTS = re.compile(r"""\s*\[?\s*\{\s*(["'])\w+\1\s*:""")
 """The beginning of a text that may be messages, written as JSON or as Python."""
 
