@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from typing import IO, Any
+from typing import Any
 
 from packstore.config import TokenizeConfig
 from packstore.errors import PackstoreError, TokenizerError, sentence
@@ -32,6 +32,9 @@ SECONDS = 20.0
 """Processor time to render a record, which mostly takes a millisecond; beyond it the job fails."""
 MEMORY = 4 << 30
 """Bytes that the process may map beside what it has at its start; beyond them the job fails."""
+
+_ENDED = (EOFError, OSError, pickle.UnpicklingError)
+"""What reading from a process raises that has ended, perhaps amid an answer."""
 
 Drafted = tuple[list[Draft], list[str]]
 """The texts of a record's sequences, and events to note."""
@@ -110,15 +113,14 @@ class _Process:
         assert pipe is not None
         assert answers is not None
         try:
-            for part in (b"" if stage is self._stage else stage, block):
-                _send(pipe, part)
+            pickle.dump((b"" if stage is self._stage else stage, block), pipe)
             pipe.flush()
             self._stage = stage
-            succeeded, answer = _receive(answers), _receive(answers)
-        except (EOFError, OSError) as error:
+            answer = pickle.load(answers)
+        except _ENDED as error:
             raise self.death() from error
-        if not succeeded:
-            raise pickle.loads(answer)
+        if isinstance(answer, Exception):
+            raise answer
         drafted: list[Any] = marshal.loads(answer)
         return drafted
 
@@ -165,9 +167,10 @@ def serve(seconds: float, memory: int) -> None:
     answers, stage = os.fdopen(os.dup(1), "wb"), None
     os.dup2(2, 1)  # what prints must not print among the answers
     _limit(memory)
-    with contextlib.suppress(EOFError):
+    with contextlib.suppress(*_ENDED):
         while True:
-            written, block = _receive(sys.stdin.buffer), _receive(sys.stdin.buffer)
+            written, block = pickle.load(sys.stdin.buffer)
+            answer: bytes | Exception
             try:
                 stage = pickle.loads(written) if written else stage
                 drafted, armed = [], 0.0
@@ -177,15 +180,13 @@ def serve(seconds: float, memory: int) -> None:
                         _end_after(seconds)
                     drafted.append(_drafted(record, stage))
                 _end_after(0)
-                succeeded, answer = b"1", marshal.dumps(drafted)
+                answer = marshal.dumps(drafted)
             except MemoryError:
                 must = f"it must render a record in {memory >> 20} MiB of memory"
-                error = TokenizerError(sentence("chat template", must, "no more of it"))
-                succeeded, answer = b"", pickle.dumps(error)
+                answer = TokenizerError(sentence("chat template", must, "no more of it"))
             except Exception as error:
-                succeeded, answer = b"", pickle.dumps(error)
-            _send(answers, succeeded)
-            _send(answers, answer)
+                answer = error
+            answers.write(pickle.dumps(answer))
             answers.flush()
 
 
@@ -208,19 +209,6 @@ def _end_after(seconds: float) -> None:
     """Lets the kernel end this process after so much more processor time; 0: not."""
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_PROF, seconds)
-
-
-def _send(pipe: IO[bytes], part: bytes) -> None:
-    pipe.write(len(part).to_bytes(8, "little"))
-    pipe.write(part)
-
-
-def _receive(pipe: IO[bytes]) -> bytes:
-    size = pipe.read(8)
-    part = pipe.read(int.from_bytes(size, "little"))
-    if len(size) < 8 or len(part) < int.from_bytes(size, "little"):
-        raise EOFError
-    return part
 
 
 def _limit(memory: int) -> None:
