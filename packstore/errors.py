@@ -100,23 +100,14 @@ def spelled(path: str) -> str:
 
 
 class Login(NamedTuple):
-    """One part of a chained URL, split at the login before its host.
+    """One part of a chained URL, split at the login before its host."""
 
-    Attributes:
-        scheme: scheme with ``://``, or what was mistyped for it; empty: the part is no URL.
-        login: user and password, up to the last ``@`` that may end them; empty: none.
-        rest: host and path; empty: the end of the login is ambiguous.
-        more: query, fragment or session id after the path, with the character before it.
-        cut: True if the login has a ``/``, ``?`` or ``#``, where clients end it too early.
-        mistyped: True if `scheme` is none: the part resembles a URL, and is a local path.
-    """
-
-    scheme: str
-    login: str
-    rest: str
-    more: str = ""
-    cut: bool = False
-    mistyped: bool = False
+    scheme: str  # with ``://``, or what was mistyped for it; empty: the part is no URL
+    login: str  # user and password, up to the last ``@`` that may end them
+    rest: str  # host and path; empty: the end of the login is ambiguous
+    more: str = ""  # query, fragment or session id after the path, with the character before it
+    cut: bool = False  # True: the login has a ``/``, ``?`` or ``#``, where clients end it too early
+    mistyped: bool = False  # True: the part resembles a URL, and is a local path
 
 
 def logins(url: str) -> list[Login]:

@@ -175,13 +175,8 @@ def _copy_out(
 ) -> None:
     """Copies segment i to the end of sequence i, and its omitted prefix before it.
 
-    Args:
-        signed_ids: int32 `[N]`, physical.
-        starts: int64 `[S + 1]`, offsets of the segments.
-        first: int64 `[S]`, start of the first segment of each segment's example.
-        sequences: int64 `[S + 1]`, offsets of the sequences in the output.
-        out_ids: int32, written.
-        supervised: bool, written.
+    `starts`: offsets of the segments; `first`: start of the first segment of each one's example;
+    `sequences`: offsets of the sequences in `out_ids` and `supervised`, which are written.
     """
     for i in range(len(first)):
         start, last = sequences[i], sequences[i + 1]

@@ -34,12 +34,8 @@ def encode_around_controls(
 ) -> list[Int32]:
     """Encodes texts: control strings become their ids, all other text is encoded by `encode`.
 
-    Args:
-        texts: the texts.
-        specials: control strings and their ids.
-        encode: encodes a batch of plain text to flat ids and offsets.
-        guards: for each text a character that is removed from the text between control strings;
-            inserted into a control string, it prevents a match.
+    The character in `guards` of each text is removed from what is between control strings; inserted
+    into a control string, it prevents a match.
     """
     pattern = control_pattern(frozenset(specials))
     cut = [pattern.split(text) for text in texts]

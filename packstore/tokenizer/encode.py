@@ -51,10 +51,8 @@ def assemble(tokenizer: Tokenizer, drafts: Sequence[Draft], config: TokenizeConf
 class _Places:
     """Places in texts: start and end of each span, in turn, then the end of each system turn.
 
-    Attributes:
-        owner: int64 `[S]`, the draft of each span.
-        draft: int64 `[P]`, the draft of each place.
-        characters: int64 `[P]`, the place in the text of its draft.
+    `owner`, int64 `[S]`: the draft of each span; `draft` and `characters`, int64 `[P]`: the draft
+    of each place, and where in its text it is.
     """
 
     def __init__(self, drafts: Sequence[Draft]) -> None:
@@ -89,12 +87,7 @@ class _Places:
         return texts, modes, before
 
     def tokens(self, ids: Int32, offsets: Int64, before: Int64) -> tuple[Int64, Bool]:
-        """Returns the token of each place in its sequence, and whether one merges both sides.
-
-        Args:
-            ids, offsets: the encoded texts.
-            before: the text that ends at each place; -1: none.
-        """
+        """Returns the token of each place in its sequence, and whether one merges both sides."""
         lengths = np.diff(offsets)
         tokens: Int64 = np.where(self.characters > 0, lengths[self.draft], 0)
         merged = np.zeros(len(tokens), np.bool_)

@@ -76,11 +76,7 @@ def pays(tokenizer: Tokenizer, size: int) -> bool:
 
 
 def fastest(tokenizer: Tokenizer) -> Tokenizer:
-    """Returns `tokenizer` with the faster engine if its ids are equal on all probes.
-
-    Args:
-        tokenizer: one with the reference; others are returned as they are.
-    """
+    """Returns `tokenizer` with the faster engine if its ids are equal on all probes."""
     if tokenizer.engine_name != "tokenizers" or tokenizer.sha256 in _misread:
         return tokenizer
     with ThreadPoolExecutor(1, "packstore-tokenizer") as pool:
@@ -121,12 +117,7 @@ class EngineWatch:
     """Tokenizes a sample of the faster engine's records again with the reference, and compares.
 
     The sample depends on the seed and each record's place in the input, not on workers, partitions
-    or blocks. Picklable.
-
-    Args:
-        stage: tokenizes the records of the job.
-        seed: seed of the sample.
-        sources: number of inputs of the job; the first records of each are in the sample.
+    or blocks. The first records of each of `sources` inputs are in it. Picklable.
     """
 
     def __init__(self, stage: RecordTokenizer, seed: int = 0, sources: int = 1) -> None:

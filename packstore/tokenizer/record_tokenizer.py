@@ -50,10 +50,7 @@ class _Block:
 class RecordTokenizer:
     """Converts records to examples, deterministically. Picklable.
 
-    Args:
-        tokenizer: the tokenizer; None only if all records are token ids.
-        config: the settings.
-        kind: ``preference``, ``sft`` or ``ranked``.
+    `tokenizer` may be None only if all records are token ids.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, config: TokenizeConfig, kind: str) -> None:

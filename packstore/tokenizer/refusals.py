@@ -7,13 +7,7 @@ from packstore.errors import RecordError, sentence
 
 
 class Refused(Exception):
-    """One record cannot become an example.
-
-    Args:
-        reason: a key of :data:`packstore.config.REASONS`.
-        detail: description of the value found.
-        remedy: what to do, if there is something better than to correct the record.
-    """
+    """One record cannot become an example, for a reason of :data:`packstore.config.REASONS`."""
 
     def __init__(self, reason: str, detail: str, remedy: str = "Correct it") -> None:
         super().__init__(reason, detail, remedy)

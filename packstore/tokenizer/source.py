@@ -135,13 +135,9 @@ def load_tokenizer(source: object, *, chat_template: str | None = None) -> Token
 def recorded_tokenizer(
     provenance: Mapping[str, Any], path: str | None, where: str, do: str
 ) -> Tokenizer:
-    """Loads the tokenizer that a dataset was made with: at `path`, or where the manifest says.
+    """Loads the tokenizer that a dataset was made with: at `path`, or where its manifest says.
 
-    Args:
-        provenance: provenance of the dataset's manifest.
-        path: path given by the user, or None.
-        where: name of the dataset in error texts.
-        do: remedy if the tokenizer is missing.
+    `do`: the remedy if it is missing.
     """
     recorded = provenance.get("tokenizer") or {}
     chosen = path or recorded.get("path")

@@ -30,32 +30,20 @@ class Tokenizer:
     """A tokenizer file and the files next to it.
 
     Picklable: a worker loads the engine on first use.
-
-    Attributes:
-        name: name of the file, for messages and the manifest.
-        engine_name: a name in :data:`packstore.tokenizer.engines.ENGINES`.
-        payload: bytes of the tokenizer file.
-        bos_token: beginning-of-sequence string, if known.
-        eos_token: end-of-sequence string, if known.
-        pad_token: padding string, if known (packstore itself never pads).
-        unk_token: string of the unknown token, if known.
-        adds_bos: True if the tokenizer adds BOS to plain text.
-        chat_template: text of the chat template, if there is one.
-        tool_template: text of the chat template for records with tools, if it differs.
-        files: sha256 of each other file read, by name.
     """
 
-    name: str
-    engine_name: str
-    payload: bytes = field(repr=False)
+    name: str  # of the file, for messages and the manifest
+    engine_name: str  # in :data:`packstore.tokenizer.engines.ENGINES`
+    payload: bytes = field(repr=False)  # of the file
+    # Strings of tokens, if known; packstore itself never pads.
     bos_token: str | None = None
     eos_token: str | None = None
     pad_token: str | None = None
     unk_token: str | None = None
-    adds_bos: bool = False
+    adds_bos: bool = False  # True: to plain text
     chat_template: str | None = field(default=None, repr=False)
-    tool_template: str | None = field(default=None, repr=False)
-    files: Mapping[str, str] = field(default_factory=dict)
+    tool_template: str | None = field(default=None, repr=False)  # of records with tools
+    files: Mapping[str, str] = field(default_factory=dict)  # sha256 of each other file, by name
 
     @cached_property
     def engine(self) -> Engine:

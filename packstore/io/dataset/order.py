@@ -31,11 +31,8 @@ _ROUNDS = 4
 class PackOrder:
     """Maps the i-th pack of an epoch to its row group and row; four integers per row group.
 
-    Args:
-        group_rows: int64 `[G]`, rows of each row group, in file order.
-        seed, epoch, lanes: see above; another number of any gives another order.
-        shuffle: False: file order, with no lanes.
-        strata: int64 `[packs]` in file order, such as the examples of each pack; default: none.
+    Without `shuffle` the order is that of the files; `group_rows` and `strata`, a value for each
+    pack such as its examples, are in that order.
     """
 
     def __init__(

@@ -36,12 +36,8 @@ def first_fit_shuffle(lengths: Int32, capacity: int, seed: int) -> tuple[Int32, 
 def _spread(grouped: Int32, counts: Int64, keys: Bits) -> None:
     """Puts each run of m equal examples in the order ``a * i + b mod m``, `a` prime to `m`.
 
-    So neighbours of a sorted input do not share a pack.
-
-    Args:
-        grouped: int32 `[n]`, the examples sorted by length; written.
-        counts: int64 `[L]`, length of each run.
-        keys: uint64 `[L]`, random bits, of which `a` and `b` are the upper and lower half.
+    So neighbours of a sorted input do not share a pack. `grouped`, the examples sorted by length,
+    is written; `a` and `b` are the upper and lower half of the run's random `keys`.
     """
     copy = np.empty(counts.max() if len(counts) else 0, np.int32)
     start = np.int64(0)

@@ -47,17 +47,11 @@ class _Generation(Extension):
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A chat template, with its token strings (``bos_token``, ...) and variables.
+    """A chat template."""
 
-    Attributes:
-        source: Jinja text.
-        tokens: name -> string of a token, None if the tokenizer has none.
-        variables: JSON values that the template uses by name, such as ``enable_thinking``.
-    """
-
-    source: str
-    tokens: Mapping[str, str | None]
-    variables: Mapping[str, Any] = field(default_factory=dict)
+    source: str  # Jinja text
+    tokens: Mapping[str, str | None]  # ``bos_token``, ...; None if the tokenizer has none
+    variables: Mapping[str, Any] = field(default_factory=dict)  # such as ``enable_thinking``
 
     def __post_init__(self) -> None:
         _ = self._compiled

@@ -15,15 +15,10 @@ from packstore.registry import Registry
 
 
 class Engine(Protocol):
-    """A loaded tokenizer, which adds no tokens beyond those of the text.
+    """A loaded tokenizer, which adds no tokens beyond those of the text."""
 
-    Attributes:
-        version: the library's version.
-        specials: control strings and their ids.
-    """
-
-    version: str
-    specials: Mapping[str, int]
+    version: str  # of the library
+    specials: Mapping[str, int]  # control strings and their ids
 
     def register(self, tokens: Sequence[str]) -> None:
         """Makes those of `tokens` that are in the vocabulary control tokens."""

@@ -48,14 +48,10 @@ class Modes:
 
 
 class TokenizersEngine:
-    """See :class:`packstore.tokenizer.engines.Engine`.
-
-    Attributes:
-        dropout: BPE dropout of the file, which is disabled.
-    """
+    """See :class:`packstore.tokenizer.engines.Engine`."""
 
     version = tokenizers.__version__
-    dropout = 0.0
+    dropout = 0.0  # BPE dropout of the file, which is disabled
 
     def __init__(self, payload: bytes, where: str) -> None:
         self._where = where

@@ -41,21 +41,12 @@ _LISTS = ("responses", "scores", "response_labels")
 
 
 class Fields:
-    """Looks up fields of one record by canonical name; null counts as absent.
-
-    Args:
-        record: the record.
-        config: the settings.
-
-    Attributes:
-        used: the record's names of the fields that were returned.
-        unknown: keys of its messages that are not read.
-    """
+    """Looks up fields of one record by canonical name; null counts as absent."""
 
     def __init__(self, record: Mapping[str, Any], config: TokenizeConfig) -> None:
         self.record, self.config = record, config
-        self.used: set[str] = set()
-        self.unknown: set[str] = set()
+        self.used: set[str] = set()  # the record's names of the fields that were returned
+        self.unknown: set[str] = set()  # keys of its messages that are not read
         self._found: dict[tuple[str, bool], tuple[str, Any]] = {}
 
     def spellings(self, name: str, ids: bool = False) -> tuple[str, ...]:

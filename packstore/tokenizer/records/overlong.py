@@ -16,11 +16,7 @@ def fit(sequences: list[Tokens], config: TokenizeConfig, specials: frozenset[int
 
     Every sequence must fit ``config.sequence_limit``, and the example ``config.pack_size``, with
     sequences padded to ``config.pad_to_multiple``. Layout ``shared_prefix`` counts the prompt once.
-
-    Args:
-        sequences: the example.
-        config: the settings.
-        specials: ids of control tokens, which a truncated response keeps at its end.
+    A truncated response keeps those of the control tokens `specials` that end it.
     """
     prompts = [_prompt_length(s) for s in sequences]
     shared = [

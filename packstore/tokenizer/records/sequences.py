@@ -21,63 +21,38 @@ Mode = Literal["control", "literal", "guarded"]
 
 
 class Draft(NamedTuple):
-    """One sequence before it is encoded.
+    """One sequence before it is encoded."""
 
-    Attributes:
-        text: prompt and response.
-        spans: supervised characters (start, end), in order.
-        mode: ``control``: control strings in `text` become ids; ``literal``: they are plain text;
-            ``guarded``: they become ids unless they contain the character `guard`, which is not
-            part of the text.
-        guard: see `mode`.
-        system_end: end of a leading system turn, which truncation keeps; 0: none.
-        from_template: True if a chat template rendered the text.
-    """
-
-    text: str
-    spans: Sequence[Span]
+    text: str  # prompt and response
+    spans: Sequence[Span]  # supervised characters (start, end), in order
+    # ``control``: control strings in `text` become ids; ``literal``: they are plain text;
+    # ``guarded``: they become ids unless they contain `guard`, which is not part of the text
     mode: Mode
     guard: str = ""
-    system_end: int = 0
+    system_end: int = 0  # end of a leading system turn, which truncation keeps
     from_template: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """One sequence as ids.
-
-    Attributes:
-        ids: int32 `[n]`.
-        supervised: bool `[n]`.
-        head: number of leading tokens (BOS, system turn) that truncation keeps.
-        events: events to note.
-    """
+    """One sequence as ids."""
 
     ids: Int32
     supervised: Bool
-    head: int = 0
+    head: int = 0  # number of leading tokens (BOS, system turn) that truncation keeps
     events: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sequences:
-    """The sequences of some drafts, in order.
-
-    Attributes:
-        ids: int32 `[N]`.
-        supervised: bool `[N]`.
-        offsets: int64 `[S + 1]`, offsets of the sequences.
-        heads: int64 `[S]`, number of leading tokens (BOS, system turn) that truncation keeps.
-        events: events to note, by sequence.
-        refused: refusals, by sequence.
-    """
+    """The sequences of some drafts, in order, as flat arrays."""
 
     ids: Int32
     supervised: Bool
     offsets: Int64
-    heads: Int64
-    events: dict[int, list[str]]
-    refused: dict[int, Refused]
+    heads: Int64  # see `Tokens`
+    events: dict[int, list[str]]  # by sequence
+    refused: dict[int, Refused]  # by sequence
 
     def row(self, i: int) -> Tokens:
         """Returns sequence `i`."""
@@ -191,11 +166,7 @@ def id_sequences(
 ) -> list[Tokens]:
     """Returns the sequences of a record of ids, without adding BOS or EOS.
 
-    Args:
-        prompt: int32 `[N]`.
-        responses: int32 `[M]` each.
-        supervised: supervision mask of each response; None: all tokens.
-        tokenizer: tokenizer with the vocabulary and BOS, if there is one.
+    `supervised`: the mask of each response, None: all tokens; `tokenizer`: of these ids, if known.
     """
     sequences = []
     for i, response in enumerate(responses):

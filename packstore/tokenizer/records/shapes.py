@@ -55,28 +55,16 @@ DEFAULT_REWARDS = (1.0, 0.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parsed:
-    """A parsed record, whose prompt and responses are all text, all messages, or all ids.
+    """A parsed record, whose prompt and responses are all text, all messages, or all ids."""
 
-    Attributes:
-        prompt: text (may be empty), messages (may be none), or ids.
-        responses: K responses of the same type.
-        rewards: one reward per response.
-        tools: tool descriptions for the chat template.
-        variables: the record's variables of the chat template.
-        supervised: supervision masks of responses that are ids; None: all tokens.
-        fields: the record's names of the fields used.
-        scored: True if the record has rewards.
-        events: events to note.
-    """
-
-    prompt: str | list[Message] | Int32
+    prompt: str | list[Message] | Int32  # may be empty
     responses: list[str] | list[list[Message]] | list[Int32]
-    rewards: list[float]
+    rewards: list[float]  # one for each response
     tools: Tools = None
-    variables: dict[str, Any] | None = None
-    supervised: list[Bool] | None = None
-    fields: Collection[str]
-    scored: bool = False
+    variables: dict[str, Any] | None = None  # of the chat template
+    supervised: list[Bool] | None = None  # masks of responses that are ids; None: all tokens
+    fields: Collection[str]  # the record's names of those used
+    scored: bool = False  # True: it has rewards
     events: tuple[str, ...] = ()
 
     @property
