@@ -10,7 +10,7 @@ from packstore.errors import BackendError
 from packstore.torch.batch.batch import PackedBatch
 
 
-def hf(batch: PackedBatch) -> dict[str, Any]:
+def hf(batch: Any) -> dict[str, Any]:
     """Inputs for a model prepared by :func:`~packstore.torch.use_packed_attention`."""
     return {
         "input_ids": batch.input_ids[None],

@@ -18,10 +18,9 @@ from torch.nn.functional import linear
 
 from packstore.errors import CompatibilityError, sentence
 from packstore.torch.batch.batch import PackedBatch
-from packstore.torch.batch.layout import AttentionLayout
 from packstore.torch.logprobs.logprobs import segment_logps
 from packstore.torch.logprobs.tiles import HEAD_BACKENDS
-from packstore.torch.models.probe import ieee_products
+from packstore.torch.models.probe import few_tokens, ieee_products
 from packstore.torch.models.routers import carry, check_gradient, router_losses, router_settings
 from packstore.torch.models.unwrap import (
     backbone_of,
@@ -37,7 +36,6 @@ USE_LOGITS = "Use logits: segment_logps(batch, logits=model(**batch.model_inputs
 CAPS = ("final_logit_softcapping", "output_logit_soft_cap", "logits_soft_cap")
 """Names of a final softcap in configs: of Gemma, xLSTM and RecurrentGemma."""
 
-PROBE_TOKENS = 6
 PROBE_LOGIT = 20.0
 """The probe's largest logit: hidden states are scaled up to it, so that a softcap takes effect."""
 
@@ -279,7 +277,7 @@ def _gap(model: Any, head: Head) -> float | None:
     training, handle = model.training, head.backbone.register_forward_hook(enlarge)
     try:
         model.eval()
-        expected = model(**probe_inputs(head.weight)).logits.double()
+        expected = model(**few_tokens(head.weight.device).model_inputs()).logits.double()
     finally:
         handle.remove()
         model.train(training)
@@ -294,19 +292,6 @@ def _gap(model: Any, head: Head) -> float | None:
     if expected.shape != logits.shape:
         return math.inf
     return float((expected - logits).abs().max())
-
-
-def probe_inputs(weight: Tensor) -> dict[str, Any]:
-    """Returns model inputs of a few tokens in one segment, with or without packed attention."""
-    n = PROBE_TOKENS
-    positions = torch.arange(n, device=weight.device)
-    ends = torch.tensor([0, n], dtype=torch.int32, device=weight.device)
-    return {
-        "input_ids": positions[None] + 1,
-        "position_ids": positions[None],
-        "use_cache": False,
-        "packed_layout": AttentionLayout(ends, ends, n, n, n),
-    }
 
 
 def _unfit(model: Any, needed: str, given: str, remedy: str = USE_LOGITS) -> CompatibilityError:

@@ -131,7 +131,7 @@ def _compare(model: nn.Module, inner: Any, vocab_size: int | None) -> float:
     effect = float((moved - own[1])[1::2].abs().amax(1).median())
     worst, experts = 0.0, any(getattr(config, name, None) for name in EXPERTS)
     for layout, left_out in (("concat", (0,) * len(sizes)), ("shared_prefix", LEFT_OUT)):
-        batch = batch_of(ids, left_out, (2, 1, 2)).to(device)
+        batch = _batch(ids, left_out, (2, 1, 2)).to(device)
         packed = model(**batch.model_inputs()).logits[0].float()
         where = f"check_isolation({type(model).__name__}), layout {layout}"
         if bool(packed.isnan().any()):
@@ -250,14 +250,13 @@ def ieee_products() -> Iterator[None]:
         matmul.fp32_precision = before
 
 
-def batch_of(ids: Sequence[Any], left_out: Sequence[int], responses: Sequence[int]) -> PackedBatch:
-    """Makes a batch of one pack, kind ``ranked``, of the token ids of sequences.
+def few_tokens(device: torch.device) -> PackedBatch:
+    """Makes a batch of one short sequence, to try a model on."""
+    return _batch([np.arange(1, 7)], [0], [1]).to(device)
 
-    Args:
-        ids: token ids of each sequence.
-        left_out: its tokens that the first sequence of its example has already.
-        responses: sequences of each example.
-    """
+
+def _batch(ids: Sequence[Any], left_out: Sequence[int], responses: Sequence[int]) -> PackedBatch:
+    """One pack of sequences, less the tokens that the first of an example has already."""
     lengths = np.array([len(x) for x in ids], np.int32)
     segments = [x[n:] for x, n in zip(ids, left_out, strict=True)]
     tokens, bounds = np.concatenate(segments), to_offsets(np.array([len(x) for x in segments]))

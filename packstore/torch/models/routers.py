@@ -22,13 +22,12 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from packstore.errors import CompatibilityError, sentence
 from packstore.torch.batch.batch import PackedBatch
-from packstore.torch.models.probe import batch_of
+from packstore.torch.models.probe import few_tokens
 from packstore.torch.models.unwrap import evaluating, text_config, unwrapped
 
 logger = logging.getLogger("packstore")
@@ -99,7 +98,7 @@ def router_settings(model: Any) -> RouterSettings | None:
 def _prove(model: Any, settings: RouterSettings) -> None:
     """Compares the model's own load-balancing loss of a few tokens with ours."""
     device = next(model.parameters()).device
-    batch = batch_of([np.arange(1, 7)], [0], [1]).to(device)
+    batch = few_tokens(device)
     try:
         with evaluating(model), torch.autocast(device.type, enabled=False):
             outputs = model(**batch.model_inputs(), output_router_logits=True)

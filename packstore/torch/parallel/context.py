@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from packstore.errors import ConfigError, quote
 from packstore.torch.batch.batch import PackedBatch
+from packstore.torch.batch.inputs import hf
 from packstore.torch.batch.layout import AttentionLayout, Targets
 from packstore.torch.parallel.padding import offsets, owners
 
@@ -201,12 +202,7 @@ class ContextShard:
 
     def model_inputs(self) -> dict[str, Any]:
         """Returns keyword arguments for a model prepared by :func:`use_packed_attention`."""
-        return {
-            "input_ids": self.input_ids[None],
-            "position_ids": self.position_ids[None],
-            "use_cache": False,
-            "packed_layout": self.layout,
-        }
+        return hf(self)
 
 
 def context_shard(batch: PackedBatch, group: Any = None, how: How = "zigzag") -> ContextShard:

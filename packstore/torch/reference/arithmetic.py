@@ -19,7 +19,8 @@ from torch import nn
 from packstore.errors import ConfigError, quote
 from packstore.torch.attention import ATTENTION, flash
 from packstore.torch.logprobs.fused_head import exact_dtype
-from packstore.torch.logprobs.head import find_head, probe_inputs
+from packstore.torch.logprobs.head import find_head
+from packstore.torch.models.probe import few_tokens
 from packstore.torch.models.unwrap import evaluating, unwrapped
 
 logger = logging.getLogger(__name__)
@@ -131,5 +132,5 @@ def _attention(model: nn.Module, device: torch.device, lower: torch.dtype | None
         torch.autocast(head.weight.device.type, lower, enabled=lower is not None),
         _auto.chosen_on(device) as names,
     ):
-        head.backbone(**probe_inputs(head.weight))
+        head.backbone(**few_tokens(head.weight.device).model_inputs())
     return ", ".join(sorted(names))
