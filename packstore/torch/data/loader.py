@@ -7,7 +7,7 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -37,25 +37,8 @@ _CHUNK = 32
 """Batches whose packs are looked up at once."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Mark:
-    """The loader's position after a batch was yielded."""
-
-    index: int
-    """Index of the step in the epoch."""
-    start: int
-    stop: int
-    """Range of its packs among those not yet yielded when the iteration began."""
-    done: int
-    """Batches of the step that were yielded."""
-    batches: int
-    """Batches of the step."""
-
-    def position(self, unseen: Unseen, cut: Mapping[str, Any]) -> Position:
-        """Returns the mark as a :class:`Position`."""
-        if self.done == self.batches:
-            return unseen.after(self.stop, self.index + 1)
-        return replace(unseen.after(self.start, self.index), batches=self.done, cut=cut)
+_Planned = tuple[PackedBatch, int, int]
+"""A batch, and the range of its step among the packs not yet yielded as the iteration began."""
 
 
 class PackedDataLoader:
@@ -151,16 +134,22 @@ class PackedDataLoader:
             tell(self.plan(), data.stream, self.config, data.world_size)
         start = self._batches.begin(start)
         unseen, steps = Unseen(data.num_packs, start), start.step
-        for batch, mark in self._running(bool(len(start.given))):
-            data.position, steps = mark.position(unseen, cut), mark.index + 1
+        for batch, first, stop in self._running(bool(len(start.given))):
+            step = batch.step
+            assert step is not None
+            steps = step.index + 1
+            data.position = unseen.after(stop, steps)
+            if not step.last:
+                before = unseen.after(first, step.index)
+                data.position = replace(before, batches=step.batch + 1, cut=cut)
             yield batch
         data.position = unseen.after(len(unseen), steps)
 
-    def _running(self, once: bool) -> Iterable[tuple[PackedBatch, _Mark]]:
+    def _running(self, once: bool) -> Iterable[_Planned]:
         """The batches of this process, or of workers; with `once`, not of persistent ones."""
         if not self._options["num_workers"]:
             if self._options["pin_memory"] and torch.accelerator.is_available():
-                return ((batch.pin_memory(), mark) for batch, mark in self._batches)
+                return ((batch.pin_memory(), *packs) for batch, *packs in self._batches)
             return self._batches
         lasting = self._lasting and not once
         if lasting and self._loader is not None:
@@ -202,7 +191,7 @@ class PackedDataLoader:
         self.data.load_state_dict(state)
 
 
-class _Batches(IterableDataset[tuple[PackedBatch, _Mark]]):
+class _Batches(IterableDataset[_Planned]):
     """Yields the batches of one rank from a position on; in one of n workers, every n-th."""
 
     def __init__(self, data: PackedDataset, config: BatchConfig) -> None:
@@ -226,7 +215,7 @@ class _Batches(IterableDataset[tuple[PackedBatch, _Mark]]):
             return sum(len(step.edges) - 1 for step in cutter) - start.batches
         return -(-cutter.end // (self.data.world_size * self.config.width)) - start.batches
 
-    def __iter__(self) -> Iterator[tuple[PackedBatch, _Mark]]:
+    def __iter__(self) -> Iterator[_Planned]:
         worker = get_worker_info()
         number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
         epoch, first, steps, done = self._cells.tolist()
@@ -246,19 +235,18 @@ class _Batches(IterableDataset[tuple[PackedBatch, _Mark]]):
         lookup.start()
         for packs in reading:
             lookup.join()
-            (step, mark, _, fillers), sources = ahead.popleft()
-            info = step.info(mark.index, mark.done - 1, self.data.world_size)
+            (step, index, number, _, fillers), sources = ahead.popleft()
+            info = step.info(index, number, self.data.world_size)
             batch = collate(packs, stream.kind, sources=sources, step=info, fillers=fillers)
-            yield batch, mark
+            yield batch, step.start, step.stop
 
     def _turns(self, cutter: StepCutter, start: Position) -> Iterator[_Turn]:
         """Yields the batches of this rank, in all workers."""
         skipped = start.batches
         for index, step in enumerate(cutter, start=start.step):
             shares = assign_ranks(step, self.data.rank, self.data.world_size, self.config)
-            for done, (places, fillers) in enumerate(shares[skipped:], start=skipped + 1):
-                mark = _Mark(index, step.start, step.stop, done, len(shares))
-                yield step, mark, places, fillers
+            for number, share in enumerate(shares[skipped:], start=skipped):
+                yield step, index, number, *share
             skipped = 0
 
     def _wanted(
@@ -267,10 +255,10 @@ class _Batches(IterableDataset[tuple[PackedBatch, _Mark]]):
         """Yields the indices of each batch's packs; appends batch and sources to `ahead`."""
         size = 1  # the first batch without delay; later ones in chunks, which is cheaper
         while chunk := list(itertools.islice(turns, size)):
-            indices = unseen[np.concatenate([places for _, _, places, _ in chunk])]
+            indices = unseen[np.concatenate([places for _, _, _, places, _ in chunk])]
             sources, first = self.data.stream.sources(indices), 0
             for turn in chunk:
-                part = slice(first, first := first + len(turn[2]))
+                part = slice(first, first := first + len(turn[3]))
                 ahead.append((turn, sources[part]))
                 yield indices[part]
             size = _CHUNK
@@ -284,8 +272,8 @@ class _Batches(IterableDataset[tuple[PackedBatch, _Mark]]):
         return StepCutter(stream, Unseen(len(stream), start), self.config, self.data.world_size)
 
 
-_Turn = tuple[Step, _Mark, Int64, int]
-"""A batch of one rank: its step, mark, the places of its packs, and how many are fillers."""
+_Turn = tuple[Step, int, int, Int64, int]
+"""A batch of a rank: its step, indices of both, the places of its packs, how many are fillers."""
 
 
 def _look_up(stream: PackStream, index: int) -> None:
