@@ -111,23 +111,14 @@ class PackedBatch:
     columns: Mapping[str, Tensor | Column]
     step: StepInfo | None
     cu_seqlens_unpadded: Tensor | None
+    _signed_ids: Tensor  # int32 `[T]`, ids, ~id where unsupervised
+    _logical_tokens: int  # sum of the lengths
+    _pack_examples: Int64  # int64 `[P]`, examples of each pack
+    _unweighted_packs: list[int]  # indices of the packs of weight 0
+    _pack_sources: Int64 | None  # int64 `[P]`, of each pack in a mix; None: 0
 
-    def __init__(
-        self,
-        *,
-        signed_ids: Tensor,
-        logical_tokens: int,
-        pack_examples: Int64,
-        unweighted_packs: list[int],
-        pack_sources: Int64 | None,
-        **fields: Any,
-    ) -> None:
+    def __init__(self, **fields: Any) -> None:
         """Makes a batch, as :func:`collate` does, from the fields that are not computed."""
-        self._signed_ids = signed_ids  # int32 `[T]`, ids, ~id where unsupervised
-        self._logical_tokens = logical_tokens  # sum of the lengths
-        self._pack_examples = pack_examples  # int64 `[P]`, examples of each pack
-        self._unweighted_packs = unweighted_packs  # indices of the packs of weight 0
-        self._pack_sources = pack_sources  # int64 `[P]`, of each pack in a mix; None: 0
         vars(self).update(fields)
 
     @cached_property
@@ -390,11 +381,11 @@ def collate(
     columns = [p.columns for p in parts]
     shared = [name for name in columns[0] if all(name in c for c in columns)]
     return PackedBatch(
-        signed_ids=_joined([p.signed_ids for p in parts], np.int32),
-        logical_tokens=logical,
-        pack_examples=pack_examples,
-        unweighted_packs=unweighted,
-        pack_sources=sources,
+        _signed_ids=_joined([p.signed_ids for p in parts], np.int32),
+        _logical_tokens=logical,
+        _pack_examples=pack_examples,
+        _unweighted_packs=unweighted,
+        _pack_sources=sources,
         kind=kind,
         cu_seqlens=torch.from_numpy(starts),
         max_seqlen=longest,

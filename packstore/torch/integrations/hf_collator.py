@@ -210,10 +210,9 @@ class PackedLoss:
         ref_logps = None
         if self.loss_fn.reference:
             keep = logits.shape[-2] != batch.num_tokens
-            peft_model = adapted(self.policy) if batch.ref_logps is None else None
             if self.reference is not None:
                 ref_logps = reference_logps(self.reference, batch, keep=keep)
-            elif peft_model is not None:
+            elif batch.ref_logps is None and (peft_model := adapted(self.policy)) is not None:
                 ref_logps = reference_logps(self.policy, batch, base_of=peft_model, keep=keep)
         logps = _logps(batch, logits)
         if self.routers is not None and torch.is_grad_enabled():

@@ -101,10 +101,7 @@ class PackedTrainerMixin:
         self._check_data(trainer, where)
 
     def _check_data(self, trainer: Any, where: str) -> None:
-        if type(trainer.data_collator).__module__.startswith(("transformers.", "trl.")) or (
-            inspect.isfunction(trainer.data_collator)
-            and trainer.data_collator.__module__.startswith("transformers.")
-        ):
+        if trainer.data_collator.__module__.startswith(("transformers.", "trl.")):
             raise ConfigError(
                 f"{where}: batches must be packed; found the default collator. "
                 'Give data_collator=PackCollator("preference"), or of your kind of examples.'

@@ -162,7 +162,7 @@ class PreferenceLoss:
         added = coefficient * _divide(term, examples)
         total, number = out.metrics["loss"]
         whole = total + added.detach() * (number.clamp(min=1) if count is None else count)
-        metrics = {**out.metrics, "loss": (whole, number), "aux_loss": _detached(term)}
+        metrics = _detached({**out.metrics, "loss": (whole, number), "aux_loss": term})
         loss = out.loss + added
         return replace(out, loss=loss, router_sum=term[0], router_count=term[1], metrics=metrics)
 
@@ -180,8 +180,7 @@ class PreferenceLoss:
             weights = batch.weights.to(sums.logps.dtype)
             best = sums.logps[index_best(batch)] * weights
             metrics = {"loss": term, "logps/chosen": (best.sum(), weights.sum())}
-            detached = {name: _detached(both) for name, both in metrics.items()}
-            return LossOutput(loss, *term, None, None, detached)
+            return LossOutput(loss, *term, None, None, _detached(metrics))
         chosen, rejected, example, weights = self._pairs(batch, sums.logps)
         pairs = sums.take(chosen, rejected)
         losses = [member(pairs) for member in self.terms]
@@ -189,18 +188,17 @@ class PreferenceLoss:
         metrics = self._metrics(pairs, weights)
         if len(losses) > 1:
             for member, values in zip(self.terms, losses, strict=True):
-                of_member = self._reduce(values, weights, example, batch)
-                metrics[f"loss/{member.name}"] = _detached(of_member)
+                metrics[f"loss/{member.name}"] = self._reduce(values, weights, example, batch)
         loss = _divide(term, count)
         sft_sum = sft_count = None
         if self.sft_weight:
             sft_sum, sft_count = likelihood = self._likelihood(sums, batch)
             loss = loss + self.sft_weight * _divide(likelihood, sft_divisor)
-            metrics |= {"preference_loss": _detached(term), "sft_loss": _detached(likelihood)}
+            metrics |= {"preference_loss": term, "sft_loss": likelihood}
         # Summed over the batches of a step and divided by its count, this is the step's loss.
         whole = loss * (term[1].clamp(min=1) if count is None else count)
-        metrics = {"loss": _detached((whole, term[1])), **metrics}
-        return LossOutput(loss, *term, sft_sum, sft_count, metrics)
+        metrics = {"loss": (whole, term[1]), **metrics}
+        return LossOutput(loss, *term, sft_sum, sft_count, _detached(metrics))
 
     def per_example(
         self, logps: Tensor, batch: PackedBatch, ref_logps: Tensor | None = None
@@ -359,7 +357,7 @@ class PreferenceLoss:
                 f"{name}/squares": (u**2 + v**2) / 2,
             }
         wide = weights.to(wide_dtype(weights.device))
-        return {n: _detached(((x.to(wide) * wide).sum(), wide.sum())) for n, x in values.items()}
+        return {n: ((x.to(wide) * wide).sum(), wide.sum()) for n, x in values.items()}
 
 
 def count_step(
@@ -413,8 +411,8 @@ def _divide(term: SumAndCount, divisor: Tensor | float | None) -> Tensor:
     return total / (count.clamp(min=1) if divisor is None else divisor)
 
 
-def _detached(term: SumAndCount) -> SumAndCount:
-    return term[0].detach(), term[1].detach()
+def _detached(metrics: Mapping[str, SumAndCount]) -> dict[str, SumAndCount]:
+    return {name: (total.detach(), count.detach()) for name, (total, count) in metrics.items()}
 
 
 def _router_term(

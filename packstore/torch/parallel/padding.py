@@ -56,9 +56,10 @@ def offsets(lengths: Tensor) -> Tensor:
     return pad(lengths.cumsum(0), (1, 0))
 
 
-def owners(lengths: Tensor) -> Tensor:
-    """Returns the run of each element, int64 `[sum of lengths]`."""
-    return torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
+def owners(lengths: Tensor, size: int | None = None) -> Tensor:
+    """Returns the run of each element, int64 `[sum of lengths]`; waits for the sum unless given."""
+    runs = torch.arange(len(lengths), device=lengths.device)
+    return runs.repeat_interleave(lengths, output_size=size)
 
 
 def round_up(value: Size, multiple: int) -> Size:
@@ -200,15 +201,13 @@ def _add_segments(batch: PackedBatch, lengths: Tensor, tail: int) -> PackedBatch
     if not len(lengths):
         return batch
     T, S = batch.num_tokens + tail, batch.num_segments + len(lengths)
-    segment = torch.arange(len(lengths), device=lengths.device)
-    segment = segment.repeat_interleave(lengths, output_size=tail)
-    ends = lengths.cumsum(0)
-    place = torch.arange(tail, device=lengths.device) - (ends - lengths)[segment]
+    segment, bounds = owners(lengths, tail), offsets(lengths)
+    place = torch.arange(tail, device=lengths.device) - bounds[segment]
     k = _responses(batch) if batch.kind != "ranked" else len(lengths)
     E = batch.num_examples + len(lengths) // k
 
-    def ended(offsets: Tensor) -> Tensor:
-        return torch.cat([offsets, (offsets[-1] + ends).int()])
+    def ended(starts: Tensor) -> Tensor:
+        return torch.cat([starts, (starts[-1] + bounds[1:]).int()])
 
     unpadded, cu_seqlens = batch.cu_seqlens_unpadded, ended(batch.cu_seqlens)
     kv_index = batch.kv_index

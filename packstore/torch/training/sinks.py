@@ -40,12 +40,6 @@ TRAINING: dict[str, tuple[str, str]] = {
 }
 """Metric -> its name on the console, and its format."""
 
-VALIDATION = {
-    "eval/loss": "loss",
-    "eval/rewards/accuracies": "accuracy",
-    "eval/rewards/margins": "margin",
-}
-
 Record = Mapping[str, float]
 
 Sink = Callable[[Record], None]
@@ -114,7 +108,8 @@ def console_lines(step: int, total_steps: int, stack: ExitStack) -> Sink:
             values = "  ".join(f"{short} {record[n]:{digits}}" for n, short, digits in columns)
             line = f"step {step:,}/{total_steps:,}  {values}"
         else:
-            parts = [f"{short} {record[n]:.4f}" for n, short in VALIDATION.items() if n in record]
+            named = [(f"eval/{n}", short) for n, (short, _) in TRAINING.items()]
+            parts = [f"{short} {record[n]:.4f}" for n, short in named if n in record]
             line = f"validation after step {step:,}: {', '.join(parts)}"
         if console.is_terminal:
             console.print(line, highlight=False)
