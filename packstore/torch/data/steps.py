@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import heapq
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property, partial
 from itertools import pairwise
 
 import numpy as np
@@ -29,56 +29,32 @@ WINDOW = 4096
 """Approximate number of packs whose sizes are looked up at once."""
 
 
-class Window:
-    """Sizes of the packs from position `start` on, looked up on first access."""
-
-    def __init__(self, stream: PackStream, indices: Int64, start: int) -> None:
-        self._stream, self._indices, self.start = stream, indices, start
-
-    @cached_property
-    def sizes(self) -> PackSizes:
-        """Sizes of all packs of the window."""
-        return self._stream.sizes(self._indices)
-
-
 class Step:
     """One optimizer step, as positions among the packs not yet yielded; see :class:`Unseen`.
 
-    Attributes:
-        edges: batch ``g``, over all ranks, has the positions ``edges[g] .. edges[g + 1]``.
-        start, stop: position of its first pack, and after its last one.
+    Batch ``g``, over all ranks, has the positions ``edges[g] .. edges[g + 1]``.
     """
 
-    def __init__(self, edges: list[int], window: Window) -> None:
+    def __init__(self, edges: list[int], look_up: Callable[[], PackSizes], first: int) -> None:
         self.edges, self.start, self.stop = edges, edges[0], edges[-1]
-        self._window, self._part = (
-            window,
-            slice(self.start - window.start, self.stop - window.start),
-        )
+        self._look_up, self._first = look_up, first  # of a window, and its first position
 
-    @property
+    @cached_property
     def sizes(self) -> PackSizes:
         """Sizes of the packs of the step."""
-        sizes = self._window.sizes
-        return sizes.take(np.arange(len(sizes))[self._part])
+        return self._look_up().take(slice(self.start - self._first, self.stop - self._first))
 
     @cached_property
     def examples(self) -> int:
         """Number of examples of the step."""
-        return int(self._window.sizes.examples[self._part].sum())
-
-    @cached_property
-    def counts(self) -> dict[str, int] | None:
-        """Loss counts of the step by name; None if unknown."""
-        counts = self._window.sizes.counts
-        if counts is None:
-            return None
-        return dict(zip(COUNTS, counts[self._part].sum(0).tolist(), strict=True))
+        return int(self.sizes.examples.sum())
 
     def info(self, index: int, batch: int, ranks: int) -> StepInfo:
         """Describes the step for one of its batches."""
-        batches, packs = len(self.edges) - 1, self.stop - self.start
-        return StepInfo(index, batch, batches, self.examples, ranks, packs, self.counts)
+        batches, counts = len(self.edges) - 1, None
+        if self.sizes.counts is not None:
+            counts = dict(zip(COUNTS, self.sizes.counts.sum(0).tolist(), strict=True))
+        return StepInfo(index, batch, batches, self.examples, ranks, len(self.sizes), counts)
 
 
 class StepCutter:
@@ -103,25 +79,25 @@ class StepCutter:
         start, size = 0, WINDOW
         while start < self.end:
             stop = min(start + max(size // self._unit, 1) * self._unit, self.end)
-            window = Window(self.stream, self.unseen[np.arange(start, stop)], start)
+            look_up = cache(partial(self.stream.sizes, self.unseen[np.arange(start, stop)]))
             begin = start
-            for edges in self._cut(window, stop):
-                step = Step(edges, window)
+            for edges in self._cut(start, stop, look_up):
+                step = Step(edges, look_up, begin)
                 if self._is_cut_short(step):
                     return
                 start = step.stop
                 yield step
             size = WINDOW if start > begin else 2 * size
 
-    def _cut(self, window: Window, stop: int) -> Iterator[list[int]]:
-        """Yields the edges of the steps that `window`, which ends before `stop`, determines."""
-        start, closed = window.start, stop == self.end
+    def _cut(self, start: int, stop: int, look_up: Callable[[], PackSizes]) -> Iterator[list[int]]:
+        """Yields the edges of the steps that the packs from `start` to `stop` determine."""
+        closed = stop == self.end
         if self.fixed is not None:
             edges = [*range(start, stop, self.fixed), stop]
             return ([*range(a, b, self._width), b] for a, b in pairwise(edges))
         if self.config.examples_per_step is None:
-            return self._cut_by_tokens(window.sizes, start, closed)
-        return self._cut_by_examples(window.sizes, start, closed, self.config.examples_per_step)
+            return self._cut_by_tokens(look_up(), start, closed)
+        return self._cut_by_examples(look_up(), start, closed, self.config.examples_per_step)
 
     def _cut_by_tokens(self, sizes: PackSizes, start: int, closed: bool) -> Iterator[list[int]]:
         jumps = self._jumps(sizes.tokens, start)
@@ -193,12 +169,7 @@ Share = tuple[Int64, int]
 
 
 def assign_ranks(step: Step, rank: int, world_size: int, config: BatchConfig) -> list[Share]:
-    """Returns the batches of `rank` in `step`.
-
-    Pack ``i`` of a batch goes to rank ``i % world_size``, unless the ranks are balanced. A rank
-    without a pack in some batch repeats one of its packs of the step with weight 0, so that all
-    ranks run equally many batches.
-    """
+    """Returns the batches of `rank`; in one without a pack for it, a filler of weight 0."""
     if config.balance and world_size > 1:
         batches = [ranks[rank] for ranks in _balanced(step, world_size, config)]
     else:
@@ -306,10 +277,7 @@ def plan_steps(
     epochs: Sequence[int],
     start: Position,
 ) -> StepPlan:
-    """Plans `epochs`, the first from `start` on; leaves the stream at the last one.
-
-    Looks up the sizes of all packs, in windows; holds one number per step.
-    """
+    """Plans `epochs`, the first from `start` on; leaves the stream at the last one."""
     examples: list[int] = []
     batches = packs = dropped_packs = dropped_examples = padded = 0
     for epoch in epochs:
