@@ -60,14 +60,7 @@ def add_sums(sums: dict[Key, Tensor], terms: Mapping[Key, SumAndCount]) -> None:
 def all_reduce_sums(
     values: Sequence[Tensor | float], group: Any = None, device: torch.device | None = None
 ) -> list[float]:
-    """Sums of scalars over the ranks, in one call and in float64.
-
-    Args:
-        values: scalars, equally many on every rank.
-        group: process group; default: all ranks, if torch.distributed runs.
-        device: device that the group communicates from; default: that of the first tensor, or the
-            CPU.
-    """
+    """Sums scalars over the ranks in float64, from `device`, by default that of a tensor or CPU."""
     if not values:
         return []
     tensors = [x for x in values if isinstance(x, Tensor)]

@@ -56,12 +56,9 @@ def one_late(started: Iterable[T]) -> Iterator[T]:
 def inference_batching(
     batching: dict[str, int | None], device: torch.device, pack_size: int
 ) -> dict[str, int | None]:
-    """Returns `packs_per_batch` or `tokens_per_batch` for inference, by default for `device`.
-
-    On a CUDA device the tokens of 4 packs: one pack of a small model is launched more slowly than
-    it is computed.
-    """
+    """Returns what was given for inference; by default on CUDA the tokens of 4 packs."""
     given = any(batching.get(name) is not None for name in ("packs_per_batch", "tokens_per_batch"))
     if given or device.type != "cuda":
         return batching
+    # One pack of a small model is launched more slowly than it is computed.
     return {"tokens_per_batch": 4 * pack_size}

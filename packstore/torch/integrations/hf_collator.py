@@ -226,11 +226,7 @@ class PackedLoss:
 def reference_logps(
     model: nn.Module, batch: PackedBatch, *, base_of: Any | None = None, keep: bool = True
 ) -> Tensor:
-    """Log-probs of a reference, `[S]` in nats, from its logits, in the policy's precision.
-
-    `base_of` is the PEFT policy whose own base is the reference. With `keep`, the model is asked
-    for the logits of supervised tokens only.
-    """
+    """Log-probs `[S]` of a model or its base; with `keep` it makes logits of targets only."""
     kept = {LOGITS_TO_KEEP: batch.targets.rows} if keep else {}
     base = evaluating(model) if base_of is None else as_reference(model, base_of)
     with torch.no_grad(), base, _policy_precision(batch.targets.ids.device):

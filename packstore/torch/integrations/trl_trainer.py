@@ -135,11 +135,7 @@ def _one_row() -> Iterator[dict[str, str]]:
 
 
 def loss_of(args: DPOConfig) -> PreferenceLoss:
-    """Returns the loss that the config names, with its parameters.
-
-    Raises:
-        ConfigError: packs do not go with a setting or loss; or a setting would change nothing.
-    """
+    """Returns the loss of the config; refuses settings that packs, or this loss, do not go with."""
     check_settings(args, {**TRAINER_REFUSED, **REFUSED})
     terms: dict[str, Any] = {}
     weights = args.loss_weights or [1.0] * len(args.loss_type)

@@ -119,11 +119,7 @@ def check_tokenizer(
 
 
 def check_same_tokenizer(manifests: Sequence[Manifest]) -> None:
-    """Refuses datasets that were packed with different tokenizers, as for one mix.
-
-    Datasets that record no tokenizer (records of token ids) are skipped. The error names the first
-    that differs from those before it.
-    """
+    """Refuses datasets, as of one mix, that record different tokenizers."""
     known = [(n, facts) for n, each in enumerate(manifests) if (facts := _tokenizer(each))]
     for number, facts in known[1:]:
         first, other = known[0]

@@ -71,11 +71,7 @@ def load_model(
 def add_lora(
     model: Any, rank: int, *, alpha: float = 16.0, dropout: float = 0.0, targets: Sequence[str] = ()
 ) -> Any:
-    """Adds a new LoRA adapter (Hu et al., 2021) to a frozen model; untrained, it changes nothing.
-
-    Its output is scaled by ``alpha / rank``, `dropout` is that of its input, and empty `targets`
-    are all linear layers except the head.
-    """
+    """Adds a LoRA adapter (Hu et al., 2021) to a frozen model; untrained, it changes nothing."""
     peft = _peft()
     config = peft.LoraConfig(
         r=rank,

@@ -63,11 +63,9 @@ class RouterLosses:
 
 
 def router_settings(model: Any) -> RouterSettings | None:
-    """Returns the settings of the load-balancing loss that the model's config asks for; or None.
+    """Returns the settings of the loss that the model's config asks for, as TRL reads it; or None.
 
-    The condition is that of TRL's ``DPOTrainer``: the config has `output_router_logits` and a
-    `router_aux_loss_coef` other than 0, and some weight is trained. A model that computes no such
-    loss itself, or another one, is refused.
+    A model that computes no such loss itself, or another one, is refused.
     """
     model = unwrapped(model)
     text = text_config(model)
@@ -188,10 +186,7 @@ class _Carry(torch.autograd.Function):
 
 
 def carry(logps: Tensor, losses: RouterLosses, model: str) -> Tensor:
-    """Returns log-probs `[S]` that carry the losses of their sequences, also through wrappers.
-
-    If the log-probs are released before a loss took these, a warning names the model, once.
-    """
+    """Returns log-probs `[S]` that carry these losses, and warn once if no loss took them."""
     # Not decorated: that would load torch's compiler, which takes a second, with this module.
     untraced: Callable[..., Tensor] = torch.compiler.disable(_carry)  # type: ignore[no-untyped-call]
     return untraced(logps, losses, model)

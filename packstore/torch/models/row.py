@@ -137,10 +137,7 @@ def _kept(rows: Tensor, queries: int, keys: int, real: int) -> Tensor:
 
 
 def run_mixers_per_sequence(model: nn.Module, config: Any) -> None:
-    """Makes mixers run once per sequence while the attention of the text config is ours.
-
-    They are the innermost modules that take a cache, state or mask but do not attend.
-    """
+    """Makes mixers run per sequence: innermost modules that take a state but do not attend."""
 
     def takes(module: nn.Module) -> bool:
         if isinstance(module, nn.Embedding) or hasattr(type(module), "gradient_checkpointing"):

@@ -47,12 +47,7 @@ def layers(model: Any) -> Iterator[Any]:
 
 
 def check_adapters(*models: Any) -> None:
-    """Refuses adapters that read the row: tokens of other sequences, or added ones, would count.
-
-    Raises:
-        CompatibilityError: a PEFT config of a model is of no type of :data:`ROW_LOCAL`, or begins
-            at tokens that it looks for (aLoRA).
-    """
+    """Refuses adapters that read the row: tokens of other sequences, or added ones, would count."""
     for model in models:
         for config in (getattr(model, "peft_config", None) or {}).values():
             kind = str(getattr(config.peft_type, "value", config.peft_type))

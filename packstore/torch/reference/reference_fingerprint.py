@@ -63,11 +63,9 @@ def describe_reference(
 
 
 def weights_sha256(model: nn.Module, *, adapter: bool = True, rounded: bool = False) -> str:
-    """Hashes a model's config and weights, independent of where it was loaded from.
+    """Hashes config, weights and dtypes of a model, with the active `adapter` or without any.
 
-    Without `adapter` the base model alone, else with the active adapter. The dtypes of weights, and
-    of buffers that are not stored (such as tables of positions), count; with `rounded`, weights are
-    rounded to bfloat16, so that the hash is the same in any dtype that can hold bfloat16.
+    With `rounded`, weights are rounded to bfloat16, so that any dtype that holds it hashes alike.
     """
     base, adapters = unwrapped(model), adapted(model)
     settings = base.config.to_diff_dict().items()

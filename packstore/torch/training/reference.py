@@ -67,9 +67,7 @@ def check_precomputed(
 ) -> None:
     """Refuses precomputed log-probs that are not those of the reference; a collective call.
 
-    Compares everything when a run starts, and when the settings name other log-probs than `before`,
-    those of the checkpoint. A run that resumes with the same ones only logs a difference in
-    numerics. `sides` are the URLs of side datasets, with the datasets that they belong to.
+    A run that resumes with those of its checkpoint, `before`, only logs a difference in numerics.
     """
     names = ("ref_logps", "validation_ref_logps")
     known = before is not None and all(before.get(n) == getattr(config, n) for n in names)

@@ -64,10 +64,7 @@ logger = logging.getLogger("packstore")
 
 
 class Run:
-    """All parts of a run, at its start or at its checkpoint; making them is a collective call.
-
-    Accelerate has prepared `policy` and `optimizer`; `start` is the state that the run resumes.
-    """
+    """All parts of a run, at its start or resumed from `start`; making them is collective."""
 
     def __init__(self, config: TrainConfig) -> None:
         for name in {"name", "gradients"} & config.loss_parameters.keys():
@@ -241,11 +238,7 @@ def fuse_updates(optimizer: torch.optim.Optimizer) -> None:
 def make_schedule(
     optimizer: torch.optim.Optimizer, config: TrainOptimizerConfig, total_steps: int, done: int
 ) -> LRScheduler:
-    """Makes the schedule: linear warm-up, then a cosine to 0 at `total_steps`, or constant.
-
-    `warmup` counts steps if it is at least 1; else it is a share of all of them. `done` steps of
-    the schedule are over.
-    """
+    """Makes linear warm-up, then a cosine to 0 or a constant; `done` steps of it are over."""
     warmup = int(config.warmup if config.warmup >= 1 else config.warmup * total_steps)
 
     def share(step: int) -> float:
