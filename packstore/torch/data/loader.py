@@ -149,7 +149,7 @@ class PackedDataLoader:
         """The batches of this process, or of workers; with `once`, not of persistent ones."""
         if not self._options["num_workers"]:
             if self._options["pin_memory"] and torch.accelerator.is_available():
-                return ((batch.pin_memory(), *packs) for batch, *packs in self._batches)
+                return ((batch.pin_memory(), a, b) for batch, a, b in self._batches)
             return self._batches
         lasting = self._lasting and not once
         if lasting and self._loader is not None:

@@ -108,14 +108,10 @@ def save_checkpoint(
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, OSError | SafetensorError):
-            raise StorageError(
-                sentence(
-                    f"checkpoint {final}",
-                    "it must be possible to write it",
-                    str(error),
-                    "Make room; the checkpoints before it are as they were",
-                )
-            ) from error
+            rule = "it must be possible to write it"
+            remedy = "Make room; the checkpoints before it are as they were"
+            where = f"checkpoint {final}"
+            raise StorageError(sentence(where, rule, str(error), remedy)) from error
         raise
     accelerator.wait_for_everyone()
 
@@ -153,14 +149,9 @@ def load_optimizer(
     try:
         tensors = load_file(checkpoint / OPTIMIZER)
     except (OSError, SafetensorError) as error:
-        raise FormatError(
-            sentence(
-                f"checkpoint {checkpoint}",
-                f"{OPTIMIZER} must hold the optimizer's state",
-                str(error),
-                "Remove this checkpoint, to go on from the one before",
-            )
-        ) from error
+        where, rule = f"checkpoint {checkpoint}", f"{OPTIMIZER} must hold the optimizer's state"
+        remedy = "Remove this checkpoint, to go on from the one before"
+        raise FormatError(sentence(where, rule, str(error), remedy)) from error
     for name, tensor in tensors.items():
         parameter, _, entry = name.rpartition(".")
         of_parameter[parameter][entry] = tensor
@@ -222,10 +213,8 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
     """Returns the checkpoint to resume from, or None to start in an output without a model."""
     saved = checkpoints(Path(config.output, "checkpoints"))
     if not saved and Path(config.output, "model").exists():
-        rule, remedy = (
-            "it must hold no model without checkpoints",
-            "Choose another, or move it away",
-        )
+        rule = "it must hold no model without checkpoints"
+        remedy = "Choose another, or move it away"
         raise ConfigError(sentence(f"output {config.output}", rule, "model", remedy))
     if config.resume not in ("auto", "never"):
         chosen = Path(config.resume)

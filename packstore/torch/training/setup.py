@@ -124,9 +124,8 @@ class Run:
         goes_on = is_adapter(config.model)
         if goes_on and config.lora:
             remedy = "Leave lora out to train it further"
-            raise ConfigError(
-                sentence("setting lora", "the model must have no adapter", config.model, remedy)
-            )
+            rule = "the model must have no adapter"
+            raise ConfigError(sentence("setting lora", rule, config.model, remedy))
         path = config.model if checkpoint is None else checkpoint / MODEL
         model = load_model(path, dtype=config.dtype, attention=config.attention, trainable=True)
         if config.lora and checkpoint is None:
@@ -297,12 +296,7 @@ def _check_data(config: TrainConfig, loss_fn: PreferenceLoss, both: list[Dataset
     """Refuses data that the loss cannot use, before any model is loaded."""
     for dataset in both:
         if dataset.manifest.kind == "sft" and not loss_fn.only_sft:
-            raise CompatibilityError(
-                sentence(
-                    f"dataset {dataset.url}",
-                    f"loss {config.loss!r} compares responses, so the dataset must hold several",
-                    "kind 'sft'",
-                    "Use loss: sft, or a dataset of preferences",
-                )
-            )
+            rule = f"loss {config.loss!r} compares responses, so the dataset must hold several"
+            where, remedy = f"dataset {dataset.url}", "Use loss: sft, or a dataset of preferences"
+            raise CompatibilityError(sentence(where, rule, "kind 'sft'", remedy))
     check_same_tokenizer([data.manifest for data in both])
