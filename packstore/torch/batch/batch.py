@@ -26,7 +26,7 @@ from packstore.format.arrays import (
 )
 from packstore.format.schema import require_kind
 from packstore.registry import Registry
-from packstore.torch.batch.layout import AttentionLayout, Targets
+from packstore.torch.batch.layout import AttentionLayout, Targets, owners
 
 Style = Literal["hf", "flash", "megatron", "padded"]
 
@@ -145,11 +145,11 @@ class PackedBatch:
     @cached_property
     def segment_ids(self) -> Tensor:
         """int64 `[T]`, the segment of each token."""
-        starts, segments = self.cu_seqlens, self.num_segments
+        starts = self.cu_seqlens
         if starts.device.type == "cpu":
-            return torch.from_numpy(np.repeat(np.arange(segments), np.diff(starts.numpy())))
-        indices = torch.arange(segments, device=starts.device)
-        return indices.repeat_interleave(starts.diff(), output_size=self.num_tokens)
+            lengths = np.diff(starts.numpy())
+            return torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths))
+        return owners(starts.diff(), self.num_tokens)
 
     @cached_property
     def target_index(self) -> Tensor:
@@ -191,8 +191,7 @@ class PackedBatch:
         responses = self.num_responses.long()
         firsts = starts[responses.cumsum(0) - responses]
         first = firsts.repeat_interleave(responses, output_size=self.num_segments)
-        sequences = torch.arange(self.num_segments, device=starts.device)
-        sequence = sequences.repeat_interleave(self.lengths, output_size=size)
+        sequence = owners(self.lengths, size)
         place = torch.arange(size, device=starts.device) - keys[sequence]
         physical = place - left_out[sequence]
         return torch.where(physical < 0, first[sequence] + place, starts[sequence] + physical)

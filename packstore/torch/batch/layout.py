@@ -9,6 +9,18 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+
+
+def offsets(lengths: Tensor) -> Tensor:
+    """Returns the offsets of runs with these lengths, int64 `[n + 1]`."""
+    return pad(lengths.cumsum(0), (1, 0))
+
+
+def owners(lengths: Tensor, size: int | None = None) -> Tensor:
+    """Returns the run of each element, int64 `[sum of lengths]`; waits for the sum unless given."""
+    runs = torch.arange(len(lengths), device=lengths.device)
+    return runs.repeat_interleave(lengths, output_size=size)
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from packstore.errors import CompatibilityError, ConfigError, quote, sentence
 from packstore.torch.batch.batch import PackedBatch
+from packstore.torch.batch.layout import owners
 from packstore.torch.logprobs.logprobs import segment_token_counts
 from packstore.torch.losses.divisor import StepDivisor, check_accumulation
 from packstore.torch.losses.formulas import Names, is_number, make_terms, sft
@@ -434,8 +435,7 @@ def _router_term(
     if not coefficient:
         return None
     responses = batch.num_responses.long()
-    example = torch.arange(len(responses), device=responses.device)
-    example = example.repeat_interleave(responses, output_size=batch.num_segments)
+    example = owners(responses, batch.num_segments)
     sums = losses.values.new_zeros(len(responses)).index_add(0, example, losses.values)
     weights = batch.weights.to(sums)
     return coefficient, ((sums / responses * weights).sum(), weights.sum())

@@ -24,8 +24,7 @@ from torch.autograd.function import once_differentiable
 from packstore.errors import ConfigError, quote
 from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.batch.inputs import hf
-from packstore.torch.batch.layout import AttentionLayout, Targets
-from packstore.torch.parallel.padding import offsets, owners
+from packstore.torch.batch.layout import AttentionLayout, Targets, offsets, owners
 
 How = Literal["zigzag", "contiguous"]
 

@@ -24,6 +24,7 @@ from packstore.format.arrays import IGNORE_INDEX, Column
 from packstore.format.schema import KINDS
 from packstore.io.manifest.manifest import Manifest
 from packstore.torch.batch.batch import PackedBatch
+from packstore.torch.batch.layout import offsets, owners
 
 Size = TypeVar("Size", int, Tensor)
 
@@ -49,17 +50,6 @@ def padding_multiple(
     chunks = 2 * context_parallel if context_parallel > 1 else 1
     # Transformer Engine multiplies FP8 matrices of a multiple of 16 rows.
     return math.lcm(chunks, context_parallel * math.lcm(sequence_parallel, 16 if fp8 else 1))
-
-
-def offsets(lengths: Tensor) -> Tensor:
-    """Returns the offsets of runs with these lengths, int64 `[n + 1]`."""
-    return pad(lengths.cumsum(0), (1, 0))
-
-
-def owners(lengths: Tensor, size: int | None = None) -> Tensor:
-    """Returns the run of each element, int64 `[sum of lengths]`; waits for the sum unless given."""
-    runs = torch.arange(len(lengths), device=lengths.device)
-    return runs.repeat_interleave(lengths, output_size=size)
 
 
 def round_up(value: Size, multiple: int) -> Size:
