@@ -15,7 +15,8 @@ import random
 import re
 import shutil
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -86,12 +87,7 @@ def save_checkpoint(
     """Writes a checkpoint; collective. `state`: a `RunState` less `optimizer` and `random`."""
     from accelerate.utils import gather_object
 
-    final = folder / f"step-{state['step']:08d}"
-    partial = folder / f".{final.name}.partial"
-    if accelerator.is_main_process:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    try:
+    with whole_folder(accelerator, folder / f"step-{state['step']:08d}") as partial:
         save_model(accelerator, policy, partial / MODEL)
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         whole: dict[str, Any] = dict(get_optimizer_state_dict(policy, optimizer, options=options))
@@ -104,26 +100,32 @@ def save_checkpoint(
             run = RunState(optimizer=groups, random=generators, **state)
             text = json.dumps({"format": FORMAT, **asdict(run)})
             (partial / STATE).write_text(text, encoding="utf-8")
-            commit(partial, final)
+
+
+@contextmanager
+def whole_folder(accelerator: Any, final: Path) -> Iterator[Path]:
+    """Yields a folder to write in, which then replaces `final`, or is removed; collective."""
+    partial = final.with_name(f".{final.name}.partial")
+    if accelerator.is_main_process:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    try:
+        yield partial
+        if accelerator.is_main_process:
+            for file in partial.rglob("*"):
+                if file.is_file():
+                    with file.open("rb") as stream:
+                        os.fsync(stream.fileno())
+            shutil.rmtree(final, ignore_errors=True)
+            partial.rename(final)
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, OSError | SafetensorError):
             rule = "it must be possible to write it"
             remedy = "Make room; the checkpoints before it are as they were"
-            where = f"checkpoint {final}"
-            raise StorageError(sentence(where, rule, str(error), remedy)) from error
+            raise StorageError(sentence(str(final), rule, str(error), remedy)) from error
         raise
     accelerator.wait_for_everyone()
-
-
-def commit(partial: Path, final: Path) -> None:
-    """Renames a finished folder to its final name, replacing an existing one."""
-    for file in partial.rglob("*"):
-        if file.is_file():
-            with file.open("rb") as stream:
-                os.fsync(stream.fileno())
-    shutil.rmtree(final, ignore_errors=True)
-    partial.rename(final)
 
 
 def read_state(checkpoint: Path) -> RunState:

@@ -25,7 +25,7 @@ from typing import Any
 
 from packstore.config.training import TrainConfig
 from packstore.errors import display
-from packstore.torch.training.checkpoint import commit, save_model
+from packstore.torch.training.checkpoint import save_model, whole_folder
 from packstore.torch.training.loop import Loop
 from packstore.torch.training.setup import Run
 from packstore.torch.training.sinks import make_sinks
@@ -95,10 +95,7 @@ def train(config: TrainConfig | None = None, /, **settings: Any) -> TrainResult:
 def _export(run: Run, loop: Loop) -> Path:
     """Writes the final model in Hugging Face format, tokenizer files and a card; collective."""
     final = Path(run.config.output, "model")
-    partial = final.with_name(".model.partial")
-    if run.accelerator.is_main_process:
-        shutil.rmtree(partial, ignore_errors=True)
-    try:
+    with whole_folder(run.accelerator, final) as partial:
         save_model(run.accelerator, run.policy, partial)
         if run.accelerator.is_main_process:
             source = Path(run.config.model)
@@ -106,11 +103,6 @@ def _export(run: Run, loop: Loop) -> Path:
                 if file.is_file():
                     shutil.copy(file, partial / file.name)
             (partial / "README.md").write_text(_model_card(run, loop), encoding="utf-8")
-            commit(partial, final)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    run.accelerator.wait_for_everyone()
     return final
 
 
