@@ -54,11 +54,11 @@ def meant(name: str, known: Iterable[str], spell: Callable[[str], str] = repr) -
     plain = {_plain(each): each for each in known}
     if (theirs := _plain(name)) in ELSEWHERE:
         near = [plain[ours] for ours in ELSEWHERE[theirs] if ours in plain]
-        otherwise = f" {DECIDED[theirs]}." if theirs in DECIDED else ""
     else:
         near = difflib.get_close_matches(name, list(plain.values()), n=1)
-        otherwise = ""
-    return f" Did you mean {' or '.join(map(spell, near))}?" if near else otherwise
+    if near:
+        return f" Did you mean {' or '.join(map(spell, near))}?"
+    return f" {DECIDED[theirs]}." if theirs in DECIDED else ""
 
 
 def _plain(name: str) -> str:

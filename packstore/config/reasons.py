@@ -10,12 +10,8 @@ from packstore.errors import ConfigError, quote
 
 
 class Reason(NamedTuple):
-    """A rule of records.
-
-    Attributes:
-        rule: what must hold.
-        answers: what a job may do with a record that breaks it, the default first: ``drop`` and
-            count it, ``keep`` it, or stop with an ``error``.
+    """What must hold of records; what a job may do with one that breaks it, the default first:
+    ``drop`` and count it, ``keep`` it, or stop with an ``error``.
     """
 
     rule: str

@@ -9,21 +9,13 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class Shape:
-    """A shape of records.
+    """A shape of records."""
 
-    Attributes:
-        kind: ``ranked``, ``preference`` or ``sft``.
-        needs: canonical field -> form of its value, a key of the forms below.
-        takes: the same of fields that a record may have; all further fields are named as not used.
-        becomes: what the record becomes.
-        without: fields that a record of this shape must not have, as they would be lost.
-    """
-
-    kind: str
-    needs: Mapping[str, str]
-    takes: Mapping[str, str]
+    kind: str  # `ranked`, `preference` or `sft`
+    needs: Mapping[str, str]  # canonical field -> form of its value, a key of the forms below
+    takes: Mapping[str, str]  # of fields that a record may have; further ones are named as not used
     becomes: str
-    without: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()  # fields that it must not have, as they would be lost
 
     @cached_property
     def holds_ids(self) -> bool:
@@ -33,8 +25,8 @@ class Shape:
     @property
     def tells(self) -> tuple[str, ...]:
         """The fields of which one tells the kind."""
-        own = ("messages", "response", "responses", "chosen", "rejected", "input_ids")
-        return tuple(name for name in self.needs if name in own)
+        answers = ("messages", "response", "responses", "chosen", "rejected", "input_ids")
+        return tuple(name for name in self.needs if name in answers)
 
     def __str__(self) -> str:
         return ", ".join(f"{name} {form}" for name, form in self.needs.items())

@@ -154,13 +154,13 @@ class InputReader:
                 raw.seek(0)
             hashed = HashedStream(raw)
             stream: BinaryIO = decompressed(hashed, item.compression, item.path)
-            if form.random_access and (item.compression or item.location.local_path is None):
+            if form.check and (item.compression or item.location.local_path is None):
                 copy = stack.enter_context(tempfile.TemporaryFile())
                 with as_storage_errors("write", tempfile.gettempdir(), {}):
                     shutil.copyfileobj(stream, copy, CHUNK)
                     copy.seek(0)
                 stream = copy
-            elif form.random_access:  # reads all of it once, to hash it
+            elif form.check:  # reads all of it once, to hash it
                 while stream.read(CHUNK):
                     pass
                 raw.seek(0)

@@ -25,7 +25,6 @@ _Name = Annotated[str, Meta(pattern=r"^[^/\\]+$")]
 NO_RECORDS = (INFO, "dataset_infos.json")
 """JSON files that describe the records of a folder."""
 
-
 _SPLIT = re.compile(r"(training|train|testing|test|validation|valid|val|dev|eval)(?=[-_.])")
 _SHARD = re.compile(r"(\w+)-[0-9]{5}-of-[0-9]{5}")
 

@@ -57,18 +57,13 @@ class Format:
 
     `read` ``(stream, path, options)`` yields pieces to the end of the stream; `parse` ``(payload,
     path, first)`` returns ordinals and values of a piece. If there is a `check` ``(stream, path)``
-    of the footer, made before the rest is read, the stream is seekable.
+    of the footer, made before the rest is read, the stream must be seekable.
     """
 
     unit: str
     read: Callable[[BinaryIO, str, ReadOptions], Iterator[Piece]]
     parse: Callable[[Any, str, int], tuple[Sequence[int], Sequence[object]]]
     check: Callable[[BinaryIO, str], object] | None = None
-
-    @property
-    def random_access(self) -> bool:
-        """True if the stream must be seekable."""
-        return self.check is not None
 
 
 _TEXT = {"jsonl": ".jsonl .ndjson", "json": ".json", "csv": ".csv", "tsv": ".tsv"}

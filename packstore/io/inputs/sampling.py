@@ -12,26 +12,19 @@ from packstore.format.seeds import derive
 SAMPLE_BLOCK_BYTES = 1 << 16
 """Approximate bytes of a block of a sample: small, so that a sample has many places."""
 
-
 B = TypeVar("B")
 _RANDOM, _SIZE = itemgetter(0), itemgetter(1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """Figures of a sample.
-
-    Attributes:
-        records, total: in the sample, and in the whole input; None: only its start was read.
-        places: number of blocks or row groups; the records in each are neighbours.
-        run, last_run: neighbouring blocks from which each place was drawn, and the last one.
-    """
+    """Figures of a sample."""
 
     records: int
-    total: int | None
-    places: int
-    run: int
-    last_run: int
+    total: int | None  # records of the whole input; None: only its start was read
+    places: int  # blocks or row groups; the records in each are neighbours
+    run: int  # neighbouring blocks from which each place was drawn
+    last_run: int  # those of the last place
     seed: int
 
     @property

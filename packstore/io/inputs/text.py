@@ -199,7 +199,9 @@ def _read_csv(
         header = next(rows, [])
         pieces.refuse_equal_names(header, f"{path}, line 1")
         whole = _checked(rows, len(header), path)
-        for piece in pieces.cut(whole, options.block_bytes, _size):
+        for piece in pieces.cut(
+            whole, options.block_bytes, lambda row: sum(map(sys.getsizeof, row))
+        ):
             yield piece._replace(payload=(header, options.json_columns, piece.payload))
     except csv.Error as error:
         where, remedy = f"{path}, line {rows.line_num}", 'Quote cells; a quote inside is ""'
@@ -240,10 +242,6 @@ def _checked(rows: Iterator[list[str]], cells: int, path: str) -> Iterator[list[
             remedy = "Put cells with the delimiter, quotes or line ends in double quotes"
             raise _refusal(f"{path}, row {number}", rule, str(len(row)), remedy)
         yield row
-
-
-def _size(row: list[str]) -> int:
-    return sum(map(sys.getsizeof, row))
 
 
 def _csv_lines(text: io.TextIOWrapper, path: str) -> Iterator[str]:
