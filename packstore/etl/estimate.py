@@ -8,11 +8,12 @@ the differences of neighbouring places of the sample.
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -141,18 +142,18 @@ def estimate(
     for name, value in (("sample", sample), ("world_size", world_size)):
         if value < 1:
             raise ConfigError(sentence(f"setting {name}", "must be at least 1", str(value)))
-    sizes_tried = sorted(set(_tried("pack_size", pack_sizes, settings, PACK_SIZES)))
-    layouts_tried = _tried("layout", layouts, settings, LAYOUTS)
-    strategies_tried = _tried("strategy", strategies, settings, STRATEGIES)
+    axes = (
+        sorted(set(_tried("pack_size", pack_sizes, settings, PACK_SIZES))),
+        _tried("layout", layouts, settings, LAYOUTS),
+        _tried("strategy", strategies, settings, STRATEGIES),
+    )
     base = PackConfig.of(config, **settings)
     if base.selects:
         must = "must not be set, as an estimate counts all records"
         raise ConfigError(sentence("settings dedup and validation_fraction", must))
     combinations = [
         replace(base, pack_size=pack_size, layout=layout, strategy=KNOWN.check(strategy))
-        for pack_size in sizes_tried
-        for layout in layouts_tried
-        for strategy in strategies_tried
+        for pack_size, layout, strategy in itertools.product(*axes)
     ]
     truncates = base.on["overlong"].startswith("truncate")
     limitless = base
@@ -163,34 +164,37 @@ def estimate(
     reader = open_examples(source, tokenizer, limitless, options, SAMPLE_BLOCK_BYTES)
     report = None if progress is None else lambda n: progress("read", n, None, "records")
     drawn = reader.sample(sample, base.seed, report)
-    measured = Measured(("concat", *layouts_tried), base.pad_to_multiple).of(reader)
+    measured = Measured(("concat", *axes[1]), base.pad_to_multiple, reader)
 
     @functools.cache
-    def cut(pack_size: int, layout: Any) -> Measured:
+    def measured_for(pack_size: int, layout: Any) -> Measured:
         """Measures the examples, truncated for a pack size and layout."""
         if not (truncates and isinstance(reader, RecordExampleReader)):
             return measured
         truncated = reader.sized(pack_size, layout)
-        return Measured(("concat", layout), base.pad_to_multiple).of(truncated)
+        return Measured(("concat", layout), base.pad_to_multiple, truncated)
 
     made = estimate_of(
         reader.kind,
         measured,
         drawn,
-        [(c, cut(c.pack_size, c.layout)) for c in combinations],
+        [(c, measured_for(c.pack_size, c.layout)) for c in combinations],
         total=max(drawn.records, records or drawn.total or 0),
         batching=batching,
         world_size=world_size,
     )
-    best, wanted = made.best, examples_per_step
-    if wanted is not None:
-        tokens = made.example_tokens[best.layout]
-        longest = int(tokens[tokens <= best.pack_size].max(initial=0))
-        sizes_of_steps = best.examples_per_step, best.largest_step
-        text = too_large(wanted, *sizes_of_steps, world_size, best.pack_size, longest)
-        if text:
-            log.warning("pack size %d, layout %s: %s", best.pack_size, best.layout, text)
+    if examples_per_step is not None:
+        _warn_of_large_steps(made, examples_per_step, world_size)
     return made
+
+
+def _warn_of_large_steps(made: Estimate, wanted: int, world_size: int) -> None:
+    best = made.best
+    tokens = made.example_tokens[best.layout]
+    longest = int(tokens[tokens <= best.pack_size].max(initial=0))
+    steps = best.examples_per_step, best.largest_step
+    if text := too_large(wanted, *steps, world_size, best.pack_size, longest):
+        log.warning("pack size %d, layout %s: %s", best.pack_size, best.layout, text)
 
 
 def estimate_of(
@@ -232,18 +236,16 @@ def estimate_of(
 class Measured:
     """Sizes of the examples of a sample, added place by place."""
 
-    def __init__(self, layouts: Iterable[str], multiple: int) -> None:
+    def __init__(
+        self, layouts: Iterable[str], multiple: int, parts: Iterable[tuple[Examples, Tally]] = ()
+    ) -> None:
         self.tally = Tally()
         self.read: list[int] = []  # records of each place
         self.overlong: list[int] = []  # of them, those too long even after truncation
         self.layouts, self._multiple = tuple(dict.fromkeys(layouts)), multiple
         self._parts: dict[str, list[Int32]] = defaultdict(list)
-
-    def of(self, parts: Iterable[tuple[Examples, Tally]]) -> Self:
-        """Adds all places."""
         for examples, tally in parts:
             self.add(examples, tally)
-        return self
 
     def add(self, examples: Examples, tally: Tally) -> None:
         """Adds the examples of the next place."""
@@ -293,7 +295,6 @@ class _Projection:
         packs_error = round(stored_error * packs_per_token + spare * (self._scale - 1))
         most_overlong = round(max(overlong_error, UNSEEN * (self._scale - 1)))
         from_all = self._drawn.total is not None
-        per_pack = made.examples_per_pack[1]
         fullest = made.fill_rate
         if made.num_packs > 1:
             by_pack = np.add.reduceat(tokens[fits][made.order], made.offsets[:-1], dtype=np.int64)
@@ -312,7 +313,7 @@ class _Projection:
             fill_rate=made.fill_rate,
             fill_but_emptiest=fullest,
             aligned_fill_rate=made.aligned_fill_rate,
-            examples_per_pack=per_pack,
+            examples_per_pack=made.examples_per_pack[1],
             tokens_saved=float(1 - tokens.sum() / max(measured.values("concat").sum(), 1)),
             steps=steps,
             examples_per_step=step_mean,
