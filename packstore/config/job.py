@@ -83,10 +83,7 @@ for _kind in (_Loader, _Dumper):  # which also quotes what other readers take fo
 
 
 def read_yaml(path: str | PathLike[str]) -> dict[str, Any]:
-    """Reads a mapping from a YAML file; lists become tuples.
-
-    An error shows nothing of the file, which may hold secrets, but the place.
-    """
+    """Reads a mapping from a YAML file; lists become tuples. Errors show only the place."""
     where = str(path)
     try:
         settings = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
@@ -123,10 +120,7 @@ def to_yaml(settings: Mapping[str, Any]) -> str:
 
 
 def read_job(path: str | PathLike[str]) -> dict[str, Any]:
-    """Reads a job file: arguments of ``packstore.pack``, settings among them.
-
-    Relative paths in it count from the current folder, as on the command line.
-    """
+    """Reads arguments of ``packstore.pack``; relative paths count from the current folder."""
     job = read_yaml(path)
     check_names(job, (*ARGUMENTS, *PackConfig.names()), PackConfig.LISTED_BY)
     for name in job.keys() & ARGUMENTS.keys():

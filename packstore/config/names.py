@@ -47,10 +47,7 @@ DECIDED = {
 
 
 def meant(name: str, known: Iterable[str], spell: Callable[[str], str] = repr) -> str:
-    """Returns a sentence, after a space, of what an unknown name may mean; empty if nothing.
-
-    `name` and `known` may be flags: ``--learning-rate`` is ``learning_rate``.
-    """
+    """Returns a sentence, after a space, on what an unknown name or flag may mean; else nothing."""
     plain = {_plain(each): each for each in known}
     if (theirs := _plain(name)) in ELSEWHERE:
         near = [plain[ours] for ours in ELSEWHERE[theirs] if ours in plain]

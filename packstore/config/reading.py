@@ -92,10 +92,8 @@ CHECK_RETRIES: Mapping[str, Any] = {"retry_attempts": 2, "retry_backoff": 0.2}
 
 @dataclass(frozen=True, kw_only=True)
 class RetryConfig(Settings):
-    """Settings of retries after throttling and transient failures.
-
-    Passed among the storage options, as ``retry_attempts`` and so on, so that workers and every
-    command get them too.
+    """Settings of retries after throttling and transient failures: storage options, which workers
+    and every command get too, named ``retry_attempts`` and so on.
     """
 
     attempts: int | None = setting(
@@ -109,11 +107,7 @@ class RetryConfig(Settings):
 
     @classmethod
     def split(cls, options: Mapping[str, Any]) -> tuple[Self, dict[str, Any]]:
-        """Splits storage options into these settings and the remaining options.
-
-        Raises:
-            ConfigError: a value is no number, or out of range.
-        """
+        """Splits storage options into these settings and the remaining options."""
         given, rest = {}, dict(options)
         for name, hint in get_type_hints(cls).items():
             if (option := f"retry_{name}") in rest:

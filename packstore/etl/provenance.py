@@ -34,8 +34,7 @@ def run_of(reader: ExampleReader, part: str | None, after: str | None) -> str:
     """
     sizes = reader.sizes if isinstance(reader, RecordExampleReader) else []
     facts = {**reader.provenance([]), "bytes": sizes, "part": part}
-    if after:
-        facts["after"] = after
+    facts |= {"after": after} if after else {}
     return fingerprint(without_paths(facts))[:12]
 
 

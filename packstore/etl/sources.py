@@ -109,10 +109,8 @@ class RecordExampleReader:
     def sample(
         self, records: int, seed: int, report: Callable[[int], None] | None = None
     ) -> Sampling:
-        """Reduces the source to a sample, which every iteration then yields.
-
-        It is from all over the input; for an iterable of unknown length, its first records.
-        `report` gets the number of records read so far.
+        """Reduces the source to a sample of all of it, which every iteration then yields; of an
+        iterable of unknown length to its first records. `report` gets the number of those read.
         """
         blocks = ((block.records, block) for block in self._blocks)
         if self._reader.ends:

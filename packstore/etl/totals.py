@@ -160,10 +160,8 @@ def absent_fields(tally: Tally, config: PackConfig) -> list[tuple[str, str]]:
 
 
 def _check_fields(tally: Tally, config: PackConfig, job: WriteJob) -> None:
-    """Raises :class:`ConfigError` if no record has a field that is mapped; logs unused fields.
-
-    Mapped fields are not checked on append: they suited the first records of the dataset.
-    """
+    """Raises :class:`ConfigError` if no record has a field that is mapped; logs unused fields."""
+    # Not on append: the mapped fields suited the first records of the dataset.
     for name, written in absent_fields(tally, config) if job.extends is None else ():
         where, must = f"setting fields, {name}={written}", "a record must have the mapped field"
         remedy = "Correct its name, or map nothing"

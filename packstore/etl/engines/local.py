@@ -40,15 +40,11 @@ the job fails."""
 
 
 def run(work: Callable[[T], R], items: Iterable[T], num_workers: int | None) -> Iterator[R]:
-    """Yields ``work(item)`` for every item, in order.
+    """Yields ``work(item)`` for every item, in order; holds at most two for each worker.
 
-    Args:
-        work: picklable; sent to each worker process once, and loaded there by ``work.load()``. If
-            it has them, the process runs ``work.begin(item)``, and this one ``work.finish`` on the
-            result.
-        items: picklable; at most two for each worker are held at a time.
-        num_workers: processes that work, this one included; None: threads of this process if
-            ``work.suits_threads``, else one process per core, once it has worked for some time.
+    Each worker process gets `work` once and calls ``work.load()``; if it has them, the process runs
+    ``work.begin(item)``, and this one ``work.finish`` on the result. `num_workers` counts this
+    process; None: its threads if ``work.suits_threads``, else a process per core after some time.
     """
     threads = num_workers is None and getattr(work, "suits_threads", False)
     most = min(_cores(), MAX_THREADS if threads else MAX_PROCESSES)

@@ -56,10 +56,7 @@ def one_split(source: Any) -> Any:
 
 
 def plain(source: Any) -> Any:
-    """Returns a ``Dataset`` in the format of Python's types; a transform of the user stays.
-
-    Tensors of torch would round a reward to float32.
-    """
+    """Returns a ``Dataset`` in Python's types (torch's round rewards); a user's transform stays."""
     if not _is_split(source):
         return source
     form = getattr(source, "format", None) or {}  # an IterableDataset has none, and no transform
@@ -79,10 +76,7 @@ def check_splits(folder: Location, names: Iterable[str]) -> None:
 
 
 def saved_files(folder: Location, names: Collection[str]) -> list[Location] | None:
-    """Returns the data files, in order, that ``save_to_disk`` wrote to a folder, if it did.
-
-    `names` are the files in the folder.
-    """
+    """Returns the data files, in order, that ``save_to_disk`` wrote to a folder of `names`."""
     if SPLITS in names:
         first, *others = splits = _read(folder, SPLITS, _Splits).splits
         if others:

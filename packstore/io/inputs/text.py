@@ -215,10 +215,7 @@ def _read_csv(
 def _parse_csv(
     payload: tuple[list[str], frozenset[str], list[list[str]]], path: str, first: int
 ) -> tuple[range, list[object]]:
-    """Parses rows, given the names of columns and those that are JSON, as they cannot be text.
-
-    All other cells are text as written: a prompt ``007`` stays ``007``.
-    """
+    """Parses rows; cells of columns that are not JSON are text: a prompt ``007`` stays ``007``."""
     names, typed, rows = payload
     values = (
         {n: _value(c) if n in typed else c for n, c in zip(names, row, strict=True)} for row in rows

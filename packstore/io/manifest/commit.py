@@ -66,9 +66,8 @@ def read_committed(
     name: str = DATASET,
     sizes: Mapping[int, int] | None = None,
 ) -> tuple[bytes, str, int]:
-    """Returns a manifest's text without its hash, its place for error texts, its version.
-
-    `sizes`: what :func:`versions` told, for callers that read many.
+    """Returns a manifest's text without its hash, its place for error texts, its version; `sizes`
+    as :func:`versions` returns them.
     """
     sizes = versions(location, name) if sizes is None else sizes
     number = version if version is not None else max(sizes, default=0)

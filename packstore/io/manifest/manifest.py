@@ -54,15 +54,13 @@ _SUMS = ("examples", "sequences", "tokens", "supervised_tokens", "bytes")
 
 @dataclass(frozen=True, kw_only=True)
 class Records:
-    """Counts of input records: ``read == packed + sum(dropped)``; `packed` includes `noted`.
-
-    `fields_used` and `fields_not_used` count the records that have a field, by its name.
-    """
+    """Counts of input records: ``read == packed + sum(dropped)``; `packed` includes `noted`."""
 
     read: Count
     packed: Count
     dropped: Mapping[str, Count]
     noted: Mapping[str, Count]
+    # field -> records that have it
     fields_used: Mapping[str, Count] = field(default_factory=dict)
     fields_not_used: Mapping[str, Count] = field(default_factory=dict)
 

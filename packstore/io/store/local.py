@@ -48,16 +48,13 @@ def will_read(path: str, start: int, end: int) -> None:
 
 
 def map_part(path: str, start: int, end: int) -> memoryview:
-    """Returns bytes `start` to `end` of a file, as a view of the page cache.
-
-    Maps all pages at once, as faults one by one would cost more than a copy; a file that is too
-    short is refused, as access to missing pages would crash.
-    """
+    """Returns bytes `start` to `end` of a file, as a view of the page cache."""
     aligned = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
     with _opened(only_regular(path)) as handle:
         size = os.fstat(handle).st_size
-        if size < end:
+        if size < end:  # access to missing pages would crash
             raise IntegrityError(f"must have at least {end} bytes; found only {size} bytes")
+        # All pages at once: faults one by one would cost more than a copy.
         flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
         view = mmap.mmap(handle, end - aligned, flags, mmap.PROT_READ, offset=aligned)
     return memoryview(view)[start - aligned :]
@@ -94,12 +91,7 @@ class UnsyncedError(OSError):
 
 
 def create(full: str, data: bytes) -> None:
-    """Writes a temporary file and links it: link never replaces, and readers see it complete.
-
-    Raises:
-        FileExistsError: there is such a file.
-        UnsyncedError: all was done but the last step.
-    """
+    """Writes a temporary file and links it: link never replaces, and readers see it complete."""
     temporary = _hidden(full)
     try:
         _write_new(temporary, data)

@@ -192,10 +192,7 @@ class Location:
         self.request("write", path, create)
 
     def remove(self, path: str, still: Callable[[], bool] = lambda: True) -> bool:
-        """Removes the file, if it exists; returns False if `still`, asked at each try, is not so.
-
-        `still` may raise FileNotFoundError for a file that is gone.
-        """
+        """Removes the file, if it exists; returns False if `still`, asked at each try, is false."""
         fs, full = self.filesystem(path)
 
         def remove() -> bool:
