@@ -17,6 +17,7 @@ from packstore.config import PackConfig, RunConfig, fingerprint
 from packstore.errors import ConfigError, IntegrityError, TokenizerError, quote, sentence
 from packstore.etl.pipeline import pack_into
 from packstore.etl.provenance import without_paths
+from packstore.etl.rejects import identity
 from packstore.io.dataset.dataset import Dataset, find_dataset
 from packstore.io.dataset.dataset import open as open_dataset
 from packstore.io.dataset.pack_index import put_index
@@ -164,7 +165,7 @@ def _settings_of(base: Dataset, settings: Mapping[str, Any], packed: bool) -> Pa
             raise ConfigError(sentence(base.url, must, quote(answer)))
     manifest = base.manifest
     recorded = manifest.provenance["settings"]
-    if unknown := sorted(recorded.keys() - {*PackConfig.names(), "overlong"}):
+    if unknown := sorted(recorded.keys() - {*PackConfig.names()}):
         must = "append packs with the settings of the dataset, so all must be known"
         remedy = "Append with the version of packstore that made it"
         raise ConfigError(sentence(base.url, must, ", ".join(map(repr, unknown)), remedy))
@@ -188,8 +189,6 @@ def _settings_of(base: Dataset, settings: Mapping[str, Any], packed: bool) -> Pa
         "carry": tuple(f"{name}:{type_}" for name, type_ in manifest.carry.items()),
     }
     on = {**recorded.get("on", {})}
-    if "overlong" in recorded:  # older datasets name it apart
-        on["overlong"] = recorded["overlong"]
     if packed:  # its records were answered for; examples that do not fit cannot be truncated
         on = {"overlong": "error"} if on.get("overlong") == "error" else {}
         for name in PackConfig.of(**{**values, "on": on}).needing_records:
@@ -230,9 +229,7 @@ def _copied(job: WriteJob, datasets: Sequence[Dataset], run: str) -> Manifest:
 
 
 def _same_place(a: Location, b: Location) -> bool:
-    if a.local_path is not None and b.local_path is not None:
-        return os.path.realpath(a.local_path) == os.path.realpath(b.local_path)
-    return a == b
+    return a == b or (a.local_path is not None and identity(a) == identity(b))
 
 
 def _copy(
