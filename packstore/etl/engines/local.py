@@ -176,9 +176,8 @@ def _serve(pipe: Connection) -> None:
     work: Any = None
     with contextlib.suppress(EOFError, OSError):
         while True:
-            parts = _receive_parts(pipe)
             try:
-                item = pickle.loads(parts[0], buffers=parts[1:])
+                item = _receive(pipe)
                 if work is None:
                     work, result = item, None
                     getattr(work, "load", lambda: None)()
@@ -189,9 +188,9 @@ def _serve(pipe: Connection) -> None:
                 answer = True, result
             except Exception as error:
                 answer = False, _portable(error)
-            _send(pipe, answer)
+            _send(pipe, answer)  # fails if there was no item, as the parent has ended
             item = None
-            del parts, answer
+            del answer
 
 
 def _portable(error: Exception) -> Exception:
@@ -215,16 +214,11 @@ def _send(pipe: Connection, value: object) -> None:
 
 def _receive(pipe: Connection) -> Any:
     """Receives what :func:`_send` sent; arrays can be written to."""
-    parts = _receive_parts(pipe)
-    return pickle.loads(parts[0], buffers=parts[1:])
-
-
-def _receive_parts(pipe: Connection) -> list[bytearray]:
     parts = []
     for size in pipe.recv():
         parts.append(bytearray(size))
         pipe.recv_bytes_into(parts[-1])
-    return parts
+    return pickle.loads(parts[0], buffers=parts[1:])
 
 
 @contextlib.contextmanager
