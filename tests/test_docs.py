@@ -44,3 +44,11 @@ def test_folders_are_in_the_order_that_is_checked() -> None:
     names = [n for row in rows for n in re.findall(r"`(\w+)(?:\.py)?`", row.split(" | ")[0])]
     assert sorted(names) == sorted(layer_of)
     assert [layer_of[name] for name in names] == sorted(layer_of.values())
+
+
+def test_decisions_name_functions_that_exist() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    named = re.findall(r"\| `(\w+)`, `(packstore/[\w/]+\.py)` \|", page)
+    assert len(named) == page.partition("## Decisions")[2].partition("## What")[0].count("? |")
+    for name, path in named:
+        assert f"def {name}(" in (ROOT / path).read_text(encoding="utf-8"), (name, path)

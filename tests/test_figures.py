@@ -95,7 +95,7 @@ def test_the_price_of_the_other_ways_and_the_weights() -> None:
     assert weights("first_fit_decreasing") in text
 
 
-@pytest.mark.parametrize("page", ["docs/index.md", "docs/concepts.md", "docs/losses.md"])
+@pytest.mark.parametrize("page", ["docs/index.md", "docs/concepts.md"])
 def test_the_weights_under_a_mean_per_pack(page: str) -> None:
     assert weights("first_fit_shuffle") in (ROOT / page).read_text(encoding="utf-8")
 
