@@ -23,10 +23,8 @@ import argparse
 import contextlib
 import json
 import os
-import platform
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -43,6 +41,7 @@ import chaos_jobs  # noqa: E402
 from chaos_jobs import KEEP, NAMES, SETTINGS, Scene, play, records  # noqa: E402
 from chaos_observer import Observer  # noqa: E402
 from fault_proxy import LATE_S, Faults, faulty  # noqa: E402
+from provenance import provenance  # noqa: E402
 from server_kinds import BUCKET  # noqa: E402
 from stores import Store, serving  # noqa: E402
 
@@ -296,13 +295,7 @@ def main() -> int:
     args = parser.parse_args()
     seed = random.SystemRandom().randrange(10**6) if args.seed is None else args.seed
     print(f"seed {seed}", file=sys.stderr)
-    git = ["git", "-C", str(HERE), "describe", "--always", "--dirty", "--abbrev=12"]
-    report: dict[str, Any] = {
-        "command": ["python", "benchmarks/chaos.py", *sys.argv[1:]],
-        "commit": subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip(),
-        "versions": {"packstore": packstore.__version__, "python": platform.python_version()},
-        "cores": os.cpu_count(),
-    }
+    report = provenance()
     with tempfile.TemporaryDirectory(prefix="chaos-") as name:
         folder = Path(name)
         (folder / "warm").mkdir()

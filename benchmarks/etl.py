@@ -25,21 +25,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from peers_etl.texts import write_pairs
+from provenance import provenance
 from rich.console import Console
 from rich.table import Table
-
-from packstore.version import VERSION
 
 RESULTS = Path(__file__).parent / "results" / "etl.json"
 OURS, REFERENCE = "packstore", "packstore-reference"
@@ -144,7 +141,8 @@ def compare(args: argparse.Namespace, scratch: Path, console: Console, results: 
 
 def save(args: argparse.Namespace, results: Row) -> None:
     """Writes what is known by now, so that an interrupted run can go on with ``--resume``."""
-    results["environment"] = environment()
+    packages = "numpy numba pyarrow tokenizers fastokens datasets trl transformers"
+    results["environment"] = provenance(*packages.split())
     args.out.parent.mkdir(exist_ok=True)
     args.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
@@ -192,22 +190,6 @@ def show_case(name: str, case: Row, console: Console) -> None:
             ", ".join(f"{stage} {s:.1f}" for stage, s in row["stages"].items()),
         )  # fmt: skip
     console.print(table)
-
-
-def environment() -> Row:
-    command = ["git", "rev-parse", "HEAD"]
-    commit = subprocess.run(
-        command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False
-    )
-    names = (
-        "numpy", "numba", "pyarrow", "tokenizers", "fastokens", "datasets", "trl", "transformers",
-    )  # fmt: skip
-    return {
-        "machine": platform.machine(), "system": platform.system(), "cores": os.cpu_count(),
-        "load_average": os.getloadavg(), "python": platform.python_version(),
-        "commit": commit.stdout.strip(),
-        "versions": {"packstore": VERSION} | {name: version(name) for name in names},
-    }  # fmt: skip
 
 
 def main() -> None:

@@ -42,9 +42,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -54,6 +51,7 @@ from peers_loading import READERS
 from peers_loading.report import show
 from peers_loading.runner import ChildError, Interpreter, Runner
 from peers_loading.texts import write_examples
+from provenance import provenance
 from rich.console import Console
 
 HERE = Path(__file__).parent
@@ -147,7 +145,7 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
             console.print(f"[yellow]{name} left out: no interpreter has torch, {needed}")
     readers = [name for name in readers if runner.interpreter(name)]
     benchmark = Benchmark(runner, readers, console)
-    before = environment(runner)
+    before = provenance() | {"versions": [python.versions for python in runner.interpreters]}
     benchmark.prepare(MAIN, args.packs, args.data)
     if args.prepare:
         return {}
@@ -163,24 +161,6 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         "settings": {key: getattr(args, key) for key in ("passes", "only")},
         "packs": benchmark.packs,
         "rows": benchmark.rows,
-    }
-
-
-def environment(runner: Runner) -> dict[str, Any]:
-    """Machine, versions, commit and command."""
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    model = [line for line in lines if line.startswith("model name")]
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    git = ["git", "-C", str(HERE), "describe", "--always", "--dirty", "--abbrev=12"]
-    return {
-        "machine": model[0].partition(":")[2].strip() if model else platform.machine(),
-        "cores": os.cpu_count(),
-        "memory": memory,
-        "system": platform.platform(),
-        "load_average": os.getloadavg(),
-        "commit": subprocess.run(git, capture_output=True, text=True).stdout.strip(),
-        "command": ["python", "benchmarks/loading.py", *sys.argv[1:]],
-        "versions": [python.versions for python in runner.interpreters],
     }
 
 

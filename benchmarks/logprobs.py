@@ -17,16 +17,16 @@ reported as such.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import os
-import platform
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from provenance import provenance
 
 RESULTS = Path(__file__).parent / "results" / "logprobs.json"
 BASE = "log_softmax, supervised rows"
@@ -244,24 +244,6 @@ def show(rows: list[dict[str, Any]]) -> None:
         print(f"{name}{parts}{row.get('time_of_base', 0):9.2f}  {off}")
 
 
-def environment() -> dict[str, Any]:
-    def version(package: str) -> str | None:
-        try:
-            return importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            return None
-
-    packages = ("packstore", "torch", "transformers", "trl", "liger-kernel")
-    return {
-        "machine": platform.machine(),
-        "system": platform.platform(),
-        "cores": os.cpu_count(),
-        "load_average": os.getloadavg(),
-        "python": platform.python_version(),
-        "versions": {p: version(p) for p in packages},
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -283,7 +265,7 @@ def main() -> None:
     if args.quick:
         args.tokens, args.vocab, args.width, args.repeat, args.rounds = 512, 4096, 128, 1, 1
     os.environ["OMP_NUM_THREADS"] = "1"
-    before = environment()
+    before = provenance("torch", "transformers", "trl", "liger-kernel")
     rows = measure(args)
     show(rows)
     if not args.quick:

@@ -13,14 +13,9 @@ list, ready made, as their interfaces ask; ours get a numpy array.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
-import platform
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +23,7 @@ from typing import Any
 import numpy as np
 from peers_packing import MOST_EXAMPLES, MOST_TOKENS, PEERS, Trl, peers
 from peers_packing.lengths import SETS, draw
+from provenance import provenance
 from rich.console import Console
 from rich.table import Table
 
@@ -97,23 +93,6 @@ def measure(name: str, n: int, capacity: int, others: dict[str, Any]) -> Iterato
         }
 
 
-def environment() -> Row:
-    command = ["git", "rev-parse", "HEAD"]
-    folder = Path(__file__).parent
-    commit = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    versions = {"packstore": packstore.__version__}
-    for name in ("numba", "numpy", *PEERS):
-        with suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
-    return {
-        "machine": platform.machine(),
-        "python": platform.python_version(),
-        "commit": commit.stdout.strip(),
-        "command": ["python", "benchmarks/packing.py", *sys.argv[1:]],
-        "versions": versions,
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -137,7 +116,7 @@ def main() -> None:
                     table.add_row(*map(str, (*cells, f"{row['fill']:.4f}", row["above_bound"])))
                 console.print(table)
     if args.out != "-":
-        result = {"environment": environment(), "rows": rows}
+        result = {"environment": provenance("numba", "numpy", *PEERS), "rows": rows}
         Path(args.out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 

@@ -18,18 +18,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import resource
 import subprocess
 import sys
 import tempfile
 import time
-from importlib.metadata import distribution, version
+from importlib.metadata import distribution
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from provenance import provenance
 from rich.console import Console
 from rich.table import Table
 
@@ -197,11 +196,7 @@ def main() -> None:
             results[name] = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
     show(results)
     if args.json:
-        root = Path(__file__).parents[1]
-        commit = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=root, text=True).strip()
-        packages = ("packstore", "trl", "transformers", "torch")
-        about = {"commit": commit, "python": platform.python_version(), "cores": os.cpu_count()}
-        about |= {name: version(name) for name in packages}
+        about = provenance("trl", "transformers", "torch")
         about |= {"pairs": args.pairs, "pairs_per_step": STEP}
         Path(args.json).write_text(
             json.dumps({**about, "results": results}, indent=1) + "\n", encoding="utf-8"

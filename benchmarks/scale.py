@@ -16,8 +16,6 @@ import argparse
 import heapq
 import json
 import math
-import os
-import platform
 import resource
 import tempfile
 from collections.abc import Callable
@@ -27,6 +25,7 @@ from typing import Any
 
 import numpy as np
 from peers_etl.texts import write_pairs
+from provenance import provenance
 from rich.console import Console
 from rich.table import Table
 
@@ -175,13 +174,8 @@ def main() -> None:
                 f"{row['manifest_mb']:,.0f}",
             )  # fmt: skip
     console.print(table)
-    load = os.getloadavg()[0]
-    result = {
-        "environment": {
-            "machine": platform.machine(), "cores": os.cpu_count(), "load_average": load,
-        },
-        "measured": asdict(m), "assumed": asdict(assumed), "jobs": rows,
-    }  # fmt: skip
+    facts = {"measured": asdict(m), "assumed": asdict(assumed), "jobs": rows}
+    result = {"environment": provenance(), **facts}
     args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 

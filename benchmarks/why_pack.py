@@ -25,15 +25,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
-import subprocess
 import tempfile
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from provenance import provenance
 from rich.console import Console
 from rich.table import Table
 from transformers.trainer_pt_utils import get_length_grouped_indices
@@ -173,13 +171,8 @@ def main() -> None:
     ]
     show(results, args.pack_size)
     if args.json:
-        commit = subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-        ).stdout.strip()
         about = {
-            "python": platform.python_version(),
-            "transformers": version("transformers"),
-            "commit": commit,
+            **provenance("transformers"),
             "tokenizer": Path(args.tokenizer).name,
             "chat_template": args.chat_template,
             "pack_size": args.pack_size,

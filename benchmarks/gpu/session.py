@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from provenance import provenance
 
 from gpu.predictions import misses
 from gpu.sizes import Sizes
@@ -231,23 +232,8 @@ def _print_misses(figures: Figures) -> None:
 
 def about(sizes: Sizes) -> Figures:
     """Machine and versions."""
-    import importlib.metadata
-    import platform
-
-    names = ("torch", "transformers", "accelerate", "triton", "numpy", "pyarrow", "liger-kernel")
-    versions = {}
-    for name in names:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = None
-    commit = None
-    with contextlib.suppress(OSError):  # no git there
-        command = ["git", "rev-parse", "HEAD"]
-        folder = Path(__file__).parent
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-        commit = done.stdout.strip()
-    device: Figures = {"device": platform.processor() or "cpu"}
+    packages = "torch transformers accelerate triton numpy pyarrow liger-kernel"
+    device: Figures = {"device": "cpu"}
     if sizes.cuda:
         found = torch.cuda.get_device_properties(0)
         device = {
@@ -256,4 +242,4 @@ def about(sizes: Sizes) -> Figures:
             "memory_gib": found.total_memory / 2**30,
             "cuda": torch.version.cuda,
         }
-    return {**device, "python": platform.python_version(), **versions, "commit": commit}
+    return {**device, **provenance(*packages.split())}

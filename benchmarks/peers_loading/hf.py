@@ -22,7 +22,6 @@ class Streaming(Reader):
     """Eight Parquet files of ``to_parquet``, streamed through a shuffle buffer of 1000."""
 
     def write(self, source: Source, folder: Path) -> None:
-        """See :class:`Reader`."""
         folder.mkdir()
         data = datasets.Dataset(table(source))
         for i in range(SHARDS):
@@ -30,7 +29,6 @@ class Streaming(Reader):
             shard.to_parquet(str(folder / f"{i:05d}.parquet"))
 
     def open(self, folder: Path, scratch: Path) -> Loader:
-        """See :class:`Reader`."""
         files = [str(path) for path in sorted(folder.glob("*.parquet"))]
         data = datasets.load_dataset(
             "parquet",
@@ -48,11 +46,9 @@ class Mapped(Reader):
     """``save_to_disk``, mapped, and shuffled by the loader."""
 
     def write(self, source: Source, folder: Path) -> None:
-        """See :class:`Reader`."""
         datasets.Dataset(table(source)).save_to_disk(str(folder))
 
     def open(self, folder: Path, scratch: Path) -> Loader:
-        """See :class:`Reader`."""
         data = datasets.load_from_disk(str(folder)).with_format("numpy")
         loader: Any = StatefulDataLoader(
             data,

@@ -15,7 +15,6 @@ class LitData(Reader):
     """Raw chunks of 64 MB, shuffled."""
 
     def write(self, source: Source, folder: Path) -> None:
-        """See :class:`Reader`."""
         litdata.optimize(
             fn=_Sample(source),
             inputs=list(range(len(source))),
@@ -26,7 +25,6 @@ class LitData(Reader):
         )
 
     def open(self, folder: Path, scratch: Path) -> Loader:
-        """See :class:`Reader`."""
         data = litdata.StreamingDataset(str(folder), shuffle=True, drop_last=False, seed=SEED)
         loader: Any = litdata.StreamingDataLoader(
             data, batch_size=PACKS_PER_BATCH, collate_fn=collate

@@ -46,14 +46,12 @@ class Mds(Reader):
     """MDS shards of its default size, 64 MB, which are read in place."""
 
     def write(self, source: Source, folder: Path) -> None:
-        """See :class:`Reader`."""
         columns = {name: f"ndarray:{np.dtype(dtype).name}" for name, dtype in DTYPES.items()}
         with streaming.MDSWriter(out=str(folder), columns=columns) as out:
             for sample in source:
                 out.write({name: np.array(column) for name, column in sample.items()})
 
     def open(self, folder: Path, scratch: Path) -> Loader:
-        """See :class:`Reader`."""
         clean_stale_shared_memory()
         data = streaming.StreamingDataset(
             local=str(folder), shuffle=True, shuffle_seed=SEED, batch_size=PACKS_PER_BATCH

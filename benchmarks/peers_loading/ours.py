@@ -54,7 +54,6 @@ class Packed(Reader):
         return {name: getattr(totals, name) for name in names}
 
     def open(self, folder: Path, scratch: Path) -> Loader:
-        """See :class:`Reader`."""
         data = PackedDataset(str(folder), seed=SEED)
         return PackedDataLoader(data, packs_per_batch=PACKS_PER_BATCH)
 
@@ -83,7 +82,6 @@ class Padded(Packed):
     """``PackedDataset`` in torch's DataLoader, with the collation of the other readers."""
 
     def open(self, folder: Path, scratch: Path) -> Any:
-        """See :class:`Reader`."""
         data = PackedDataset(str(folder), seed=SEED)
         return DataLoader(data, batch_size=PACKS_PER_BATCH, collate_fn=_together)
 

@@ -29,12 +29,10 @@ class PlainParquet(Reader):
     """Parquet as pyarrow writes it by default; row groups shuffled, and the rows inside them."""
 
     def write(self, source: Source, folder: Path) -> None:
-        """See :class:`Reader`."""
         folder.mkdir()
         pq.write_table(table(source), folder / "packs.parquet", row_group_size=ROWS_PER_GROUP)
 
     def open(self, folder: Path, scratch: Path) -> Loader:
-        """See :class:`Reader`."""
         return Replayed(_ShuffledGroups(folder / "packs.parquet"))
 
 
@@ -57,12 +55,10 @@ class Memmap(Reader):
     """Flat files of numpy, mapped; a bound too."""
 
     def write(self, source: Source, folder: Path) -> None:
-        """See :class:`Reader`."""
         folder.mkdir()
         for name, (values, offsets) in source.columns.items():
             np.save(folder / f"{name}.npy", values)
             np.save(folder / f"{name}_offsets.npy", offsets)
 
     def open(self, folder: Path, scratch: Path) -> Loader:
-        """See :class:`Reader`."""
         return Permuted(Source(folder))
