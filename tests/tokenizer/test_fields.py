@@ -18,11 +18,6 @@ PAIR = {"prompt": "p", "chosen": "c", "rejected": "r"}
 @pytest.mark.parametrize(
     ("record", "proposed"),
     [
-        (
-            {"instruction": "q", "input": "", "output": "a"},
-            "found text 'instruction', 'output'. Name",
-        ),
-        ({"question": "q", "better": "a", "winner": "b"}, "found text 'question', 'better'. Name"),
         ({"dialogue": [USER], "x": [{"rank": 1}]}, "found messages 'dialogue'. Name"),
         ({"text": "x"}, "it must have chosen and rejected"),
         (["x"], "it must have chosen and rejected"),
@@ -37,9 +32,7 @@ def test_an_unknown_kind_proposes_names(pack, byte_level, record, proposed):
 @pytest.mark.parametrize(
     ("record", "fields", "said"),
     [
-        ({"instruction": "p", "chosen": "c", "rejected": "r"}, {}, "--field prompt=instruction"),
         ({**PAIR, "instruction": "p"}, {"prompt": "instrution"}, "one of 'prompt', 'instruction'"),
-        ({"prompt": "p", "responses": ["a", "b"], "ranks": [1, 2]}, {}, "(--field scores=NAME)"),
         ({"chosen": "c", "rejected": "r", "q": "x", "n": 3, "l": "y"}, {}, "one of 'q', 'l'"),
         ({"chosen": [USER], "rejected": [USER]}, {"prompt": "q"}, "no field 'q'"),
         ({**PAIR, "rejected": None}, {}, "field 'rejected' is null"),
