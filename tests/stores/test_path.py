@@ -1,9 +1,7 @@
-"""Pack, stream, train, verify: the same bytes and the same loss on every store and in children."""
+"""Pack, stream, train, verify: the same bytes and the same loss on every store."""
 
 from __future__ import annotations
 
-import multiprocessing
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -58,31 +56,3 @@ def test_every_store_gives_what_the_disk_gives(
     text = files["_packstore/manifest-000001.json"]
     for secret in (v for v in store.options.values() if len(v) > 8):
         assert secret.encode() not in text
-
-
-def tokens_of(dataset: packstore.Dataset, answer: Any) -> None:
-    answer.put(sum(len(packs.input_ids) for packs in dataset.iter_packs()))
-
-
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_opened_here_and_read_in_a_child(
-    s3: Store, pairs: Path, tokenizer: Tokenizer, method: str
-) -> None:
-    dataset = packstore.pack(
-        str(pairs), s3.url, tokenizer, pack_size=256, storage_options=s3.options
-    )
-    total = sum(len(packs.input_ids) for packs in dataset.iter_packs())  # used in this process
-    assert b"s3fs" not in pickle.dumps(dataset)  # a URL and options: each process opens its own
-    context = multiprocessing.get_context(method)
-    for _ in range(2):
-        answer = context.Queue()
-        child = context.Process(target=tokens_of, args=(dataset, answer), daemon=True)
-        child.start()
-        try:
-            assert answer.get(timeout=120) == total
-            child.join(120)
-            assert child.exitcode == 0
-        finally:
-            child.kill()
-    assert sum(len(packs.input_ids) for packs in dataset.iter_packs()) == total
