@@ -64,7 +64,7 @@ def manifest(folder: Path, version: int | None = None) -> bytes:
 
 @pytest.mark.parametrize(
     "fractions",
-    [(0.4, 0.97), pytest.param([i / 40 for i in range(1, 40)], marks=pytest.mark.slow)],
+    [(0.97,), pytest.param([i / 40 for i in range(1, 40)], marks=pytest.mark.slow)],
 )
 def test_on_a_local_disk(fractions: tuple[float, ...], tmp_path: Path) -> None:
     begin(tmp_path / "whole")

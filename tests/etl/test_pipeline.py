@@ -153,7 +153,7 @@ SCORED = [
 ]
 DIALOGUES = [
     {"messages": [{"role": "user", "content": f"{i}\n"}, {"role": "assistant", "content": "é, \\"}]}
-    for i in range(1100)
+    for i in range(60)
 ]
 
 

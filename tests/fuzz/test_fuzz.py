@@ -30,7 +30,7 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("count", [60, pytest.param(3000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [15, pytest.param(3000, marks=pytest.mark.slow)])
 def test_changed_files(count: int) -> None:
     names = [name for name in TARGETS if name not in ABORTS]
     done = run("files", count, *names)
@@ -48,7 +48,7 @@ def test_changed_files_without_a_guard(name: str) -> None:
         assert done.returncode == 0, done.stderr[-3000:]
 
 
-@pytest.mark.parametrize("count", [6, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [3, pytest.param(300, marks=pytest.mark.slow)])
 def test_hostile_datasets(count: int) -> None:
     done = run("datasets", 10**8, count)
     assert done.returncode == 0, done.stdout[-300:] + done.stderr[-3000:]

@@ -135,7 +135,7 @@ def outcomes(cell: Any, tmp_path: Path, sources: dict[str, str]) -> dict[str, st
     return dict(map(json.loads, cell(CODE, json.dumps(sources)).splitlines()))
 
 
-SOME = ("a repeat", "loops in loops", "rfind", "unique", "sort of a text")
+SOME = ("a repeat", "loops in loops", "rfind")
 
 
 @pytest.mark.parametrize("names", [SOME, pytest.param((*ENDLESS,), marks=pytest.mark.slow)])

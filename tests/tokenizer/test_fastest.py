@@ -22,7 +22,9 @@ def engine_of(dataset):
     return dataset.manifest.provenance["tokenizer"]["engine"]
 
 
-@pytest.mark.parametrize("name", ["qwen3", "mistral", "small"])
+@pytest.mark.parametrize(
+    "name", ["qwen3", "small", pytest.param("mistral", marks=pytest.mark.slow)]
+)
 def test_the_same_examples_from_real_records(pack, tokenizer, records, monkeypatch, name):
     every = {file: records(file) for file in ("pairs/chat_zh.jsonl", "pairs/hh_harmless.jsonl.gz")}
     some = [r for rows in every.values() for r in rows[:: max(1, len(rows) // 40)]]

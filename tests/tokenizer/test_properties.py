@@ -58,11 +58,18 @@ choices = st.fixed_dictionaries(
 )
 
 
-@pytest.mark.parametrize("name", ["qwen3", "mistral", "mistral_model", "t5"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen3",
+        "mistral",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("mistral_model", "t5")),
+    ],
+)
 def test_nothing_breaks_and_nothing_is_lost(pack, tokenizer, name):
     quiet = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
 
-    @settings(max_examples=3 if name == "qwen3" else 6, suppress_health_check=quiet)
+    @settings(max_examples=3, suppress_health_check=quiet)
     @given(st.lists(some_records, min_size=20, max_size=40), choices)
     def check(values, choice):
         def packed(records):
