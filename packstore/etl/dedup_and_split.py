@@ -126,10 +126,7 @@ def stored_keys(dataset: Dataset) -> U64:
 
 
 def duplicates(keys: Sequence[U64], ids: Sequence[Int64]) -> list[Int64]:
-    """Finds the examples whose key also belongs to a smaller id, in any part of the input.
-
-    Takes keys (uint64) and example ids (int64) of each part, `[n]`; returns the sorted ids of each.
-    """
+    """Returns the sorted ids, of each part of the input, whose key also belongs to a smaller id."""
     every = np.concatenate([np.empty(0, np.uint64), *keys])
     every.sort()
     shared = np.unique(every[1:][every[1:] == every[:-1]])

@@ -20,10 +20,8 @@ from packstore.io.store.storage_errors import as_storage_errors
 
 
 class RejectsFile:
-    """Collects lines in a temporary file and publishes it once all records were read.
-
-    An existing file is replaced only then, and stays if the job ends before. Without a `url` it
-    collects nothing. A context manager.
+    """Collects lines in a temporary file, which replaces that at `url`, if any, once all records
+    are read. A context manager.
     """
 
     def __init__(

@@ -11,10 +11,7 @@ Part = tuple[Examples, Tally]
 
 
 class Tokenize:
-    """Parses and tokenizes a block, in a worker or here. Picklable.
-
-    `finish` compares a sample with the reference library, which a worker process need not load.
-    """
+    """Parses and tokenizes a block, in a worker or here. Picklable."""
 
     def __init__(self, stage: RecordTokenizer, suits_threads: bool, watch: EngineWatch) -> None:
         self._stage, self._watch = stage, watch
@@ -37,7 +34,7 @@ class Tokenize:
         return (examples, tally), self._watch.sample(rows, examples)
 
     def finish(self, begun: tuple[Part, tuple[Rows, Examples] | None]) -> Part:
-        """Compares the sample; returns the result."""
+        """Compares the sample with the reference, which no worker loads; returns the result."""
         part, sample = begun
         if sample is not None:
             self._watch.compare(*sample)

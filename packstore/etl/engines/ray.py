@@ -31,7 +31,8 @@ def run(work: Callable[[T], R], items: Iterable[T], num_workers: int | None) -> 
         # A worker of an earlier call would keep its tokenizer in memory.
         ray.init(log_to_driver=False, include_dashboard=False, configure_logging=False)
     try:
-        yield from _in_tasks(work, iter(items), num_workers or _cores())
+        cores = max(1, int(ray.cluster_resources().get("CPU", 1)))
+        yield from _in_tasks(work, iter(items), num_workers or cores)
     finally:
         if started:
             ray.shutdown()
@@ -80,7 +81,3 @@ def _work_on(shared: Sequence[Any], item: Any) -> Any:
         _loaded = "", None  # frees the memory of an earlier call first
         _loaded = reference.hex(), ray.get(reference)
     return _loaded[1](item)
-
-
-def _cores() -> int:
-    return max(1, int(ray.cluster_resources().get("CPU", 1)))

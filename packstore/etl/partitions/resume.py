@@ -76,8 +76,7 @@ def taken_over(
 ) -> Partition | None:
     """Returns the partition of an earlier run; None if it has no note, or anything has changed.
 
-    Its notes are put again, so that `clean` treats all files of the run as recent. `hashes`,
-    ordinal of an input -> its sha256, grows.
+    `hashes`, ordinal of an input -> its sha256, grows.
     """
     number, slices, _ = item
     noted = [note for place in notes if (note := place.read(number, Note)) is not None]
@@ -94,7 +93,7 @@ def taken_over(
     partition = Partition(contents, [note.written for note in noted], resumed=True)
     if not all(n.are_whole(w.shards) for n, w in zip(notes, partition.written, strict=True)):
         return None
-    partition.note(notes, item, versions)
+    partition.note(notes, item, versions)  # again: `clean` takes all files of the run for recent
     return partition
 
 

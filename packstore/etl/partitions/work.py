@@ -240,15 +240,11 @@ def ahead(
 
 
 def warm_up(config: PackConfig) -> None:
-    """Loads the compiled loops of planning and filling in a thread; logs if it must compile them.
-
-    Errors are ignored, as they recur where the loops are needed. The process waits for the thread
-    at its end, as a compiler must not be interrupted.
-    """
+    """Loads the compiled loops of planning and filling in a thread; logs if it compiles them."""
     done = threading.Event()
 
     def load() -> None:
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # it recurs where the loops are needed
             _run_loops(config)
         done.set()
 
@@ -258,6 +254,7 @@ def warm_up(config: PackConfig) -> None:
                 log.info("compiling the loops that plan and fill packs, once in this environment")
                 return
 
+    # Not a daemon: the process waits for it at its end, as a compiler must not be interrupted.
     threading.Thread(target=load, name="packstore-warm-up").start()
     threading.Thread(target=log_compiling, daemon=True).start()
 

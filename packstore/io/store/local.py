@@ -140,8 +140,7 @@ def _write_new(path: str, data: bytes) -> None:
     with open(path, "xb") as file:
         try:
             file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+            finish_file(file, durable=True)
         except BaseException:
             os.unlink(path)  # ours; half a manifest would make the dataset unreadable
             raise
