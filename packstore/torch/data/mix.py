@@ -52,11 +52,7 @@ _OPEN_PASSES = 4
 
 
 class MixedPacks:
-    """The packs of several streams in proportion to their weights; a :class:`PackStream`.
-
-    Every epoch restarts each source in the order of that epoch; each further pass over a source
-    within an epoch has another order. Arguments and errors are those of :meth:`PackedDataset.mix`.
-    """
+    """A :class:`PackStream` of several; every further pass over one of them has another order."""
 
     def __init__(
         self,

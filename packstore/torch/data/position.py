@@ -76,10 +76,7 @@ class Position:
 
 
 class Unseen:
-    """The packs of an epoch not yet yielded, in order: ``0 .. len(self) - 1``.
-
-    Batches that a position has yielded of an incomplete step are ignored.
-    """
+    """The packs of an epoch not yet yielded, in order, and those of an incomplete step."""
 
     def __init__(self, packs: int, position: Position) -> None:
         self.packs, self.first, self._given = packs, position.next, position.given

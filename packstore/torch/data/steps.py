@@ -203,10 +203,9 @@ def _balanced(step: Step, world_size: int, config: BatchConfig) -> list[list[Int
 
 
 def spread(work: Int64, ranks: int) -> list[Int64]:
-    """Assigns indices of `work` to `ranks`, equally many each, with sums as even as possible.
+    """Assigns indices of `work` to `ranks`, equally many each: largest first, to the smallest sum.
 
-    Largest first, each to the rank with the smallest sum that has a free slot (Graham, "Bounds on
-    multiprocessing timing anomalies", 1969, with equal counts).
+    Graham, "Bounds on multiprocessing timing anomalies", 1969, with equal counts.
     """
     each, extra = divmod(len(work), ranks)
     parts: list[list[int]] = [[] for _ in range(ranks)]

@@ -62,11 +62,9 @@ class PackStream(Protocol):
 
 
 class SideColumns:
-    """The columns of side datasets, by example id.
+    """The columns of side datasets, by example id; ``ref_logps`` has one value per sequence.
 
-    A column with one value per example is added to the `columns` of a pack; ``ref_logps``, with one
-    value per sequence, sets the pack's `ref_logps`, and so the batch's. A side dataset is read
-    whole with the first pack; afterwards every batch of packs is one lookup, in any order.
+    A side dataset is read whole with the first pack; each batch of packs is then one lookup.
     """
 
     def __init__(self, dataset: Dataset, sides: Sequence[Side | str | PathLike[str]]) -> None:
@@ -108,12 +106,9 @@ class SideColumns:
 
 
 class StoredPacks:
-    """The packs of a dataset as they are stored; threads read ahead.
+    """The packs of a dataset as they are stored; threads read ahead. Pickles its arguments only.
 
-    Pickles its arguments only, without data read or computed; they are those of `PackedDataset`.
-    ``stratified`` shuffles so that any two runs of equally many packs hold about as many examples;
-    it needs the sizes of all packs. `quarantined` holds the row groups that this process skipped,
-    replacing their packs by others of weight 0.
+    `quarantined` holds the row groups that this process skipped, with other packs in their place.
     """
 
     def __init__(

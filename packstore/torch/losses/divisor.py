@@ -48,10 +48,7 @@ UNDIVIDED = StepDivisor(1.0, 1.0)
 
 
 def check_accumulation(batch: PackedBatch, *, divided: bool) -> None:
-    """Refuses a planned batch while Accelerate accumulates gradients by its own count.
-
-    A given divisor accounts for Accelerate's division, if its steps are those of the loader.
-    """
+    """Refuses a planned batch while Accelerate divides by a count that no divisor accounts for."""
     accelerate: Any = sys.modules.get("accelerate.state")
     if batch.step is None or accelerate is None or not accelerate.GradientState._shared_state:
         return

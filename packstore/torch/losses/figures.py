@@ -46,10 +46,7 @@ class Figures(TypedDict):
 
 
 class GroupedMetrics:
-    """Sums metrics over batches, for all examples and for each group.
-
-    `by` is a carried or joined column of texts, integers or booleans, or ``file``; None: no groups.
-    """
+    """Sums metrics over batches, for all examples and for each group of the column `by`."""
 
     def __init__(self, loss_fn: PreferenceLoss, dataset: Dataset, by: str | None = None) -> None:
         self.loss_fn, self.by = loss_fn, by

@@ -48,11 +48,7 @@ class _TouchedMaskError(UnservedError, AttributeError):
 
 
 class RequestedMask:
-    """Replaces transformers' mask: causal, and within a `window` or `chunk` if there is one.
-
-    Layers must pass it to attention unchanged. Any use of it as a tensor raises, as packed
-    attention would not see the result.
-    """
+    """Replaces transformers' mask; use as a tensor raises, as packed attention would not see it."""
 
     __slots__ = ("chunk", "window")
 

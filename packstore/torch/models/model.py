@@ -149,11 +149,7 @@ def _forget_calls(module: Any, _: Any) -> None:
 
 
 def _disable_dropout(model: nn.Module) -> None:
-    """Sets the dropout of a model to 0, in place, and logs it; adapters keep theirs.
-
-    Unlike TRL's function of this name, it also covers functional dropout with a rate stored on a
-    module, and LayerDrop. The config is not changed.
-    """
+    """Sets each dropout rate that a module stores, but of adapters, to 0, in place; logs it."""
     changed: dict[str, float] = {}
     for path, module in model.named_modules():
         if any(part.startswith("lora_") for part in path.split(".")):

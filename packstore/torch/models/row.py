@@ -74,11 +74,10 @@ def run_each(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """Calls `forward` once per logical sequence, and returns the row's output.
+    """Calls `forward` once per logical sequence, and joins the outputs of their own segments.
 
-    Arguments by token, `[1, T, ...]` or `[T]`, are cut. Each sequence gets its whole prompt,
-    without padding; of its output the tokens of its own segment are kept. Outputs that are not by
-    token, `[1, T, ...]` or `[T, E]`, become None; a number is kept if there is one sequence.
+    Arguments by token, `[1, T, ...]` or `[T]`, are cut. Outputs that are not by token become None;
+    a number is kept if there is one sequence.
     """
     if type(layout) is not AttentionLayout:
         raise BackendError(

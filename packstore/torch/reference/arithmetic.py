@@ -77,10 +77,9 @@ def lowered(asked: Precision, model: nn.Module) -> Callable[[], AbstractContextM
 def describe_arithmetic(
     model: nn.Module, device: torch.device | None = None, *, adapter: bool = True
 ) -> Arithmetic:
-    """Describes the numerics of `model`, which runs a few tokens, under the autocast of this call.
+    """Describes the numerics of `model` on `device`, with or without `adapter`, under autocast.
 
-    Without `adapter`, the weights of adapters are ignored; `device` is the one that the model will
-    run on. The fields are those of ``schemas/format.md``, section "Side datasets".
+    The fields are those of ``schemas/format.md``, section "Side datasets".
     """
     weight = find_head(model).weight
     device = device or weight.device

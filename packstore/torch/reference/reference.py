@@ -188,10 +188,7 @@ def _batches(stream: StoredPacks, config: BatchConfig) -> Iterator[tuple[int, In
 
 
 class _Parts:
-    """Finished parts of a side dataset; files of a folder whose name tells what made the values.
-
-    A killed run resumes from them, on any ranks. A file's name holds its number and hash.
-    """
+    """Finished parts: files named by number and hash, in a folder named by what made the values."""
 
     def __init__(self, location: Location, dataset: Dataset, provenance: Provenance) -> None:
         run = fingerprint([dataset.manifest.fingerprint, provenance])[:16]

@@ -67,11 +67,7 @@ def make_sinks(
 
 
 class JsonLines:
-    """Writes each record as a line of JSON, null for what is not finite.
-
-    Lines of steps after `step`, that the run resumes from, and those after a line that is no record
-    are removed.
-    """
+    """Writes records as lines of JSON, after those up to `step`, that the run resumes from."""
 
     def __init__(self, path: Path, step: int) -> None:
         self._path, kept = path, []
