@@ -12,7 +12,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -23,7 +22,6 @@ from packstore.errors import CompatibilityError, ConfigError
 from packstore.format.arrays import Packs
 from packstore.format.schema import require_kind
 from packstore.torch.batch.batch import PackedBatch, collate
-from packstore.torch.batch.layout import Targets, TokenRow
 from packstore.torch.data.in_memory import in_one_pack
 from packstore.torch.logprobs.logprobs import segment_logps
 from packstore.torch.losses.divisor import StepDivisor
@@ -69,15 +67,6 @@ class PackedLabels:
     def to(self, device: Any, **_: Any) -> PackedLabels:
         """Returns the labels with the batch on `device`."""
         return PackedLabels(self.batch.to(device), self.loss_fn, self._count)
-
-
-@dataclass(frozen=True)
-class KeptRows:
-    """The rows of a batch whose logits were kept, as a row of tokens; see ``logits_to_keep``."""
-
-    num_tokens: int
-    num_segments: int
-    targets: Targets
 
 
 class PackedInputs(dict[str, Any]):
@@ -214,7 +203,7 @@ class PackedLoss:
                 ref_logps = reference_logps(self.reference, batch, keep=keep)
             elif batch.ref_logps is None and (peft_model := adapted(self.policy)) is not None:
                 ref_logps = reference_logps(self.policy, batch, base_of=peft_model, keep=keep)
-        logps = _logps(batch, logits)
+        logps = segment_logps(batch, logits=logits)
         if self.routers is not None and torch.is_grad_enabled():
             losses = router_losses(batch, outputs.get("router_logits"), self.routers)
             logps = carry(logps, losses, self.routers.model)
@@ -230,17 +219,7 @@ def reference_logps(
     kept = {LOGITS_TO_KEEP: batch.targets.rows} if keep else {}
     base = evaluating(model) if base_of is None else as_reference(model, base_of)
     with torch.no_grad(), base, _policy_precision(batch.targets.ids.device):
-        return _logps(batch, model(**batch.model_inputs(), **kept).logits)
-
-
-def _logps(batch: PackedBatch, logits: Tensor) -> Tensor:
-    """Log-probs of the segments, from the logits of all tokens or of supervised ones."""
-    row: TokenRow = batch
-    if logits.shape[-2] != batch.num_tokens:  # each target is predicted by a row of its own
-        n = len(batch.targets.ids)
-        rows = torch.arange(n, device=logits.device)
-        row = KeptRows(n, batch.num_segments, replace(batch.targets, rows=rows))
-    return segment_logps(row, logits=logits)
+        return segment_logps(batch, logits=model(**batch.model_inputs(), **kept).logits)
 
 
 def _policy_precision(device: torch.device) -> AbstractContextManager[Any]:

@@ -39,7 +39,7 @@ def segment_logps(
 
     Args:
         batch: the batch; token t predicts token t + 1 of the same segment.
-        logits: `[T, V]` or `[1, T, V]`.
+        logits: `[T, V]` or `[1, T, V]`; or those of the rows ``batch.targets.rows`` alone.
         hidden: `[T, H]` or `[1, T, H]`, the last hidden states.
         weight: `[V, H]`, the output head.
         bias: `[V]`, its bias, if it has one.
@@ -69,14 +69,15 @@ def segment_logps(
         raise ConfigError("segment_logps takes either logits, or hidden and weight.")
     values, targets, tokens = hidden if logits is None else logits, batch.targets, batch.num_tokens
     assert values is not None
-    shape = tuple(values.shape)
-    if shape[:-1] not in ((tokens,), (1, tokens)):
+    shape, n = tuple(values.shape), len(targets.ids)
+    kept = logits is not None and n != tokens and shape[:-1] in ((n,), (1, n))
+    if not kept and shape[:-1] not in ((tokens,), (1, tokens)):
         where = f"segment_logps({'hidden' if logits is None else 'logits'}=…)"
         rule = f"its shape must be [T, …] or [1, T, …] with T = {tokens}"
         remedy = "Padded outputs become flat with batch.unpad(…)"
         raise ConfigError(sentence(where, rule, str(shape), remedy))
     width = shape[-1]
-    rows = values.reshape(tokens, width)[targets.rows]
+    rows = values.reshape(n, width) if kept else values.reshape(tokens, width)[targets.rows]
     logps: Tensor
     if logits is None:
         shapes = [tuple(x.shape) for x in (weight, bias) if x is not None]

@@ -74,12 +74,9 @@ def router_settings(model: Any) -> RouterSettings | None:
         return None
     name, coefficient = type(model).__name__, getattr(text, "router_aux_loss_coef", None)
     if coefficient is None and text.output_router_logits:
-        raise _unfit(
-            name,
-            "a config with output_router_logits must name router_aux_loss_coef",
-            "none",
-            "Set output_router_logits to false in the model's config",
-        )
+        rule = "a config with output_router_logits must name router_aux_loss_coef"
+        remedy = "Set output_router_logits to false in the model's config"
+        raise _unfit(name, rule, "none", remedy)
     if not coefficient or not any(p.requires_grad for p in model.parameters()):
         return None
     names = ("num_experts", "num_experts_per_tok")

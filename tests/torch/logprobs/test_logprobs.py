@@ -41,7 +41,8 @@ def one_by_one(batch: PackedBatch, logits: Tensor) -> Tensor:
 def test_from_logits(kit: SimpleNamespace, batch: PackedBatch) -> None:
     logits = normal(batch.num_tokens, kit.VOCAB)
     expected = one_by_one(batch, logits)
-    for given in (logits, logits[None]):
+    kept = logits[batch.targets.rows]
+    for given in (logits, logits[None], kept, kept[None]):
         assert (segment_logps(batch, logits=given) - expected).abs().max() < 1e-12
     assert segment_logps(batch, logits=logits.float()).dtype == torch.float32
     assert segment_logps(batch, logits=logits.bfloat16()).dtype == torch.float32
