@@ -173,19 +173,15 @@ def memory(args: argparse.Namespace, scratch: Path, console: Console, results: R
         save(args, results)
 
 
-def busy(row: Row) -> float:
-    """Share of the cores that works."""
-    return float(row["cpu_seconds"] / row["seconds"] / (os.cpu_count() or 1))
-
-
 def show_case(name: str, case: Row, console: Console) -> None:
     """Prints the tables of a case."""
     table = Table(title=f"{name} pairs, {case['input_bytes'] / 1e6:,.0f} MB")
     for column in COLUMNS:
         table.add_column(column, justify="left" if column in ("contender", "stages") else "right")
     for contender, row in sorted(case["rows"].items(), key=lambda item: item[1]["seconds"]):
+        busy = row["cpu_seconds"] / row["seconds"] / (os.cpu_count() or 1)
         table.add_row(
-            contender, f"{row['seconds']:.1f}", f"{row['cpu_seconds']:.1f}", f"{busy(row):.0%}",
+            contender, f"{row['seconds']:.1f}", f"{row['cpu_seconds']:.1f}", f"{busy:.0%}",
             f"{row['tokens'] / 1e6:.1f}", f"{row['packs']:,}", f"{row['peak_rss'] >> 20:,}",
             ", ".join(f"{stage} {s:.1f}" for stage, s in row["stages"].items()),
         )  # fmt: skip

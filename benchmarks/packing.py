@@ -57,11 +57,7 @@ def contenders(
         if isinstance(packer, Trl):
             if int(lengths.sum()) > MOST_TOKENS:
                 continue
-            yield (
-                name,
-                partial(packer, packer.prepare(listed), capacity),
-                lambda packed, packer=packer: len(packer.packs(packed)),
-            )
+            yield name, partial(packer, packer.prepare(listed), capacity), len
         else:
             yield name, partial(packer, listed, capacity), len
 

@@ -10,16 +10,7 @@ from peers_etl.child import Task, Watch
 
 def pack(task: Task, watch: Watch) -> None:
     """The job as users run it."""
-    _pack(task, watch)
 
-
-def pack_by_reference(task: Task, watch: Watch) -> None:
-    """The same with Hugging Face's library, as where no wheel of the fast engine is to be had."""
-    sys.modules["fastokens"] = None  # type: ignore[assignment]
-    _pack(task, watch)
-
-
-def _pack(task: Task, watch: Watch) -> None:
     def progress(stage: str, done: int, total: int | None, unit: str) -> None:
         if stage == "read" and not done:
             watch.stage("load tokenizer")
@@ -36,3 +27,9 @@ def _pack(task: Task, watch: Watch) -> None:
     totals = dataset.manifest.totals
     watch.counts.update(tokens=totals.tokens, packs=totals.packs)
     watch.engine = dataset.manifest.provenance["tokenizer"]["engine"]
+
+
+def pack_by_reference(task: Task, watch: Watch) -> None:
+    """The same with Hugging Face's library, as where no wheel of the fast engine is to be had."""
+    sys.modules["fastokens"] = None  # type: ignore[assignment]
+    pack(task, watch)

@@ -26,17 +26,13 @@ from trl import pack_dataset
 from peers_etl.child import Task, Watch
 
 
-def pack(task: Task, watch: Watch) -> None:
-    """In one process; the tokenizer uses all cores."""
-    _pack(task, watch, None)
-
-
 def pack_in_two(task: Task, watch: Watch) -> None:
     """With two processes, each of which tokenizes on one core."""
-    _pack(task, watch, 2)
+    pack(task, watch, 2)
 
 
-def _pack(task: Task, watch: Watch, processes: int | None) -> None:
+def pack(task: Task, watch: Watch, processes: int | None = None) -> None:
+    """In one process the tokenizer uses all cores."""
     datasets.disable_progress_bars()
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(task.tokenizer)
     assert tokenizer.is_fast

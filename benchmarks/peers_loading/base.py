@@ -166,20 +166,18 @@ class Permuted:
     """Batches of a map-style dataset in a seeded random order, which a number of batches seeks in.
 
     Args:
-        dataset: ``len``, and ``__getitem__`` from a position to what `together` takes a list of.
-        together: a batch from a list of items.
+        dataset: ``len``, and ``__getitem__`` from a position to a pack.
     """
 
-    def __init__(self, dataset: Any, together: Any = collate) -> None:
-        self._dataset, self._together = dataset, together
-        self._given = 0
+    def __init__(self, dataset: Any) -> None:
+        self._dataset, self._given = dataset, 0
 
     def __iter__(self) -> Iterator[Any]:
         order = np.random.default_rng(SEED).permutation(len(self._dataset)).tolist()
         for start in range(self._given * PACKS_PER_BATCH, len(order), PACKS_PER_BATCH):
             items = [self._dataset[i] for i in order[start : start + PACKS_PER_BATCH]]
             self._given = start // PACKS_PER_BATCH + 1
-            yield self._together(items)
+            yield collate(items)
 
     def state_dict(self) -> int:
         """Batches that were given out."""

@@ -102,9 +102,10 @@ class Runner:
 
 def _watch(command: list[str], log: Any, home: Path, limit: float) -> tuple[int, bool]:
     """Runs a command; the most memory that no file backs, and whether it ended by itself."""
+    places = (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *_python_path()]),
+        "PYTHONPATH": os.pathsep.join(filter(None, places)),
         "HF_HOME": str(home),
         "HF_DATASETS_OFFLINE": "1",
         "DISABLE_VERSION_CHECK": "1",
@@ -119,10 +120,6 @@ def _watch(command: list[str], log: Any, home: Path, limit: float) -> tuple[int,
         peak = max(peak, _private_memory(child.pid))
         time.sleep(PERIOD)
     return peak, True
-
-
-def _python_path() -> list[str]:
-    return list(filter(None, [os.environ.get("PYTHONPATH")]))
 
 
 def _private_memory(pid: int) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -113,13 +112,6 @@ class Trl:
         return pack_dataset(
             dataset, capacity, "bfd", map_kwargs={"batch_size": self._batch_size or len(dataset)}
         )
-
-    @staticmethod
-    def packs(packed: Any) -> list[list[int]]:
-        """The examples of each pack."""
-        column = packed.data.column("input_ids").combine_chunks()
-        tokens, ends = column.values.to_numpy(), column.offsets.to_numpy()
-        return [list(dict.fromkeys(tokens[a:b].tolist())) for a, b in itertools.pairwise(ends)]
 
 
 def peers(console: Console) -> dict[str, Packer]:
