@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -138,11 +138,17 @@ class Examples:
 
     def take(self, order: Int32 | Int64) -> Examples:
         """Returns the examples at positions `order` (repeats allowed), in that order."""
+        taken, starts = self.without_tokens(order)
+        tokens = range_indices(starts, taken.lengths)
+        ids, supervised = self.input_ids[tokens], self.supervised[tokens]
+        return replace(taken, input_ids=ids, supervised=supervised)
+
+    def without_tokens(self, order: Int32 | Int64) -> tuple[Examples, Int64]:
+        """Returns :meth:`take` without tokens, and where those of each sequence begin, `[S]`."""
         sequences = ragged_indices(self.example_offsets, order)
-        tokens = ragged_indices(self.sequence_offsets, sequences)
-        return Examples(
-            input_ids=self.input_ids[tokens],
-            supervised=self.supervised[tokens],
+        taken = Examples(
+            input_ids=self.input_ids[:0],
+            supervised=self.supervised[:0],
             sequence_offsets=to_offsets(_row_lengths(self.sequence_offsets, sequences)),
             example_offsets=to_offsets(_row_lengths(self.example_offsets, order)),
             reward=self.reward[sequences],
@@ -150,6 +156,7 @@ class Examples:
             columns={name: column[order] for name, column in self.columns.items()},
             keys=None if self.keys is None else self.keys[order],
         )
+        return taken, self.sequence_offsets[sequences]
 
 
 @dataclass(slots=True, eq=False)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from packstore.errors import ConfigError, FormatError, sentence
-from packstore.format.arrays import Bool, Examples, Int32, Int64, Packs, ragged_indices, to_offsets
+from packstore.format.arrays import Bool, Examples, Int32, Int64, Packs, to_offsets
 from packstore.format.rules import RULES
 from packstore.pack.kernels import jit
 from packstore.pack.layout import segment_offsets
@@ -31,7 +31,7 @@ def fill(
     skipped = segment_offsets(examples, layout)
     about, source = examples, examples.sequence_offsets[:-1] + skipped
     if order is not None:
-        about, source = _without_tokens(examples, order)
+        about, source = examples.without_tokens(order)
         skipped = np.zeros(len(source), np.int32)
     starts = to_offsets(about.lengths - skipped)
     sequences = about.example_offsets[pack_offsets]
@@ -56,25 +56,9 @@ def fill(
     )
 
 
-def _without_tokens(examples: Examples, order: Int32 | Int64) -> tuple[Examples, Int64]:
-    """Selects examples without their tokens, and returns the token offset of each sequence."""
-    offsets, chosen = examples.example_offsets, ragged_indices(examples.example_offsets, order)
-    starts = examples.sequence_offsets[chosen]
-    taken = Examples(
-        input_ids=examples.input_ids[:0],
-        supervised=examples.supervised[:0],
-        sequence_offsets=to_offsets(examples.sequence_offsets[chosen + 1] - starts),
-        example_offsets=to_offsets(offsets[order + 1] - offsets[order]),
-        reward=examples.reward[chosen],
-        example_ids=examples.example_ids[order],
-        columns={name: column[order] for name, column in examples.columns.items()},
-    )
-    return taken, starts
-
-
 def gather(examples: Examples, order: Int32 | Int64) -> Examples:
     """Computes ``examples.take(order)`` for tokenized records, several times as fast."""
-    about, source = _without_tokens(examples, order)
+    about, source = examples.without_tokens(order)
     total = about.sequence_offsets[-1]
     input_ids, supervised = np.empty(total, np.int32), np.empty(total, np.bool_)
     _gather(
