@@ -22,6 +22,9 @@ MAX_PACK_SIZE = 1 << 24
 """Limited because strategies keep a table with one row per possible length."""
 
 
+_SUMS = ("num_packs", "num_examples", "tokens", "aligned_tokens")
+
+
 @dataclass(frozen=True, eq=False)
 class Plan:
     """The examples of each pack, and the order of the packs.
@@ -93,19 +96,9 @@ class Plan:
         NeMo read (efficiency in percent, of padded lengths).
         """
         fewest, _, most = self.examples_per_pack
-        settings = {
-            "strategy": self.strategy,
-            "seed": self.seed,
-            "shuffle": self.shuffle,
-            "pack_size": self.pack_size,
-            "pad_to_multiple": self.pad_to_multiple,
-        }
-        sums = {
-            "num_packs": self.num_packs,
-            "num_examples": self.num_examples,
-            "tokens": self.tokens,
-            "aligned_tokens": self.aligned_tokens,
-        }
+        names = ("strategy", "seed", "shuffle", "pack_size", "pad_to_multiple")
+        settings = {name: getattr(self, name) for name in names}
+        sums = {name: getattr(self, name) for name in _SUMS}
         shortest = int(self.pack_tokens.min()) if self.num_packs else 0
         longest = int(self.lengths.max(initial=0))
         return _statistics(settings, sums, (fewest, most), (shortest, longest))
@@ -113,14 +106,13 @@ class Plan:
 
 def merged_statistics(plans: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Returns the statistics over all packs of several plans of the same settings, at least one."""
-    sums = ("num_packs", "num_examples", "tokens", "aligned_tokens")
     examples = [plan["examples_per_pack"] for plan in plans]
     bridge = [plan["megatron_bridge"] for plan in plans]
     shortest = min(figures["min_packed_seqlen"] for figures in bridge)
     longest = max(figures["dataset_max_seqlen"] for figures in bridge)
     return _statistics(
         plans[0],
-        {name: sum(plan[name] for plan in plans) for name in sums},
+        {name: sum(plan[name] for plan in plans) for name in _SUMS},
         (min(figures["min"] for figures in examples), max(figures["max"] for figures in examples)),
         (shortest, longest),
     )
