@@ -76,18 +76,11 @@ class Sequences:
         """Returns the sequences with `rows` replaced, or inserted with `insert`."""
         if not rows:
             return self
-        own = map(self.row, range(len(self.heads)))
         number = len(self.heads) + insert * len(rows)
-        out: list[Tokens] = []
-        moved: list[int] = []
-        for i in range(number):
-            row = rows.get(i)
-            if row is None or not insert:
-                moved.append(i)
-                mine = next(own)
-            out.append(mine if row is None else row)
-        refused = {moved[i]: why for i, why in self.refused.items()}
-        return replace(Sequences.of(out), refused=refused)
+        places = [i for i in range(number) if i not in rows or not insert]
+        every = {place: self.row(i) for i, place in enumerate(places)} | dict(rows)
+        refused = {places[i]: why for i, why in self.refused.items()}
+        return replace(Sequences.of([every[i] for i in range(number)]), refused=refused)
 
     def kept(self, keep: Bool) -> tuple[Int32, Bool, Int64]:
         """Returns ids, supervision and lengths of the sequences where `keep`, `[S]`, is True."""
