@@ -64,7 +64,7 @@ _OBJECTS = re.compile(r"""\s*\[?\s*\{\s*(["'])\w+\1\s*:""")
 """The beginning of a text that may be messages, written as JSON or as Python."""
 
 
-def normalize_messages(value: object, unknown: set[str]) -> list[Message]:
+def normalize_messages(value: Any, unknown: set[str]) -> list[Message]:
     """Converts messages to the form that templates expect.
 
     Accepts ``role`` / ``content`` and ShareGPT's ``from`` / ``value``; content as text or as text
@@ -72,14 +72,10 @@ def normalize_messages(value: object, unknown: set[str]) -> list[Message]:
     message. A turn with calls only has the record's content, or null; arguments that are JSON text
     stay text. Keys that are not read are added to `unknown`.
     """
-    if isinstance(value, dict):
-        value = [value]
-    if not isinstance(value, list) or not value:
-        raise Refused("wrong_type", f"messages must be a list, found {quote(value)}")
     found: list[Message] = []
     reasoning: Message | None = None
     calling = False
-    for raw in value:
+    for raw in [value] if isinstance(value, dict) else value:
         role, message = _normalize(raw, unknown)
         if role == "reasoning":
             reasoning, calling = message, False
