@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from packstore.format.arrays import Int32, Int64
+from packstore.format.arrays import Int32, Int64, to_offsets
 
 FIRST_FREE = "\U00100000"
 """The first character of the last private-use area, whose characters serve as marks."""
@@ -31,7 +31,7 @@ def holds(text: str, hint: str) -> bool:
 
 def encode_around_controls(
     texts: Sequence[str], specials: Mapping[str, int], encode: Encode, guards: Sequence[str] = ()
-) -> list[Int32]:
+) -> tuple[Int32, Int64]:
     """Encodes texts: control strings become their ids, all other text is encoded by `encode`.
 
     The character in `guards` of each text is removed from what is between control strings; inserted
@@ -43,17 +43,17 @@ def encode_around_controls(
         cut = [[p.replace(g, "") for p in parts] for parts, g in zip(cut, guards, strict=True)]
     plain = [part for parts in cut for part in parts[::2] if part]
     ids, offsets = encode(plain)
-    rows, at = [], 0
-    for parts in cut:
-        row = []
-        for i, part in enumerate(parts):
-            if i % 2:
-                row.append(np.array([specials[part]], np.int32))
-            elif part:
-                row.append(ids[offsets[at] : offsets[at + 1]])
-                at += 1
-        rows.append(np.concatenate(row) if row else np.empty(0, np.int32))
-    return rows
+    stretches = iter(np.split(ids, offsets[1:-1]))
+    rows = [
+        [
+            np.array([specials[p]], np.int32) if i % 2 else next(stretches)
+            for i, p in enumerate(parts)
+            if p
+        ]
+        for parts in cut
+    ]
+    lengths = np.array([sum(map(len, row)) for row in rows], np.int64)
+    return np.concatenate([ids[:0], *itertools.chain.from_iterable(rows)]), to_offsets(lengths)
 
 
 def free_characters(text: str, count: int) -> list[str]:

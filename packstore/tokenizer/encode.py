@@ -125,13 +125,12 @@ def _encode(tokenizer: Tokenizer, texts: list[str], modes: list[Mode]) -> tuple[
 def _encode_mode(tokenizer: Tokenizer, texts: list[str], mode: Mode) -> tuple[Int32, Int64]:
     if mode != "guarded":
         return tokenizer.engine.encode_batch(texts, control=mode == "control")
-    rows = encode_around_controls(
+    return encode_around_controls(
         [text[1:] for text in texts],
         tokenizer.specials,
         lambda stretches: tokenizer.engine.encode_batch(stretches, control=False),
         [text[0] for text in texts],
     )
-    return np.concatenate(rows), to_offsets(np.array([len(row) for row in rows], np.int64))
 
 
 def _ranges(starts: Int64, ends: Int64, size: int) -> Bool:

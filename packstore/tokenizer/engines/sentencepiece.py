@@ -5,11 +5,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-import numpy as np
 import sentencepiece
 
 from packstore.errors import TokenizerError, sentence
-from packstore.format.arrays import Int32, Int64, to_offsets
+from packstore.format.arrays import Int32, Int64
 from packstore.format.tokenizer_identity import vocabulary_sha256
 from packstore.tokenizer.control import encode_around_controls
 from packstore.tokenizer.engines import flatten
@@ -44,11 +43,9 @@ class SentencePieceEngine:
         """Encodes all texts; returns flat ids and their offsets."""
         if not control or not self.specials:
             return flatten(self._model.encode(list(texts), out_type=int))
-        rows = encode_around_controls(
+        return encode_around_controls(
             texts, self.specials, lambda t: self.encode_batch(t, control=False)
         )
-        lengths = np.array([len(row) for row in rows], np.int64)
-        return np.concatenate([np.empty(0, np.int32), *rows]), to_offsets(lengths)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decodes `ids` to text, including control tokens."""
