@@ -27,6 +27,7 @@ from packstore.torch.models.unwrap import (
     check_adapters,
     check_not_compiled,
     check_own_precision,
+    evaluating,
     layers,
     unwrapped,
 )
@@ -274,13 +275,8 @@ def _gap(model: Any, head: Head) -> float | None:
         seen.append(output.last_hidden_state)
         return output
 
-    training, handle = model.training, head.backbone.register_forward_hook(enlarge)
-    try:
-        model.eval()
+    with evaluating(model), head.backbone.register_forward_hook(enlarge):
         expected = model(**few_tokens(head.weight.device).model_inputs()).logits.double()
-    finally:
-        handle.remove()
-        model.train(training)
     if not seen:
         return None
     # Some rows of the weight at a time, as a float64 copy of all of them is large.
