@@ -12,8 +12,8 @@ def take_gradients(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def recompute_layers(model: nn.Module) -> None:
+def recompute_layers(model: nn.Module, reentrant: bool = False) -> None:
     """Enables gradient checkpointing, under the name that transformers has for it."""
     names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
     enable = next(getattr(model, name) for name in names if hasattr(model, name))
-    enable({"use_reentrant": False})
+    enable({"use_reentrant": reentrant})

@@ -129,14 +129,29 @@ def test_float32_against_the_model_as_it_comes(kit: SimpleNamespace, layout: str
 
 
 @LAYOUTS
-def test_gradient_checkpointing_and_a_config_that_caches(kit: SimpleNamespace, layout: str) -> None:
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_and_a_config_that_caches(
+    kit: SimpleNamespace, layout: str, reentrant: bool
+) -> None:
     model = use_packed_attention(kit.tiny_model(use_cache=True)).train()
     policy, cell = PackedPolicy(model), ("[1, 3]", 1, layout, "sdpa")
     plain, gradients = step(model, policy, cell)
-    recompute_layers(model)
+    recompute_layers(model, reentrant)
+    model.enable_input_require_grads()
+    attended: list[int] = []
+    model.model.layers[0].self_attn.register_forward_hook(lambda *_: attended.append(1))
     again, recomputed = step(model, policy, cell)
     assert torch.equal(again, plain)
     assert all(torch.equal(recomputed[name], gradients[name]) for name in gradients)
+    assert len(attended) == 2  # forward, and again in backward
+
+
+def test_fresh_memory_does_not_matter(kit: SimpleNamespace, request: pytest.FixtureRequest) -> None:
+    model = use_packed_attention(kit.tiny_model("mistral")).train()
+    policy, cell = PackedPolicy(model), ("[4]", 1, "shared_prefix", "sdpa")
+    expected = step(model, policy, cell)
+    request.getfixturevalue("poisoned_memory")
+    assert_equal(step(model, policy, cell), expected, 1e-10, cell)
 
 
 def test_padded_inputs_of_an_unchanged_model_give_the_same_loss(kit: SimpleNamespace) -> None:

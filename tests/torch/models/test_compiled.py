@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -82,6 +83,21 @@ def test_one_graph_for_all_layers_and_shapes(
         assert len(found) <= limit
     assert not counters["graph_break"]
     assert all("varlen" in graph.print_readable(print_output=False) for graph in found)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*not a leaf Tensor.*:UserWarning")  # torch's own, in dynamo
+def test_a_compiled_model_serves_every_batch(kit: SimpleNamespace) -> None:
+    """And compiles no more after the first few: no graph holds the segments of one batch."""
+    torch._dynamo.reset()
+    model = use_packed_attention(kit.tiny_family("llama", num_hidden_layers=1)).train()
+    compiled = torch.compile(model, backend="aot_eager")
+    for seed, layout in product(range(4), ("concat", "shared_prefix")):
+        batch = kit.row(2 + seed, layout, seed=seed)
+        with torch._dynamo.config.patch(error_on_recompile=seed >= 2):
+            found = gradients(compiled, batch)
+        for a, b in zip(found, gradients(model, batch), strict=True):
+            assert (a - b).abs().max() < 1e-10
 
 
 def test_training_compiles_policy_and_reference(
