@@ -2,7 +2,8 @@
 
 Each family is made tiny: in its base form, with windows in half of its layers, in chunks, as a
 decoder, and with RoPE tables that depend on the longest position. Rows reach beyond windows,
-chunks and the limit of such tables. docs/models.md says how each family runs.
+chunks and the limit of such tables. docs/models.md says how each family runs. Log-probs without
+logits are those of the logits, or the head is refused.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from transformers import (
     AutoModelForImageTextToText,
 )
 
-from packstore.errors import BackendError
+from packstore.errors import BackendError, CompatibilityError
 from packstore.torch import (
     PackedBatch,
     check_isolation,
@@ -62,6 +63,14 @@ NOT_MADE = {
     **dict.fromkeys(("dots3_note_text", "reformer"), "has no tiny config that runs by itself"),
     "gemma3": "tested as a vision-language model",
 }
+OTHER_HEADS = ("camembert", "data2vec-text", "modernbert-decoder", "prophetnet", "roberta")
+OTHER_HEADS += ("roberta-prelayernorm", "roc_bert", "xlm-roberta", "xlm-roberta-xl", "xmod")
+OTHER_HEADS += ("inkling_text",)
+"""Most have further layers before the last product; `inkling_text` leaves out columns of it."""
+
+FIXED_VOCABULARY = ("xlstm",)
+"""Families whose vocabulary transformers cannot resize."""
+
 WRITTEN = (5, 23)
 """The transformers of the page: in older ones a family may run another way."""
 
@@ -178,7 +187,28 @@ def check(kit: SimpleNamespace, name: str, variant: str, settings: dict[str, Any
         if not re.search("looks ahead|window of a layer", str(error)):
             raise
         return "refused"
+    if variant == "base":
+        check_head(name, model, made_of(kit, SHORT, "shared_prefix"))
     return way_of(model, [made_of(kit, SHORT[:n], "concat") for n in (1, 3)])
+
+
+@torch.no_grad()
+def check_head(name: str, model: Any, batch: PackedBatch) -> None:
+    """Compares log-probs with and without logits, also of a vocabulary that grew."""
+    if name in OTHER_HEADS:
+        message = "its logits must be its hidden states times its head.*Use logits: segment_logps"
+        with pytest.raises(CompatibilityError, match=message):
+            packed_logps(model, batch)
+        return
+    if (bias := getattr(model.get_output_embeddings(), "bias", None)) is not None:
+        torch.nn.init.normal_(bias)
+    for grown in (0,) if name in FIXED_VOCABULARY else (0, 6):
+        if grown:
+            size = model.get_input_embeddings().weight.shape[0] + grown
+            model.resize_token_embeddings(size, mean_resizing=False)
+        expected = segment_logps(batch, logits=model(**batch.model_inputs()).logits)
+        found = packed_logps(model, batch)
+        assert (found - expected).abs().max() < 1e-4 * expected.abs().max(), grown
 
 
 @torch.no_grad()
