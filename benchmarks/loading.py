@@ -68,38 +68,35 @@ class Benchmark:
         self.rows: dict[str, dict[str, Any]] = {name: {} for name in readers}
         self.packs: dict[str, Any] = {}
 
-    def attempt(self, mode: str, reader: str, packs: str = MAIN, **options: Any) -> dict[str, Any]:
+    def attempt(self, mode: str, reader: str, **options: Any) -> dict[str, Any]:
         """A child's result; one that fails is reported and gives nothing."""
         self.console.print(f"[dim]{mode} {reader}")
         try:
-            return self.run(mode, reader, packs, **options)
+            return self.run(mode, reader, MAIN, **options)
         except ChildError as error:
             self.console.print(f"[yellow]{mode} {reader}: {error}")
             self.rows.get(reader, {}).setdefault("errors", {})[mode] = str(error)
             return {}
 
-    def prepare(self, name: str, packs: int, data: Path) -> None:
-        """Writes the packs of a set for every reader; what is already there is kept."""
-        root = self.run.work / name
+    def prepare(self, packs: int, data: Path) -> None:
+        """Writes the packs for every reader; what is already there is kept."""
+        root = self.run.work / MAIN
         done = root / "source.json"
         if not done.exists():
             (root / "source").mkdir(parents=True, exist_ok=True)
             figures = write_examples(data, root / "source", packs)
-            self.write("packstore", name)
-            figures |= self.run("source", "packstore", name)
+            self.write("packstore")
+            figures |= self.run("source", "packstore", MAIN)
             done.write_text(json.dumps(figures))
-        self.packs[name] = json.loads(done.read_text(encoding="utf-8"))
+        self.packs = json.loads(done.read_text(encoding="utf-8"))
         for reader in self.readers:
-            if name == MAIN:
-                self.rows[reader] |= self.write(reader, name)
-            elif READERS[reader].states:
-                self.write(reader, name)
+            self.rows[reader] |= self.write(reader)
 
-    def write(self, reader: str, packs: str) -> dict[str, Any]:
+    def write(self, reader: str) -> dict[str, Any]:
         """Writes a reader's files unless they are there; CPU seconds and bytes."""
-        marker = self.run.work / packs / f"{READERS[reader].files}.json"
+        marker = self.run.work / MAIN / f"{READERS[reader].files}.json"
         if not marker.exists():
-            result = self.attempt("write", reader, packs)
+            result = self.attempt("write", reader)
             if not result:
                 return {}
             keys = ("write_cpu_seconds", "bytes")
@@ -111,7 +108,7 @@ class Benchmark:
         row, found = self.rows[reader], self.attempt("read", reader)
         if not found:
             return
-        tokens = self.packs[MAIN]["tokens"] / self.packs[MAIN]["packs"]
+        tokens = self.packs["tokens"] / self.packs["packs"]
         found["tokens_per_second"] = tokens * found["samples_per_second"]
         found["memory"] = found["peak_memory"] - found["torch_memory"]
         for key in ("samples_per_second", "tokens_per_second"):
@@ -146,7 +143,7 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     readers = [name for name in readers if runner.interpreter(name)]
     benchmark = Benchmark(runner, readers, console)
     before = provenance() | {"versions": [python.versions for python in runner.interpreters]}
-    benchmark.prepare(MAIN, args.packs, args.data)
+    benchmark.prepare(args.packs, args.data)
     if args.prepare:
         return {}
     for _ in range(args.passes):
@@ -159,7 +156,7 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     return {
         "environment": before,
         "settings": {key: getattr(args, key) for key in ("passes", "only")},
-        "packs": benchmark.packs,
+        "packs": {MAIN: benchmark.packs},
         "rows": benchmark.rows,
     }
 

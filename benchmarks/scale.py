@@ -16,7 +16,6 @@ import argparse
 import heapq
 import json
 import math
-import resource
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from peers_etl.child import cpu_seconds
 from peers_etl.texts import write_pairs
 from provenance import provenance
 from rich.console import Console
@@ -80,15 +80,9 @@ class Measured:
 
 
 def cpu(work: Callable[[], Any]) -> float:
-    """CPU seconds of this process and its finished children."""
-
-    def spent() -> float:
-        times = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-        return sum(t.ru_utime + t.ru_stime for t in times)
-
-    begun = spent()
+    begun = cpu_seconds()
     work()
-    return spent() - begun
+    return cpu_seconds() - begun
 
 
 def measure(shared: Path, scratch: Path) -> Measured:

@@ -21,6 +21,7 @@ import torch
 
 from peers_loading import READERS
 from peers_loading.base import PACKS_PER_BATCH, Reader, Source
+from peers_loading.runner import private_memory
 
 POSITIONS = (0.5, 0.95)
 
@@ -36,7 +37,6 @@ class Task:
         scratch: an empty folder.
         out: file of the result.
         position: in mode ``resume``, the place in ``POSITIONS``.
-        whole: in mode ``resume``, whether to read on to the end of the epoch.
     """
 
     mode: str
@@ -45,7 +45,6 @@ class Task:
     scratch: str
     out: str
     position: int = 0
-    whole: bool = True
 
     @property
     def folder(self) -> Path:
@@ -60,13 +59,6 @@ class Task:
     def plan_file(self, suffix: str) -> Path:
         """File of the state that mode ``plan`` saves for mode ``resume``."""
         return Path(self.root, f"plan-{self.reader.replace(' ', '-')}{suffix}")
-
-
-def private_memory() -> int:
-    """Bytes of this process that no file backs."""
-    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-    sizes = {key: value for key, _, value in (line.partition(":") for line in lines)}
-    return 1024 * sum(int(sizes[key].split()[0]) for key in ("RssAnon", "RssShmem"))
 
 
 def write(reader: Reader, task: Task) -> dict[str, Any]:
@@ -132,8 +124,6 @@ def resume(reader: Reader, task: Task) -> dict[str, Any]:
     seconds = 0.0
     for batch in loader:
         seconds = seconds or time.perf_counter() - start
-        if not task.whole:
-            return {"seconds": seconds}
         found += reader.fingerprints(batch)
     expected = order[place:]
     return {
@@ -153,7 +143,7 @@ def main() -> None:
     """Runs the task of the command line."""
     task = Task(**json.loads(sys.argv[1]))
     torch.set_num_threads(1)
-    torch_memory = private_memory()
+    torch_memory = private_memory(os.getpid())
     result = MODES[task.mode](READERS[task.reader].load(), task)
     Path(task.out).write_text(
         json.dumps({**result, "torch_memory": torch_memory}), encoding="utf-8"

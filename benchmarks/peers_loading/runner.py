@@ -117,12 +117,13 @@ def _watch(command: list[str], log: Any, home: Path, limit: float) -> tuple[int,
             child.kill()
             child.wait()
             return peak, False
-        peak = max(peak, _private_memory(child.pid))
+        peak = max(peak, private_memory(child.pid))
         time.sleep(PERIOD)
     return peak, True
 
 
-def _private_memory(pid: int) -> int:
+def private_memory(pid: int) -> int:
+    """Bytes of a process that no file backs."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
     except OSError:  # it ended just now

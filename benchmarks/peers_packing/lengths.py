@@ -13,9 +13,6 @@ from packstore.format.arrays import Int32
 Float64 = npt.NDArray[np.float64]
 Draw = Callable[[np.random.Generator, int, int], "Float64 | Int32"]
 
-PAIRS = ("dpo", "dpolong")
-"""The sets that are like preference pairs."""
-
 _AT_ONCE = 1 << 20
 
 
