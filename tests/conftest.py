@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,10 @@ from stores import (  # noqa: F401  fixtures
     s3_server,
     store,
 )
+
+# Loops compile in a thread, and there numba's colours for errors put back the stderr of before:
+# what the next test wrote was not in its capture.
+os.environ["NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING"] = "1"
 
 # Time is not what tests are about, and a busy machine would fail them.
 settings.register_profile("patient", settings(), deadline=None)

@@ -87,8 +87,8 @@ def test_bad_input(case: str, folder: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def check(code: int, err: str, texts: list[str]) -> None:
+    assert code == 1, err
     (line,) = [x for x in err.splitlines() if x.startswith("packstore: ")]
-    assert code == 1
     assert line.startswith("packstore: error: "), line
     for text in texts:
         assert text in line, line
