@@ -23,7 +23,7 @@ def engine_of(dataset):
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen3", "small", pytest.param("mistral", marks=pytest.mark.slow)]
+    "name", ["mistral", "small", pytest.param("qwen3", marks=pytest.mark.slow)]
 )
 def test_the_same_examples_from_real_records(pack, tokenizer, records, monkeypatch, name):
     every = {file: records(file) for file in ("pairs/chat_zh.jsonl", "pairs/hh_harmless.jsonl.gz")}

@@ -58,14 +58,10 @@ choices = st.fixed_dictionaries(
 )
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "qwen3",
-        "mistral",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("mistral_model", "t5")),
-    ],
-)
+SLOW = [pytest.param(n, marks=pytest.mark.slow) for n in ("qwen3", "mistral_model", "t5")]
+
+
+@pytest.mark.parametrize("name", ["mistral", *SLOW])
 def test_nothing_breaks_and_nothing_is_lost(pack, tokenizer, name):
     quiet = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
 
