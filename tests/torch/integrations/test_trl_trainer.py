@@ -172,7 +172,7 @@ def test_adapters(
         model: Any = folder
         if given == "model":
             model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(folder), lora)
-        args = config_of(trl, tmp_path, learning_rate=1e-2)
+        args = config_of(trl, tmp_path, learning_rate=1e-2, max_steps=10)
         trainer = trainer_class(
             model,
             args=args,

@@ -65,9 +65,8 @@ def models(kit: SimpleNamespace) -> tuple[Any, Any]:
 @torch.no_grad()
 def plain_logp(model: Any, prompt: list[int], response: list[int]) -> float:
     """One sequence alone, by the model's own logits and attention."""
-    plain = copy.deepcopy(model)
-    plain.set_attn_implementation("sdpa")
-    logps = plain(torch.tensor([prompt + response])).logits[0].log_softmax(-1)
+    assert model.config._attn_implementation == "sdpa"
+    logps = model(torch.tensor([prompt + response])).logits[0].log_softmax(-1)
     rows = range(len(prompt) - 1, len(prompt) + len(response) - 1)
     return sum(float(logps[r, t]) for r, t in zip(rows, response, strict=True))
 
