@@ -11,7 +11,7 @@ import hostile_values
 import pytest
 from fuzz_targets import TARGETS
 
-ABORTS = ("parquet", "dishonest_parquet", "dishonest_spans")
+ABORTS = ("parquet", "dishonest_parquet", "dishonest_spans", "dishonest_index")
 """Broken size statistics in a footer that no hash guards: pyarrow 26 ends the process, as
 docs/security.md says. A release that does not is welcome."""
 
