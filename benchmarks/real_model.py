@@ -93,7 +93,7 @@ def train_trl(folder: Path, packed: bool) -> list[float]:
         for row in map(json.loads, lines)
     ]
     args = DPOConfig(
-        output_dir=str(folder / ("trl_packed" if packed else "trl")),
+        output_dir=str(folder / ("trl_packed" if packed else "trl")), num_train_epochs=1,
         per_device_train_batch_size=DEVICE, gradient_accumulation_steps=STEP // DEVICE, bf16=False,
         learning_rate=LEARNING_RATE, lr_scheduler_type="constant", logging_steps=1, report_to=[],
         save_strategy="no", disable_tqdm=True,
