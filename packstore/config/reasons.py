@@ -10,7 +10,7 @@ from packstore.errors import ConfigError, quote
 
 
 class Reason(NamedTuple):
-    """What must hold of records; what a job may do with one that breaks it, the default first:
+    """A rule of records, and what a job may do with one that breaks it, the default first:
     ``drop`` and count it, ``keep`` it, or stop with an ``error``.
     """
 
