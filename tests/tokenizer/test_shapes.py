@@ -47,32 +47,45 @@ def function(name: str, arguments: Any) -> dict[str, Any]:
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
 ADD = function("add", {"x": 1})
+ASK, A, B = asked("Q"), said("A"), said("B")
 PAIR = {"prompt": "Q", "chosen": "A", "rejected": "B"}
 CHATS = {"chosen": turns("Q", "A"), "rejected": turns("Q", "B")}
+ONE = {"prompt": "Q", "completion": "A"}
+RANKED = {"prompt": "Q", "responses": ["A", "B"]}
 HH = "\n\nHuman: Q\n\nAssistant: "
+TWO_OF_HH = {"chosen": HH + "A", "rejected": HH + "B"}
+
+# What is learned of these, in «»
+TEXTS = ["Q«A</s>»", "Q«B</s>»"]
+HH_TEXTS = [f"\n\nHuman: Q\n\nAssistant:« {x}</s>»" for x in "AB"]
+ANSWERS = ["[u]Q<e>[a]«A<e>»", "[u]Q<e>[a]«B<e>»"]
+AFTER_SYSTEM = [f"[s]S<e>{text}" for text in ANSWERS]
+THE_SECOND = ["[u]Q<e>[a]A<e>[u]R<e>[a]«B<e>»"]
+CALLED = ['[u]Q<e>[a]«!add{"x": 1}<e>»[t]2<e>[a]«A<e>»']
+
+# What a refusal says, around each …
+SIDES = "(--field chosen=NAME --field rejected=NAME)"
+BEGINS = "what follows the prompt does not begin with it … Leave the prompt out"
+BY_PROMPT = "Pair good and bad answers by their prompt (kind"
+
+
+def dialogue(*messages: dict[str, Any]) -> dict[str, Any]:
+    return {"messages": [*messages]}
+
 
 CASES: dict[str, tuple[dict[str, Any], Any]] = {
     # Preference
-    "TRL, text": (PAIR, ["Q«A</s>»", "Q«B</s>»"]),
-    "TRL, implicit prompt of chats": (CHATS, ["[u]Q<e>[a]«A<e>»", "[u]Q<e>[a]«B<e>»"]),
-    "TRL, chats": (
-        {"prompt": [asked("Q")], "chosen": [said("A")], "rejected": [said("B")]},
-        ["[u]Q<e>[a]«A<e>»", "[u]Q<e>[a]«B<e>»"],
-    ),
+    "TRL, text": (PAIR, TEXTS),
+    "TRL, implicit prompt of chats": (CHATS, ANSWERS),
+    "TRL, chats": ({"prompt": [ASK], "chosen": [A], "rejected": [B]}, ANSWERS),
     "TRL, tokenized": (
         {**PAIR, "prompt_input_ids": [1], "chosen_input_ids": [2], "rejected_input_ids": [3]},
-        ["Q«A</s>»", "Q«B</s>»"],
+        TEXTS,
     ),
     "UltraFeedback, binarized": (
-        {
-            **CHATS,
-            "prompt": "Q",
-            "messages": turns("Q", "A"),
-            "prompt_id": "f0",
-            "score_chosen": 8.5,
-            "score_rejected": 6.0,
-        },
-        ["[u]Q<e>[a]«A<e>»", "[u]Q<e>[a]«B<e>»"],
+        {**CHATS, "prompt": "Q", "messages": [ASK, A], "prompt_id": "f0"}
+        | {"score_chosen": 8.5, "score_rejected": 6.0},
+        ANSWERS,
     ),
     "UltraFeedback, raw": (
         {
@@ -80,103 +93,68 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
             "models": ["m"],
             "completions": [{"response": "A", "overall_score": 7.5}],
         },
-        "text 'instruction' … (--field chosen=NAME --field rejected=NAME)",
+        f"text 'instruction' … {SIDES}",
     ),
     "UltraFeedback, argilla": (
-        {
-            **CHATS,
-            "instruction": "Q",
-            "chosen-rating": 5.0,
-            "rejected-rating": 2.0,
-            "chosen-model": "m",
-        },
-        ["[u]Q<e>[a]«A<e>»", "[u]Q<e>[a]«B<e>»"],
+        {**CHATS, "instruction": "Q", "chosen-rating": 5.0, "rejected-rating": 2.0}
+        | {"chosen-model": "m"},
+        ANSWERS,
     ),
-    "HH": (
-        {"chosen": HH + "A", "rejected": HH + "B"},
-        ["\n\nHuman: Q\n\nAssistant:« A</s>»", "\n\nHuman: Q\n\nAssistant:« B</s>»"],
-    ),
-    "HH with its prompt": (
-        {"prompt": HH.rstrip(" "), "chosen": HH + "A", "rejected": HH + "B"},
-        ["\n\nHuman: Q\n\nAssistant:« A</s>»", "\n\nHuman: Q\n\nAssistant:« B</s>»"],
-    ),
-    "HH with another prompt": (
-        {"prompt": "\n\nHuman: X", "chosen": HH + "A", "rejected": HH + "B"},
-        "what follows the prompt does not begin with it … Leave the prompt out",
-    ),
-    "HH, explicit prompt": (
-        {"prompt": HH.rstrip(" "), "chosen": " A", "rejected": " B"},
-        ["\n\nHuman: Q\n\nAssistant:« A</s>»", "\n\nHuman: Q\n\nAssistant:« B</s>»"],
-    ),
+    "HH": (TWO_OF_HH, HH_TEXTS),
+    "HH with its prompt": ({**TWO_OF_HH, "prompt": HH.rstrip(" ")}, HH_TEXTS),
+    "HH with another prompt": ({**TWO_OF_HH, "prompt": "\n\nHuman: X"}, BEGINS),
+    "HH, explicit prompt": ({"prompt": HH.rstrip(" "), "chosen": " A", "rejected": " B"}, HH_TEXTS),
     "Orca": (
         {"system": "S", "question": "Q", "chosen": "A", "rejected": "B"},
         "no field 'prompt' among 'system', … (--field prompt=question)",
     ),
     "Orca, chats with a system turn": (
-        {
-            "prompt": "Q",
-            "chosen": [system("S"), *turns("Q", "A")],
-            "rejected": [system("S"), *turns("Q", "B")],
-        },
-        ["[s]S<e>[u]Q<e>[a]«A<e>»", "[s]S<e>[u]Q<e>[a]«B<e>»"],
+        {"prompt": "Q"} | {side: [system("S"), *chat] for side, chat in CHATS.items()},
+        AFTER_SYSTEM,
     ),
-    "a persona in the prompt alone": (
-        {**CHATS, "prompt": [system("Be a pirate"), asked("Q")]},
-        "what follows the prompt does not begin with it … Leave the prompt out",
-    ),
+    "a persona in the prompt alone": ({**CHATS, "prompt": [system("Be a pirate"), ASK]}, BEGINS),
     "Nectar": (
         {"prompt": "Q", "answers": [{"answer": "A", "rank": 1.0}, {"answer": "B", "rank": 2.0}]},
-        "fields 'prompt', 'answers' … (--field chosen=NAME --field rejected=NAME)",
+        f"fields 'prompt', 'answers' … {SIDES}",
     ),
     "HelpSteer 2": (
         {"prompt": "Q", "response": "A", "helpfulness": 3, "correctness": 4},
-        "helpfulness 3 … Pair good and bad answers by their prompt (kind",
+        f"helpfulness 3 … {BY_PROMPT}",
     ),
     "HelpSteer 3": (
-        {"context": turns("Q"), "response1": "A", "response2": "B", "overall_preference": -2},
+        {"context": [ASK], "response1": "A", "response2": "B", "overall_preference": -2},
         "text 'response1', 'response2'; messages 'context' … (--field chosen=NAME --field",
     ),
     "arena": (
         {"conversation_a": turns("Q", "A"), "conversation_b": turns("Q", "B"), "winner": "model_a"},
-        "messages 'conversation_a', 'conversation_b' … (--field chosen=NAME --field rejected=NAME)",
+        f"messages 'conversation_a', 'conversation_b' … {SIDES}",
     ),
     "OpenAI's preference format": (
-        {
-            "input": {"messages": turns("Q"), "tools": []},
-            "preferred_output": [said("A")],
-            "non_preferred_output": [said("B")],
-        },
-        "messages 'preferred_output', … (--field chosen=NAME --field rejected=NAME)",
+        {"input": dialogue(ASK) | {"tools": []}}
+        | {"preferred_output": [A], "non_preferred_output": [B]},
+        f"messages 'preferred_output', … {SIDES}",
     ),
     "LLaMA-Factory, alpaca pairs": (
         {"instruction": "Q", "input": "", "chosen": "A", "rejected": "B"},
         "no field 'prompt' among 'instruction', … (--field prompt=instruction)",
     ),
     "LLaMA-Factory, ShareGPT pairs": (
-        {
-            "conversations": sharegpt("Q"),
-            "chosen": {"from": "gpt", "value": "A"},
-            "rejected": {"from": "gpt", "value": "B"},
-        },
+        {"conversations": sharegpt("Q")}
+        | {side: {"from": "gpt", "value": PAIR[side]} for side in CHATS},
         "answers without a prompt … (--field prompt=conversations)",
     ),
     "ms-swift, pairs": (
-        {"messages": turns("Q", "A"), "rejected_response": "B"},
+        dialogue(ASK, A) | {"rejected_response": "B"},
         "no field 'prompt' among 'messages', … (--field prompt=NAME)",
     ),
     "axolotl, pairs in chat_template.default": (
-        {"messages": turns("Q"), "chosen": said("A"), "rejected": said("B")},
+        dialogue(ASK) | {"chosen": A, "rejected": B},
         "answers without a prompt … Name the turns before the answers (--field prompt=messages)",
     ),
     "NeMo-Aligner": (
-        {
-            "prompt": "Q",
-            "chosen_response": "A",
-            "rejected_response": "B",
-            "chosen_reward": 2,
-            "rejected_reward": 1,
-        },
-        ["Q«A</s>»", "Q«B</s>»"],
+        {"prompt": "Q", "chosen_response": "A", "rejected_response": "B"}
+        | {"chosen_reward": 2, "rejected_reward": 1},
+        TEXTS,
     ),
     "SHP": (
         {"history": "Q", "human_ref_A": "A", "human_ref_B": "B", "labels": 1},
@@ -184,24 +162,16 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     ),
     "PKU": (
         {"prompt": "Q", "response_0": "A", "response_1": "B", "better_response_id": 0},
-        "text 'response_0', 'response_1' … (--field chosen=NAME --field rejected=NAME)",
+        f"text 'response_0', 'response_1' … {SIDES}",
     ),
     "Capybara pairs": (
-        {
-            "chosen": turns("Q", "A", "R", "S"),
-            "rejected": turns("Q", "A", "R", "T"),
-            "rating_chosen": 5,
-            "rating_rejected": 4,
-        },
-        ["[u]Q<e>[a]A<e>[u]R<e>[a]«S<e>»", "[u]Q<e>[a]A<e>[u]R<e>[a]«T<e>»"],
+        {"chosen": turns("Q", "A", "R", "S"), "rejected": turns("Q", "A", "R", "T")}
+        | {"rating_chosen": 5, "rating_rejected": 4},
+        [f"[u]Q<e>[a]A<e>[u]R<e>[a]«{x}<e>»" for x in "ST"],
     ),
     "pairs as JSON text": (
-        {
-            "prompt": json.dumps(turns("Q")),
-            "chosen": json.dumps([said("A")]),
-            "rejected": json.dumps([said("B")]),
-        },
-        ["[u]Q<e>[a]«A<e>»", "[u]Q<e>[a]«B<e>»"],
+        {"prompt": json.dumps([ASK]), "chosen": json.dumps([A]), "rejected": json.dumps([B])},
+        ANSWERS,
     ),
     "pairs as Python's text": (
         {name: str(value) for name, value in CHATS.items()},
@@ -209,44 +179,33 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     ),
     "pairs with a number for a prompt": ({**CHATS, "prompt": 3}, "prompt must be text or messages"),
     # Ranked
-    "ranked": (
-        {"prompt": "Q", "responses": ["A", "B"], "scores": [2, 1]},
-        ["Q«A</s>»", "Q«B</s>»"],
-    ),
+    "ranked": ({**RANKED, "scores": [2, 1]}, TEXTS),
     "ranked chats": (
-        {
-            "prompt": turns("Q"),
-            "responses": [[said("A")], [said("B")]],
-            "scores": [2, 1],
-            "system": "S",
-        },
-        ["[s]S<e>[u]Q<e>[a]«A<e>»", "[s]S<e>[u]Q<e>[a]«B<e>»"],
+        {"prompt": [ASK], "responses": [[A], [B]], "scores": [2, 1], "system": "S"},
+        AFTER_SYSTEM,
     ),
     "ranks": (
-        {"prompt": "Q", "responses": ["A", "B"], "ranks": [1, 2]},
+        {**RANKED, "ranks": [1, 2]},
         "no field 'scores' among 'prompt', … (--field scores=NAME)",
     ),
     "OpenRLHF, scored": (
-        {"prompt": "Q", "responses": ["A", "B"], "rewards": [0.5, 0.1]},
+        {**RANKED, "rewards": [0.5, 0.1]},
         "no field 'scores' among 'prompt', … (--field scores=NAME)",
     ),
     # Single answers
-    "TRL, messages": ({"messages": turns("Q", "A")}, ["[u]Q<e>[a]«A<e>»"]),
-    "TRL, prompt and completion": ({"prompt": "Q", "completion": "A"}, ["Q«A</s>»"]),
-    "TRL, prompt and completion as chats": (
-        {"prompt": turns("Q"), "completion": [said("A")]},
-        ["[u]Q<e>[a]«A<e>»"],
-    ),
+    "TRL, messages": (dialogue(ASK, A), ANSWERS[:1]),
+    "TRL, prompt and completion": (ONE, TEXTS[:1]),
+    "TRL, prompt and completion as chats": ({"prompt": [ASK], "completion": [A]}, ANSWERS[:1]),
     "UltraChat": (
         {"prompt": "Q", "prompt_id": "f0", "messages": turns("Q", "A", "R", "S")},
         ["[u]Q<e>[a]«A<e>»[u]R<e>[a]«S<e>»"],
     ),
     "a prompt that messages do not begin with": (
-        {"prompt": "Be a pirate", "messages": turns("Q", "A")},
-        "what follows the prompt does not begin with it … Leave the prompt out",
+        {"prompt": "Be a pirate", "messages": [ASK, A]},
+        BEGINS,
     ),
     "messages and a response": (
-        {"messages": turns("Q"), "response": "A"},
+        dialogue(ASK) | {"response": "A"},
         "'response' beside 'messages' … Leave one of them out",
     ),
     "alpaca": (
@@ -257,10 +216,10 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
         {"instruction": "Q", "context": "", "response": "A", "category": "open_qa"},
         "no field 'prompt' among 'instruction', … (--field prompt=NAME)",
     ),
-    "ShareGPT": ({"id": "x", "conversations": sharegpt("Q", "A")}, ["[u]Q<e>[a]«A<e>»"]),
+    "ShareGPT": ({"id": "x", "conversations": sharegpt("Q", "A")}, ANSWERS[:1]),
     "ShareGPT with a system text": (
         {"system": "S", "conversations": sharegpt("Q", "A")},
-        ["[s]S<e>[u]Q<e>[a]«A<e>»"],
+        AFTER_SYSTEM[:1],
     ),
     "OpenHermes, weights": (
         {
@@ -271,43 +230,43 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
                 {"from": "gpt", "value": "B", "weight": 1},
             ]
         },
-        ["[u]Q<e>[a]A<e>[u]R<e>[a]«B<e>»"],
+        THE_SECOND,
     ),
     "ShareGPT, column-wise": (
         {"messages": {"role": ["user", "assistant"], "content": ["Q", "A"]}},
         "messages must be a list of objects, found an object of lists",
     ),
     "WildChat": (
-        {"conversation": [{**turn, "toxic": False} for turn in turns("Q", "A")]},
+        {"conversation": [{**turn, "toxic": False} for turn in (ASK, A)]},
         "messages 'conversation' … (--field messages=conversation)",
     ),
     "WildChat, mapped by hand": (
-        {"messages": [{**turn, "toxic": False} for turn in turns("Q", "A")]},
+        {"messages": [{**turn, "toxic": False} for turn in (ASK, A)]},
         "messages with 'toxic' … Remove it",
     ),
     "OASST": (
         {"message_id": "a", "parent_id": None, "text": "Q", "role": "prompter", "rank": None},
-        "text 'message_id', 'text', 'role' … (--field chosen=NAME --field rejected=NAME)",
+        f"text 'message_id', 'text', 'role' … {SIDES}",
     ),
     "OpenAI's fine-tuning format": (
-        {"messages": [system("S"), *turns("Q", "A"), asked("R"), said("B", weight=1)]},
+        dialogue(system("S"), ASK, A, asked("R"), said("B", weight=1)),
         ["[s]S<e>[u]Q<e>[a]«A<e>»[u]R<e>[a]«B<e>»"],
     ),
     "OpenAI, a turn of weight 0": (
-        {"messages": [asked("Q"), said("A", weight=0), asked("R"), said("B", weight=1)]},
-        ["[u]Q<e>[a]A<e>[u]R<e>[a]«B<e>»"],
+        dialogue(ASK, said("A", weight=0), asked("R"), said("B", weight=1)),
+        THE_SECOND,
     ),
     "axolotl, a turn not trained": (
-        {"messages": [asked("Q"), said("A", train=False), asked("R"), said("B", train=True)]},
-        ["[u]Q<e>[a]A<e>[u]R<e>[a]«B<e>»"],
+        dialogue(ASK, said("A", train=False), asked("R"), said("B", train=True)),
+        THE_SECOND,
     ),
     "axolotl, parts of a turn": (
-        {"messages": [asked("Q"), said("A", train_detail=[{"begin_offset": 0}])]},
+        dialogue(ASK, said("A", train_detail=[{"begin_offset": 0}])),
         "messages with 'train_detail' … Remove it",
     ),
     "ms-swift, a turn without loss": (
-        {"messages": [asked("Q"), said("A", loss=False), asked("R"), said("B", loss=True)]},
-        ["[u]Q<e>[a]A<e>[u]R<e>[a]«B<e>»"],
+        dialogue(ASK, said("A", loss=False), asked("R"), said("B", loss=True)),
+        THE_SECOND,
     ),
     "Gemini": (
         {"contents": [{"role": "user", "parts": [{"text": "Q"}]}]},
@@ -317,76 +276,44 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
         {"instruction": "Q", "output": "A", "history": [["a", "b"]]},
         "text 'instruction', 'output' … (--field prompt=NAME --field response=NAME)",
     ),
-    "raw text": (
-        {"text": "Once"},
-        "text 'text' … (--field chosen=NAME --field rejected=NAME)",
-    ),
-    "KTO": (
-        {"prompt": "Q", "completion": "A", "label": False},
-        "label False … Pair good and bad answers by their prompt (kind",
-    ),
-    "KTO, words": (
-        {"prompt": "Q", "completion": "A", "label": "good"},
-        "label 'good' … Pair good and bad answers by their prompt (kind",
-    ),
-    "KTO, plus and minus one": (
-        {"prompt": "Q", "completion": "A", "label": -1.0},
-        "label -1.0 … Pair good and bad answers by their prompt (kind",
-    ),
-    "KTO of LLaMA-Factory": (
-        {"messages": turns("Q", "A"), "kto_tag": False},
-        "kto_tag False … Pair good and bad answers by their prompt (kind",
-    ),
-    "KTO, thumbs": (
-        {"prompt": "Q", "completion": "A", "feedback": "thumbs_down"},
-        "feedback 'thumbs_down' … Pair good and bad answers by their prompt (kind",
-    ),
-    "a rating of one": (
-        {"prompt": "Q", "response": "A", "rating": 1},
-        "rating 1 … Pair good and bad answers by their prompt (kind",
-    ),
+    "raw text": ({"text": "Once"}, f"text 'text' … {SIDES}"),
+    "KTO": ({**ONE, "label": False}, f"label False … {BY_PROMPT}"),
+    "KTO, words": ({**ONE, "label": "good"}, f"label 'good' … {BY_PROMPT}"),
+    "KTO, plus and minus one": ({**ONE, "label": -1.0}, f"label -1.0 … {BY_PROMPT}"),
+    "KTO of LLaMA-Factory": (dialogue(ASK, A) | {"kto_tag": False}, f"kto_tag False … {BY_PROMPT}"),
+    "KTO, thumbs": ({**ONE, "feedback": "thumbs_down"}, f"feedback 'thumbs_down' … {BY_PROMPT}"),
+    "a rating of one": ({"prompt": "Q", "response": "A", "rating": 1}, f"rating 1 … {BY_PROMPT}"),
     "token ids and labels": ({"input_ids": [81, 65], "labels": [-100, 65]}, ["r«b»"]),
-    "a good answer": ({"prompt": "Q", "completion": "A", "label": True}, ["Q«A</s>»"]),
+    "a good answer": ({**ONE, "label": True}, TEXTS[:1]),
     # Calls, reasoning, images
     "OpenAI's calls": (
-        {
-            "messages": [
-                asked("Q"),
-                said(None, tool_calls=[{"id": "c1", **function("add", '{"x": 1}')}]),
-                {"role": "tool", "tool_call_id": "c1", "content": "2"},
-                said("A"),
-            ],
-            "tools": [TOOL],
-        },
-        ['add;[u]Q<e>[a]«!add{"x": 1}<e>»[t]2<e>[a]«A<e>»'],
+        dialogue(
+            ASK,
+            said(None, tool_calls=[{"id": "c1", **function("add", '{"x": 1}')}]),
+            {"role": "tool", "tool_call_id": "c1", "content": "2"},
+            A,
+        )
+        | {"tools": [TOOL]},
+        [f"add;{CALLED[0]}"],
     ),
     "OpenAI's first calls": (
-        {
-            "messages": [
-                asked("Q"),
-                said(None, function_call={"name": "add", "arguments": '{"x": 1}'}),
-                {"role": "function", "name": "add", "content": "2"},
-                said("A"),
-            ]
-        },
-        ['[u]Q<e>[a]«!add{"x": 1}<e>»[t]2<e>[a]«A<e>»'],
+        dialogue(
+            ASK,
+            said(None, function_call={"name": "add", "arguments": '{"x": 1}'}),
+            {"role": "function", "name": "add", "content": "2"},
+            A,
+        ),
+        CALLED,
     ),
     "Mistral's calls": (
-        {
-            "messages": [
-                asked("Q"),
-                said(
-                    "",
-                    tool_calls=[
-                        {"id": "123456789", "function": {"name": "add", "arguments": {"x": 1}}}
-                    ],
-                ),
-                {"role": "tool", "name": "add", "content": "2", "tool_call_id": "123456789"},
-                said("A"),
-            ],
-            "tools": json.dumps([TOOL]),
-        },
-        ['add;[u]Q<e>[a]«!add{"x": 1}<e>»[t]2<e>[a]«A<e>»'],
+        dialogue(
+            ASK,
+            said("", tool_calls=[{"id": "123456789", "function": ADD["function"]}]),
+            {"role": "tool", "name": "add", "content": "2", "tool_call_id": "123456789"},
+            A,
+        )
+        | {"tools": json.dumps([TOOL])},
+        [f"add;{CALLED[0]}"],
     ),
     "LLaMA-Factory's calls": (
         {
@@ -397,20 +324,18 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
                 {"from": "gpt", "value": "A"},
             ]
         },
-        ['[u]Q<e>[a]«!add{"x": 1}<e>»[t]2<e>[a]«A<e>»'],
+        CALLED,
     ),
     "Anthropic's calls": (
-        {
-            "messages": [
-                asked("Q"),
-                said(
-                    [
-                        {"type": "text", "text": "A"},
-                        {"type": "tool_use", "id": "t", "name": "add", "input": {"x": 1}},
-                    ]
-                ),
-            ]
-        },
+        dialogue(
+            ASK,
+            said(
+                [
+                    {"type": "text", "text": "A"},
+                    {"type": "tool_use", "id": "t", "name": "add", "input": {"x": 1}},
+                ]
+            ),
+        ),
         "a part must be text, found {'type':",
     ),
     "Hermes's calls in text": (
@@ -425,15 +350,15 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
         ['[u]Q<e>[a]«<tool_call>{"name": "add"}</tool_call><e>»[t]2<e>[a]«A<e>»'],
     ),
     "calls of the user": (
-        {"messages": [{**asked("Q"), "tool_calls": [ADD]}, said("A")]},
+        dialogue({**ASK, "tool_calls": [ADD]}, A),
         "only the assistant has reasoning and",
     ),
     "DeepSeek's reasoning": (
-        {"messages": [asked("Q"), said("A", reasoning_content="hm")]},
+        dialogue(ASK, said("A", reasoning_content="hm")),
         ["[u]Q<e>[a]«(hm)A<e>»"],
     ),
     "gpt-oss's thinking": (
-        {"messages": [asked("Q"), said("A", thinking="hm", tool_calls=None)]},
+        dialogue(ASK, said("A", thinking="hm", tool_calls=None)),
         ["[u]Q<e>[a]«(hm)A<e>»"],
     ),
     "reasoning in text": (
@@ -441,44 +366,29 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
         ["Q«<think>hm</think>A</s>»"],
     ),
     "reasoning in two fields that differ": (
-        {"messages": [asked("Q"), said("A", thinking="hm", reasoning="ah")]},
+        dialogue(ASK, said("A", thinking="hm", reasoning="ah")),
         "a message must have one of",
     ),
     "text parts": (
-        {
-            "messages": [
-                asked([{"type": "text", "text": "Q", "image_url": None}]),
-                said([{"text": "A"}]),
-            ]
-        },
-        ["[u]Q<e>[a]«A<e>»"],
+        dialogue(asked([{"type": "text", "text": "Q", "image_url": None}]), said([{"text": "A"}])),
+        ANSWERS[:1],
     ),
     "OpenAI's image": (
-        {
-            "messages": [
-                asked(
-                    [
-                        {"type": "text", "text": "Q"},
-                        {"type": "image_url", "image_url": {"url": "x"}},
-                    ]
-                ),
-                said("A"),
-            ]
-        },
+        dialogue(
+            asked(
+                [{"type": "text", "text": "Q"}, {"type": "image_url", "image_url": {"url": "x"}}]
+            ),
+            A,
+        ),
         "a part must be text, found {'type':",
     ),
     "TRL's image": (
-        {
-            "messages": [
-                asked([{"type": "image", "text": ""}, {"type": "text", "text": "Q"}]),
-                said("A"),
-            ],
-            "images": ["x"],
-        },
+        dialogue(asked([{"type": "image", "text": ""}, {"type": "text", "text": "Q"}]), A)
+        | {"images": ["x"]},
         "a part must be of type text, found",
     ),
     "ms-swift's image in a message": (
-        {"messages": [{**asked("Q"), "images": ["x"]}, said("A")]},
+        dialogue({**ASK, "images": ["x"]}, A),
         "messages with 'images' … Remove it",
     ),
     "LLaVA's image": (
