@@ -12,6 +12,7 @@ import unicodedata
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -23,7 +24,7 @@ from packstore.etl.dedup_and_split import Seen, pair_keys
 from packstore.etl.estimate import SAMPLE, Estimate, Measured, estimate, estimate_of
 from packstore.etl.notes import PROBLEMS
 from packstore.etl.sources import RecordExampleReader, open_examples
-from packstore.etl.tokenize import Tokenize
+from packstore.etl.tokenize import Part, Tokenize
 from packstore.etl.totals import absent_fields, dropped_unasked
 from packstore.format.arrays import SOURCE_SHIFT, Bool, Examples, Sample, Tally, example_id
 from packstore.io.dataset.dataset import Dataset, find_dataset
@@ -34,9 +35,11 @@ from packstore.io.maintain import preflight
 from packstore.io.store.location import Location
 from packstore.progress import Progress
 from packstore.tokenizer import Tokenizer
+from packstore.tokenizer.chat.limits import limited
+from packstore.tokenizer.chat.template import Message
+from packstore.tokenizer.record_tokenizer import Encoded
 from packstore.tokenizer.records.shapes import Parsed, parse_record
 from packstore.tokenizer.refusals import Refused
-from packstore.tokenizer.renderer import render
 
 
 @dataclass(frozen=True)
@@ -266,19 +269,34 @@ class TextLint:
     def __init__(self, tokenize: Tokenize, kind: str, config: PackConfig) -> None:
         self._tokenize, self._kind, self._config = tokenize, kind, config
         self.suits_threads, self.load = tokenize.suits_threads, tokenize.load
-        self._markers: list[str] = []  # of the chat template, and not in the vocabulary
-        tokenizer = tokenize.tokenizer
-        if tokenizer is not None and tokenizer.template is not None:
-            with contextlib.suppress(Refused, PackstoreError):  # the template refuses this dialogue
-                turns = [{"role": role, "content": "a"} for role in ("user", "assistant")]
-                text = render(turns, tokenizer, config)
-                markers = dict.fromkeys(re.findall(r"<[^<>\s]{1,40}>", text))
-                self._markers = [m for m in markers if tokenizer.engine.token_to_id(m) is None]
 
-    def __call__(self, block: Block) -> tuple[Examples, Tally]:
+    def __call__(self, block: Block) -> Part:
         """Returns the examples of a block, and the tally of its records with the findings."""
+        return self.finish(self.begin(block))
+
+    def finish(self, begun: tuple[Part, list[Encoded]]) -> Part:
+        """Compares a sample with the reference; returns the result."""
+        return self._tokenize.finish(begun)
+
+    @cached_property
+    def _markers(self) -> list[str]:
+        """Texts that the chat template writes around turns, and that are no tokens."""
+        tokenizer = self._tokenize.tokenizer
+        if tokenizer is None or tokenizer.template is None:
+            return []
+        turns: list[Message] = [{"role": role, "content": "a"} for role in ("user", "assistant")]
+        try:
+            with limited():
+                text = tokenizer.template.render(turns, None)
+        except (Refused, PackstoreError):  # the template refuses this dialogue
+            return []
+        markers = dict.fromkeys(re.findall(r"<[^<>\s]{1,40}>", text))
+        return [m for m in markers if tokenizer.engine.token_to_id(m) is None]
+
+    def begin(self, block: Block) -> tuple[Part, list[Encoded]]:
+        """Returns the result for a block, and the sample of it to compare."""
         rows = block.parse()
-        examples, tally = self._tokenize.finish(self._tokenize.begin(rows))
+        (examples, tally), sample = self._tokenize.begin(rows)
         kept = set(examples.example_ids.tolist())
         # Tokenizing may already have counted the same findings.
         known = set(tally.noted)
@@ -289,7 +307,7 @@ class TextLint:
                 for check, detail in self._errors(parse_record(value, self._kind, self._config)):
                     if check not in known:
                         tally.note(check, rows.where(i), detail)
-        return examples, tally
+        return (examples, tally), sample
 
     def _errors(self, parsed: Parsed) -> Iterator[tuple[str, str]]:
         prompt, responses = parsed.prompt, parsed.responses

@@ -34,7 +34,7 @@ from packstore.tokenizer import (
     parse_carry,
     typed_carry,
 )
-from packstore.tokenizer.fastest import EngineWatch, agreeing, fastest, pays
+from packstore.tokenizer.fastest import EngineWatch, fastest, pays
 from packstore.tokenizer.records.shapes import parse_record
 from packstore.tokenizer.refusals import Refused
 from packstore.tokenizer.tokenizer import FAST
@@ -94,7 +94,7 @@ class RecordExampleReader:
         detected = config.kind == "auto"
         self.kind = detect_kind(rows.values[0], config, rows.where(0)) if detected else config.kind
         if self.tokenizer is not None and _faster_pays(self.tokenizer, first, blocks):
-            self.tokenizer = agreeing(fastest(self.tokenizer), rows, config, self.kind)
+            self.tokenizer = fastest(self.tokenizer)
         self.vocab_size = self.tokenizer.vocab_size if self.tokenizer else None
         self._renders = self.tokenizer is not None and self._are_dialogues(rows)
 
@@ -156,7 +156,8 @@ class RecordExampleReader:
         # A template is rendered by Python code, which holds the GIL.
         threads = not self._renders and (name in (None, FAST) or (name == "tokenizers" and few))
         stage = RecordTokenizer(self.tokenizer, self._config, self.kind)
-        return Tokenize(stage, threads, EngineWatch(stage, self._config.seed, len(self.inputs)))
+        watch = EngineWatch(self.tokenizer, self._config, self._config.seed, len(self.inputs))
+        return Tokenize(stage, threads, watch)
 
     def provenance(self, sources: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
         """Returns sources (as passed, else those read here), tokenizer, settings and version."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from packstore.format.arrays import Examples, Rows, Tally
 from packstore.io.inputs.files import Block
 from packstore.tokenizer.fastest import EngineWatch
-from packstore.tokenizer.record_tokenizer import RecordTokenizer
+from packstore.tokenizer.record_tokenizer import Encoded, RecordTokenizer
 
 Part = tuple[Examples, Tally]
 
@@ -27,15 +27,14 @@ class Tokenize:
         """Returns the examples of a block, and the tally of its records."""
         return self.finish(self.begin(block))
 
-    def begin(self, block: Block | Rows) -> tuple[Part, tuple[Rows, Examples] | None]:
+    def begin(self, block: Block | Rows) -> tuple[Part, list[Encoded]]:
         """Returns the result for a block, and the sample of it to compare."""
         rows = block if isinstance(block, Rows) else block.parse()
-        examples, tally = self._stage(rows)
-        return (examples, tally), self._watch.sample(rows, examples)
+        examples, tally, encoded = self._stage(rows, self._watch.sample(rows))
+        return (examples, tally), encoded
 
-    def finish(self, begun: tuple[Part, tuple[Rows, Examples] | None]) -> Part:
+    def finish(self, begun: tuple[Part, list[Encoded]]) -> Part:
         """Compares the sample with the reference, which no worker loads; returns the result."""
         part, sample = begun
-        if sample is not None:
-            self._watch.compare(*sample)
+        self._watch.compare(sample)
         return part

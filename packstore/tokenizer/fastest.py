@@ -1,6 +1,6 @@
 """Uses ``fastokens`` where its ids equal those of the reference, ``tokenizers``.
 
-It is probed before a job, compared on the first records, and watched on a sample of all others.
+It is probed before a job, and compared on the first records and a sample of all others.
 """
 
 from __future__ import annotations
@@ -8,15 +8,15 @@ from __future__ import annotations
 import itertools
 import logging
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import numpy as np
 
 from packstore.config import TokenizeConfig
 from packstore.errors import PackstoreError, WrongEngineError, quote, sentence
 from packstore.format import seeds
-from packstore.format.arrays import Examples, Int32, Int64, Rows, example_id
-from packstore.tokenizer.record_tokenizer import RecordTokenizer
+from packstore.format.arrays import Int32, Int64, Rows, example_id
+from packstore.tokenizer.encode import assemble
+from packstore.tokenizer.record_tokenizer import Encoded
 from packstore.tokenizer.tokenizer import FAST, Tokenizer
 
 log = logging.getLogger("packstore")
@@ -24,9 +24,6 @@ log = logging.getLogger("packstore")
 LOADING = 6
 """The faster engine takes as long to load as the reference takes for records of the size of its
 file divided by this (measured with Qwen3's file of 11 MB; with smaller files, somewhat more)."""
-
-FIRST = 64
-"""Number of first records on which the faster engine must agree with the reference."""
 
 ONE_IN = 1000
 """Of this many records, one is tokenized again by the reference."""
@@ -36,8 +33,6 @@ FEWEST = 200
 
 _SHOWN = 8
 """Number of ids of each engine in an error, from two before the first difference."""
-
-_COMPARED = ("example_ids", "example_offsets", "sequence_offsets", "input_ids", "supervised")
 
 PROBES = (
     "",
@@ -99,82 +94,58 @@ def _probed(tokenizer: Tokenizer) -> list[Int32 | Int64]:
     return list(itertools.chain.from_iterable(ways))
 
 
-def agreeing(tokenizer: Tokenizer, rows: Rows, config: TokenizeConfig, kind: str) -> Tokenizer:
-    """Returns `tokenizer`, or one with the reference if they differ on the first of `rows`."""
-    if tokenizer.engine_name != FAST:
-        return tokenizer
-    first = replace(rows, ordinals=rows.ordinals[:FIRST], values=rows.values[:FIRST])
-    stage = RecordTokenizer(tokenizer, config, kind)
-    try:
-        EngineWatch(stage).compare(first, stage(first)[0])
-    except WrongEngineError as error:
-        log.warning("tokenizer engine %s is not used: %s", FAST, error)
-        return tokenizer.with_engine("tokenizers")
-    return tokenizer
-
-
 class EngineWatch:
-    """Tokenizes a sample of the faster engine's records again with the reference, and compares.
+    """Encodes a sample of the faster engine's texts again with the reference, and compares.
 
     The sample depends on the seed and each record's place in the input, not on workers, partitions
     or blocks. The first records of each of `sources` inputs are in it. Picklable.
     """
 
-    def __init__(self, stage: RecordTokenizer, seed: int = 0, sources: int = 1) -> None:
-        self._stage, self._seed = stage, seed
+    def __init__(
+        self, tokenizer: Tokenizer | None, config: TokenizeConfig, seed: int, sources: int
+    ) -> None:
+        self._tokenizer, self._config, self._seed = tokenizer, config, seed
         self._first = -(-FEWEST // max(sources, 1))
-        self._reference: RecordTokenizer | None = None
+        self._reference: Tokenizer | None = None
 
-    def sample(self, rows: Rows, examples: Examples) -> tuple[Rows, Examples] | None:
-        """Returns the sampled records of `rows` and their examples; None: there are none."""
-        tokenizer = self._stage.tokenizer
-        if tokenizer is None or tokenizer.engine_name != FAST:
-            return None
+    def sample(self, rows: Rows) -> list[int]:
+        """Returns the indices of the sampled records of `rows`."""
+        if self._tokenizer is None or self._tokenizer.engine_name != FAST:
+            return []
         ordinals = np.array(rows.ordinals, np.int64)
         ids = example_id(rows.source, 0) + ordinals
-        chosen = self.chosen(ordinals, ids)
-        if not len(chosen):
-            return None
-        values = [rows.values[i] for i in chosen]
-        kept = np.flatnonzero(np.isin(examples.example_ids, ids[chosen]))
-        records = replace(rows, ordinals=ordinals[chosen].tolist(), values=values)
-        return records, examples.take(kept)
+        drawn = seeds.keys_at(ids.view(np.uint64), self._seed, "engine watch")
+        chosen: list[int] = np.flatnonzero(
+            (ordinals < self._first) | (drawn < 2**64 // ONE_IN)
+        ).tolist()
+        return chosen
 
-    def compare(self, sample: Rows, examples: Examples) -> None:
-        """Compares the examples of sampled records with those of the reference."""
-        tokenizer = self._stage.tokenizer
-        assert tokenizer is not None
+    def compare(self, sample: list[Encoded]) -> None:
+        """Compares what the faster engine made of texts with what the reference makes of them."""
+        tokenizer = self._tokenizer
+        if not sample or tokenizer is None:
+            return
         if self._reference is None:
-            reference = tokenizer.with_engine("tokenizers")
-            self._reference = RecordTokenizer(reference, self._stage.config, self._stage.kind)
-        expected, _ = self._reference(sample)
-        ids = example_id(sample.source, 0) + np.array(sample.ordinals, np.int64)
-        for i, number in enumerate(ids):
-            fast, slow = (
-                e.take(np.flatnonzero(e.example_ids == number)) for e in (examples, expected)
-            )
-            if not all(np.array_equal(getattr(fast, n), getattr(slow, n)) for n in _COMPARED):
+            self._reference = tokenizer.with_engine("tokenizers")
+        expected = assemble(self._reference, [one.draft for one in sample], self._config)
+        for i, (where, _, fast) in enumerate(sample):
+            slow = expected.row(i)
+            same = np.array_equal(fast.ids, slow.ids) and fast.head == slow.head
+            if not (same and np.array_equal(fast.supervised, slow.supervised)):
                 rule = f"tokenizer engine {FAST} must give the ids of the reference"
-                other = _difference(tokenizer, fast, slow)
+                other = _difference(tokenizer, fast.ids, slow.ids)
                 remedy = f"Remove it from the environment (pip uninstall {FAST})"
-                error = WrongEngineError(sentence(sample.where(i), rule, other, remedy))
+                error = WrongEngineError(sentence(where, rule, other, remedy))
                 error.tokenizer = tokenizer.sha256
                 raise error
 
-    def chosen(self, ordinals: Int64, ids: Int64) -> Int64:
-        """Returns the indices of the sampled records, from their ordinals and ids."""
-        drawn = seeds.keys_at(ids.view(np.uint64), self._seed, "engine watch")
-        return np.flatnonzero((ordinals < self._first) | (drawn < 2**64 // ONE_IN))
 
-
-def _difference(tokenizer: Tokenizer, fast: Examples, slow: Examples) -> str:
-    """The text where two examples differ, and its ids."""
-    if fast.num_examples != slow.num_examples:
-        return "that it drops a record which the reference keeps, or keeps one that it drops"
-    n = min(len(fast.input_ids), len(slow.input_ids))
-    differ = np.flatnonzero(fast.input_ids[:n] != slow.input_ids[:n])
+def _difference(tokenizer: Tokenizer, fast: Int32, slow: Int32) -> str:
+    """The text where the ids of two engines differ, and the ids."""
+    n = min(len(fast), len(slow))
+    differ = np.flatnonzero(fast[:n] != slow[:n])
     start = max((int(differ[0]) if len(differ) else n) - 2, 0)
-    ours, theirs = (e.input_ids[start : start + _SHOWN].tolist() for e in (fast, slow))
+    ours, theirs = (ids[start : start + _SHOWN].tolist() for ids in (fast, slow))
     if ours == theirs:
         return "other supervised tokens"
     return f"{quote(tokenizer.decode(theirs))} as {ours}, not {theirs}"

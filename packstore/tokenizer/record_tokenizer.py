@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import struct
+from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -12,6 +14,7 @@ from packstore.config import RunConfig, SelectConfig, TokenizeConfig
 from packstore.config.record_shapes import FEEDBACK
 from packstore.errors import TokenizerError, sentence
 from packstore.format.arrays import Examples, Int64, Rows, Tally, example_id, to_offsets
+from packstore.tokenizer.chat.limits import limited, restart_clock
 from packstore.tokenizer.encode import assemble
 from packstore.tokenizer.records.fields import (
     carried,
@@ -25,12 +28,7 @@ from packstore.tokenizer.records.overlong import fit
 from packstore.tokenizer.records.sequences import Draft, Sequences, Tokens, id_sequences
 from packstore.tokenizer.records.shapes import Parsed, parse_record, prompt_key
 from packstore.tokenizer.refusals import Refused, raise_if_error
-from packstore.tokenizer.rendered import (
-    check_responses,
-    check_separable,
-    draft_record,
-)
-from packstore.tokenizer.renderer import Drafted, Renderer
+from packstore.tokenizer.rendered import check_responses, check_separable, draft_record
 from packstore.tokenizer.tokenizer import Tokenizer
 
 
@@ -42,9 +40,18 @@ class _Block:
     parsed: list[Parsed] = field(default_factory=list)
     carried: list[list[Any]] = field(default_factory=list)
     drafts: list[Draft] = field(default_factory=list)  # the sequences that are text
+    drafts_of: dict[int, range] = field(default_factory=dict)  # by index in the block
     ids: dict[int, Tokens] = field(default_factory=dict)  # the others, by number
     refused: dict[int, Refused] = field(default_factory=dict)  # by index in the block
     events: dict[int, list[str]] = field(default_factory=dict)  # by index in the block
+
+
+class Encoded(NamedTuple):
+    """A text, what it was encoded to, and the place of its record."""
+
+    where: str
+    draft: Draft
+    tokens: Tokens
 
 
 class RecordTokenizer:
@@ -61,7 +68,6 @@ class RecordTokenizer:
         self._keeps_rejects = isinstance(config, RunConfig) and config.rejects is not None
         self._wants_keys = isinstance(config, SelectConfig) and config.selects
         self._judges = kind == "sft" and config.on["unpaired_feedback"] != "keep"
-        self._renderer: Renderer | None = None
         templated = tokenizer is not None and tokenizer.chat_template is not None
         self._is_raw = templated and config.as_chat is None
         for role, asked in (("bos", config.add_bos), ("eos", config.append_eos)):
@@ -69,8 +75,11 @@ class RecordTokenizer:
                 must = f"it must name its {role.upper()} token, as the settings ask for one"
                 raise TokenizerError(sentence(f"tokenizer {tokenizer.name}", must, "none"))
 
-    def __call__(self, rows: Rows) -> tuple[Examples, Tally]:
-        """Returns the examples of `rows`, in order, and the tally of all records."""
+    def __call__(
+        self, rows: Rows, sampled: Collection[int] = ()
+    ) -> tuple[Examples, Tally, list[Encoded]]:
+        """Returns the examples of `rows`, in order, the tally of all records, and what the texts of
+        the records with indices `sampled` were encoded to."""
         block, names = _Block(), names_of(rows.values)
         judged = names.intersection(FEEDBACK) if self._judges else set()
         parsed: dict[int, Parsed] = {}
@@ -82,21 +91,26 @@ class RecordTokenizer:
             except Refused as error:
                 # Its traceback references the block: a cycle that would leak memory in long jobs.
                 block.refused[i] = error.with_traceback(None)
-        chats = {i: x for i, x in parsed.items() if x.is_chat}
-        rendered = dict(zip(chats, self._render([*chats.values()]), strict=True))
-        for i, record in parsed.items():
-            try:
-                self._add(block, i, rows.values[i], record, rendered.get(i))
-            except Refused as error:
-                block.refused[i] = error.with_traceback(None)
+        renders = any(record.is_chat for record in parsed.values())
+        with limited() if renders else contextlib.nullcontext():
+            for i, record in parsed.items():
+                try:
+                    self._add(block, i, rows.values[i], record)
+                except Refused as error:
+                    block.refused[i] = error.with_traceback(None)
         sequences = Sequences.of([])
         if self.tokenizer is not None and block.drafts:
             sequences = assemble(self.tokenizer, block.drafts, self.config)
+        encoded = [
+            Encoded(rows.where(i), block.drafts[j], sequences.row(j))
+            for i in sampled
+            for j in block.drafts_of.get(i, ())
+        ]
         counts = np.array([len(record.responses) for record in block.parsed], np.int64)
         firsts = to_offsets(counts)
         sequences = self._judge(block, sequences.with_rows(block.ids, insert=True), firsts)
         tally = self._tally(rows, block, names - judged)
-        return self._examples(rows, block, sequences, counts), tally
+        return self._examples(rows, block, sequences, counts), tally, encoded
 
     def _tally(self, rows: Rows, block: _Block, names: set[str]) -> Tally:
         """The tally of a block; of its fields, `names` are counted."""
@@ -126,13 +140,6 @@ class RecordTokenizer:
         ids = self.tokenizer is None
         return check_responses(parse_record(value, self.kind, self.config, ids=ids), self.config)
 
-    def _render(self, chats: list[Parsed]) -> list[Drafted | Refused]:
-        if not chats:
-            return []
-        if self._renderer is None:
-            self._renderer = Renderer(self._needed(), self.config)
-        return self._renderer(chats)
-
     def _needed(self) -> Tokenizer:
         """The tokenizer, which records of text need."""
         if self.tokenizer is None:
@@ -140,12 +147,8 @@ class RecordTokenizer:
             raise TokenizerError(sentence("setting tokenizer", must, "none"))
         return self.tokenizer
 
-    def _add(
-        self, block: _Block, i: int, value: Any, parsed: Parsed, chat: Drafted | Refused | None
-    ) -> None:
-        """Adds record `i` to the block; `chat` is what rendering it gave."""
-        if isinstance(chat, Refused):
-            raise chat
+    def _add(self, block: _Block, i: int, value: Any, parsed: Parsed) -> None:
+        """Adds record `i` to the block."""
         values = []
         if isinstance(value, dict):
             values = [carried(value, name, type_name) for name, type_name in self.carry.items()]
@@ -155,9 +158,12 @@ class RecordTokenizer:
             first = len(block.drafts) + len(block.ids)
             block.ids.update(enumerate(id_sequences(*sides, self.tokenizer), first))
         else:
-            drafts, events = chat or draft_record(parsed, self._needed(), self.config)
+            restart_clock()
+            drafts, events = draft_record(parsed, self._needed(), self.config)
             check_separable(drafts, self._needed())
+            first = len(block.drafts)
             block.drafts += drafts
+            block.drafts_of[i] = range(first, len(block.drafts))
         if _rounded(parsed.rewards):
             events = [*events, "reward_rounded"]
         if events or parsed.events:

@@ -63,12 +63,6 @@ class Tokenizer:
         other.__dict__["engine"] = engine or ENGINES.load(name).beside(self.engine)  # type: ignore[attr-defined]
         return other
 
-    def without_engine(self) -> Self:
-        """Returns what renders dialogues, and knows the control strings in them."""
-        other = replace(self, payload=b"")
-        other.__dict__.update(controls=self.controls, control_hint=self.control_hint)
-        return other
-
     @cached_property
     def sha256(self) -> str:
         """sha256 (hex) of the tokenizer file."""

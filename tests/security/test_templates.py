@@ -112,10 +112,10 @@ CODE = """
 import json, sys
 import packstore
 from packstore.errors import DropRateError, TokenizerError
-from packstore.tokenizer import renderer
+from packstore.tokenizer.chat import limits
 import packstore.etl.pipeline, polars
 
-renderer.SECONDS, renderer.MEMORY = 0.5, 512 << 20  # less than it is, to be quick
+limits.SECONDS, limits.MEMORY = 0.5, 512 << 20  # less than it is, to be quick
 records = [{"messages": [{"role": r, "content": "hello"} for r in ("user", "assistant")]}]
 for n, (name, source) in enumerate(json.load(sys.stdin).items()):
     settings = {"chat_template": source, "rejects": "rejects.jsonl", "num_workers": 1}

@@ -1,28 +1,29 @@
 """Runs work on this machine: in threads, and in worker processes where threads wait for the GIL.
 
-Each worker process loads the work once. Items and results travel through a pipe of its own, with
+Each worker process loads the work once. Items and results travel through pipes of its own, with
 arrays as buffers beside the pickle. So a process is worked for by one thread here.
 """
 
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
+import logging
 import os
 import pickle
 import queue
 import signal
+import subprocess
 import sys
 import threading
-import time
-import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from multiprocessing.connection import Connection
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 from packstore.errors import PackstoreError
+from packstore.tokenizer.chat import limits
+
+log = logging.getLogger("packstore")
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -31,12 +32,22 @@ MAX_THREADS, MAX_PROCESSES = 4, 16
 """More threads would only wait for the GIL; one process reads and writes for all workers."""
 
 WORTH_SECONDS = 1.0
-"""Time of this process alone, if `num_workers` is unset, before it starts worker processes: each
-takes two to three seconds of a core to load packages and a tokenizer."""
+"""Time of the first worker alone, if `num_workers` is unset, before others are started: each takes
+two to three seconds of a core to load packages and a tokenizer."""
 
 ITEM_SECONDS = 900
 """Processor time of a worker process for an item, which mostly takes less than a second; beyond it
 the job fails."""
+
+ONE_THREAD = {
+    "TOKENIZERS_PARALLELISM": "false",
+    "RAYON_NUM_THREADS": "1",
+    "POLARS_MAX_THREADS": "1",
+}
+"""Environment of a worker process: there is one per core, so threads inside would only contend."""
+
+_ENDED = (EOFError, OSError, pickle.UnpicklingError)
+"""What a pipe raises whose other process has ended, perhaps amid an answer."""
 
 
 def run(work: Callable[[T], R], items: Iterable[T], num_workers: int | None) -> Iterator[R]:
@@ -44,24 +55,22 @@ def run(work: Callable[[T], R], items: Iterable[T], num_workers: int | None) -> 
 
     Each worker process gets `work` once and calls ``work.load()``; if it has them, the process runs
     ``work.begin(item)``, and this one ``work.finish`` on the result. `num_workers` counts this
-    process; None: its threads if ``work.suits_threads``, else a process per core after some time.
+    process, which works until `work` raises :class:`NeedsWorkerProcess`: then one works in its
+    place. None: its threads if ``work.suits_threads``, else a process per core after some time.
     """
     threads = num_workers is None and getattr(work, "suits_threads", False)
     most = min(_cores(), MAX_THREADS if threads else MAX_PROCESSES)
     if num_workers is not None:
         most = max(num_workers, 1)
-    if most == 1:
-        yield from map(work, items)
-        return
-    start = time.monotonic() + (WORTH_SECONDS if num_workers is None else 0)
-    workers = _Workers()
-    for _ in range(most if threads else 1):
-        workers.idle.put(work)
+    workers = _Workers(work, most if threads else 1)
     pending: deque[Future[R]] = deque()
     with ThreadPoolExecutor(most, "packstore-work") as pool, contextlib.closing(workers):
+        if most == 1:
+            yield from map(workers, items)
+            return
+        if not threads:
+            workers.add_processes(most - 1, WORTH_SECONDS if num_workers is None else 0)
         for item in items:
-            if not (threads or workers.processes) and time.monotonic() >= start:
-                workers.add_processes(work, most - 1)
             pending.append(pool.submit(workers, item))
             if len(pending) > 2 * most:
                 yield pending.popleft().result()
@@ -78,82 +87,132 @@ def _cores() -> int:
 class _Workers:
     """Functions of an item, here or in processes; each thread takes one that is idle for a call."""
 
-    def __init__(self) -> None:
-        self.idle: queue.SimpleQueue[Callable[[Any], Any]] = queue.SimpleQueue()
-        self.processes: list[_Process] = []
-        self._closed = False
+    def __init__(self, work: Callable[[Any], Any], here: int) -> None:
+        self._work = work
+        self._idle: queue.SimpleQueue[Callable[[Any], Any]] = queue.SimpleQueue()
+        self._processes: list[_Process] = []
+        self._stopped = threading.Event()
+        for _ in range(here):
+            self._idle.put(work)
 
     def __call__(self, item: Any) -> Any:
-        worker = self.idle.get()
+        worker = self._idle.get()
         try:
-            return None if self._closed else worker(item)
+            if self._stopped.is_set():
+                return None
+            try:
+                return worker(item)
+            except limits.NeedsWorkerProcess:
+                worker = self._started()
+                worker.load(self._work)
+                return worker(item)
         finally:
-            self.idle.put(worker)
+            self._idle.put(worker)
 
-    def add_processes(self, work: Callable[[Any], Any], number: int) -> None:
-        """Starts worker processes; each is idle once it has loaded the work."""
+    def add_processes(self, number: int, seconds: float) -> None:
+        """Starts worker processes after so much time; each is idle once it has loaded the work."""
+
+        def add() -> None:
+            if self._stopped.wait(seconds):
+                return
+            try:
+                process = self._started()
+            except PackstoreError as error:  # then there are fewer
+                log.warning("%s", error)
+                return
+            process.load(self._work)
+            self._idle.put(process)
+
         for _ in range(number):
-            self.processes.append(_Process(work))
-            threading.Thread(target=self.processes[-1].load, args=(self.idle,)).start()
+            threading.Thread(target=add, daemon=True).start()
+
+    def _started(self) -> _Process:
+        spare = _spare.pop() if _spare else None
+        process = spare if spare is not None and spare.lives else _Process()
+        self._processes.append(process)
+        if self._stopped.is_set():  # by another thread, meanwhile
+            process.kill()
+        return process
 
     def close(self) -> None:
         """Ends the processes, whatever they do; items that wait are not worked on."""
-        self._closed = True
-        for process in self.processes:
-            process.kill()
+        self._stopped.set()
+        for process in self._processes:
+            if process.is_idle and not _spare:
+                _spare.append(process)
+                process.load(None)  # frees the memory of the work
+            else:
+                process.kill()
 
 
 class _Process:
     """A worker process: a function of an item, once it has loaded the work."""
 
-    def __init__(self, work: Callable[[Any], Any]) -> None:
-        # Spawned, not forked: numba's OpenMP layer, s3fs and obstore do not survive a fork.
-        context = multiprocessing.get_context("spawn")
-        self._work = work
+    def __init__(self) -> None:
+        code = (
+            f"import sys; sys.path[:] = {sys.path!r}; from packstore.etl.engines import local; "
+            f"local.serve({limits.SECONDS}, {limits.MEMORY})"
+        )
+        self._work: Any = None
         self._error: BaseException | None = None
-        self._pipe, its_end = context.Pipe()
-        self._process = context.Process(target=_serve, args=(its_end,), daemon=True)
+        self.is_idle = True
         try:
-            with _no_main_module():
-                self._process.start()
+            # Not by multiprocessing: its forks break numba's OpenMP layer, s3fs and obstore, and
+            # what it spawns runs a user's script again. Ctrl-C is for this process only.
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", code],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env={**os.environ, **ONE_THREAD},
+                start_new_session=True,
+            )
         except OSError as error:
-            text = f"a worker process cannot be started ({error}); nothing was written."
-            raise PackstoreError(f"{text} Run again with a smaller --num-workers.") from error
-        its_end.close()
+            raise PackstoreError(f"a worker process cannot be started: {error}") from error
 
-    def load(self, idle: queue.SimpleQueue[Callable[[Any], Any]]) -> None:
+    @property
+    def lives(self) -> bool:
+        """True unless the process has ended."""
+        return self._process.poll() is None
+
+    def load(self, work: Callable[[Any], Any] | None) -> None:
         """Sends the work, and waits until it is loaded; an error is raised for the next item."""
+        self._work, self._error = work, None
         try:
-            self._answer(self._work)
+            self._answer(work, True)
         except BaseException as error:
             self._error = error
-        idle.put(self)
 
     def __call__(self, item: Any) -> Any:
         """Returns the result of an item."""
         if self._error is not None:
             raise self._error
-        result = self._answer(item)
+        result = self._answer(item, False)
         finish = getattr(self._work, "finish", None)
         return result if finish is None else finish(result)
 
-    def _answer(self, item: Any) -> Any:
+    def _answer(self, item: Any, is_work: bool) -> Any:
+        questions, answers = self._process.stdin, self._process.stdout
+        assert questions is not None
+        assert answers is not None
+        self.is_idle = False  # until there is a whole answer
         try:
-            _send(self._pipe, item)
-            succeeded, result = _receive(self._pipe)
-        except (EOFError, OSError) as error:
+            _send(questions, (is_work, item))
+            succeeded, result = _receive(answers)
+        except _ENDED as error:
             raise self._death() from error
+        self.is_idle = True
         if not succeeded:
             raise result
         return result
 
     def _death(self) -> PackstoreError:
-        self._process.join()
-        code = self._process.exitcode or 0
+        code = self._process.wait()
         cause, remedy = f"exit code {code}; its own error is above", "Run again"
         with contextlib.suppress(ValueError):
             cause = f"killed by {signal.Signals(-code).name}"
             remedy = "Run again with a smaller --num-workers, in case memory ran out"
+        if limits.SIGNAL is not None and code == -limits.SIGNAL:
+            return limits.too_long()
         if hasattr(signal, "SIGPROF") and code == -signal.SIGPROF:
             cause = f"more than {ITEM_SECONDS} s of processor time for one block"
             remedy = "Look for a slow regular expression in the tokenizer"
@@ -162,23 +221,32 @@ class _Process:
     def kill(self) -> None:
         """Ends the process, whatever it does."""
         self._process.kill()
-        self._process.join()
-        self._pipe.close()
+        with contextlib.suppress(OSError), self._process:
+            pass
 
 
-def _serve(pipe: Connection) -> None:
-    """Runs in a worker process: receives the work, then items, until the parent ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
-    # One process per core already: threads inside each would only contend.
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    os.environ["RAYON_NUM_THREADS"] = "1"
-    os.environ["POLARS_MAX_THREADS"] = "1"
+_spare: list[_Process] = []
+"""At most one process that an earlier job has left; it ends with this one."""
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_spare.clear)  # it serves the parent
+
+
+def serve(seconds: float, memory: int) -> None:
+    """Runs in a worker process: receives the work, then items, until the parent ends.
+
+    A record may take so many seconds of processor time and bytes of memory to render.
+    """
+    questions, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what prints must not print among the answers
+    limits.allow_rendering(seconds, memory)
     work: Any = None
-    with contextlib.suppress(EOFError, OSError):
+    with contextlib.suppress(*_ENDED):
         while True:
+            item = result = answer = None  # frees those of before
             try:
-                item = _receive(pipe)
-                if work is None:
+                is_work, item = _receive(questions)
+                if is_work:
                     work, result = item, None
                     getattr(work, "load", lambda: None)()
                 else:
@@ -188,9 +256,7 @@ def _serve(pipe: Connection) -> None:
                 answer = True, result
             except Exception as error:
                 answer = False, _portable(error)
-            _send(pipe, answer)  # fails if there was no item, as the parent has ended
-            item = None
-            del answer
+            _send(answers, answer)  # fails if there was no item, as the parent has ended
 
 
 def _portable(error: Exception) -> Exception:
@@ -202,35 +268,21 @@ def _portable(error: Exception) -> Exception:
     return error
 
 
-def _send(pipe: Connection, value: object) -> None:
+def _send(pipe: IO[bytes], value: object) -> None:
     """Sends a value, its arrays as raw bytes."""
     buffers: list[pickle.PickleBuffer] = []
     data = pickle.dumps(value, 5, buffer_callback=buffers.append)
     parts = [memoryview(data), *(buffer.raw() for buffer in buffers)]
-    pipe.send([part.nbytes for part in parts])
+    pickle.dump([part.nbytes for part in parts], pipe)
     for part in parts:
-        pipe.send_bytes(part)
+        pipe.write(part)
+    pipe.flush()
 
 
-def _receive(pipe: Connection) -> Any:
+def _receive(pipe: IO[bytes]) -> Any:
     """Receives what :func:`_send` sent; arrays can be written to."""
-    parts = []
-    for size in pipe.recv():
-        parts.append(bytearray(size))
-        pipe.recv_bytes_into(parts[-1])
+    parts = [bytearray(size) for size in pickle.load(pipe)]
+    for part in parts:
+        if pipe.readinto(part) < len(part):  # type: ignore[attr-defined]
+            raise EOFError
     return pickle.loads(parts[0], buffers=parts[1:])
-
-
-@contextlib.contextmanager
-def _no_main_module() -> Iterator[None]:
-    """Keeps a spawned child from running the user's script again.
-
-    Spawn imports ``__main__`` in each child: a script that calls ``packstore.pack`` without an
-    ``if __name__ == "__main__"`` guard would start over. No work is defined in it.
-    """
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = types.ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main

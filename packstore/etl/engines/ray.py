@@ -16,6 +16,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from packstore.errors import PackstoreError
+from packstore.tokenizer.chat import limits
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -76,6 +77,7 @@ def _work_on(shared: Sequence[Any], item: Any) -> Any:
     # Tasks fill the cores: threads inside each would only contend.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     os.environ["RAYON_NUM_THREADS"] = "1"
+    limits.allow_rendering(limits.SECONDS, limits.MEMORY)
     (reference,) = shared
     if _loaded[0] != reference.hex():
         _loaded = "", None  # frees the memory of an earlier call first

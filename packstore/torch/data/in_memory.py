@@ -124,7 +124,7 @@ def _examples(
     kind = detect_kind(values[0], config)
     rows = Rows(0, "records", "item", range(len(values)), values)
     try:
-        examples, tally = RecordTokenizer(None, config, kind)(rows)
+        examples, tally, _ = RecordTokenizer(None, config, kind)(rows)
     except TokenizerError as error:
         raise RecordError(
             "records: they must be token ids; found text. "

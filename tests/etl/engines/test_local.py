@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from small_jobs import write_tokenizer
 
 from packstore.errors import PackstoreError
 from packstore.etl.engines.local import run
@@ -29,9 +29,9 @@ def process_and_array(x: int) -> tuple[int, np.ndarray]:
     return os.getpid(), np.full(1000, x)
 
 
-def in_a_worker(act: Callable[[], object], x: int) -> int:
+def in_a_worker(act: Callable[[], object], parent: int, x: int) -> int:
     time.sleep(0.02)
-    if multiprocessing.parent_process() is not None:
+    if os.getpid() != parent:
         act()
     return x
 
@@ -102,33 +102,40 @@ def test_an_error_or_death_of_a_worker_ends_the_work(
     act: Callable[[], None], error: type[Exception], text: str
 ) -> None:
     with pytest.raises(error, match=text):
-        list(run(partial(in_a_worker, act), range(1000), 2))
+        list(run(partial(in_a_worker, act, os.getpid()), range(1000), 2))
 
 
-def only_here(x: int) -> int:
-    if multiprocessing.parent_process() is not None:
-        raise ImportError(f"no module of {x}")
-    return x
+def only_here(parent: int) -> int:
+    if os.getpid() != parent:
+        raise ImportError("no module of 7")
+    return parent
 
 
 class Unreadable:
     """An item that a worker process cannot read, as if its module had changed."""
 
     def __reduce__(self) -> tuple[Callable[[int], int], tuple[int]]:
-        return only_here, (7,)
+        return only_here, (os.getpid(),)
 
 
 def test_an_item_that_a_worker_cannot_read_is_an_error_of_that_name() -> None:
     with pytest.raises(ImportError, match="no module of 7"):
-        list(run(partial(in_a_worker, int), [Unreadable()] * 1000, 2))
+        list(run(partial(in_a_worker, int, os.getpid()), [Unreadable()] * 1000, 2))
 
 
-def test_a_script_without_a_main_guard(tmp_path: Path) -> None:
-    script, out = tmp_path / "job.py", tmp_path / "out"
+def test_chats_in_a_daemon_of_a_script_without_a_main_guard(tmp_path: Path) -> None:
+    """Templates run in worker processes, also where multiprocessing allows no children."""
+    script, tokenizer = tmp_path / "job.py", write_tokenizer(tmp_path / "tokenizer.json")
     script.write_text(
-        "import packstore\n"
-        "records = [{'prompt': [i], 'chosen': [2], 'rejected': [3]} for i in range(9)]\n"
-        f"print(len(packstore.pack(records, {str(out)!r}, num_workers=2)))\n"
+        "import multiprocessing, packstore\n"
+        "turns = [{'role': r, 'content': 'a'} for r in ('user', 'assistant')]\n"
+        "def job():\n"
+        f"    dataset = packstore.pack([{{'messages': turns}}] * 9, {str(tmp_path / 'out')!r},\n"
+        f"        {str(tokenizer)!r}, chat_template='chatml', num_workers=2)\n"
+        "    print(len(dataset), flush=True)\n"
+        "daemon = multiprocessing.get_context('fork').Process(target=job, daemon=True)\n"
+        "daemon.start()\n"
+        "daemon.join()\n"
     )
     done = subprocess.run(
         [sys.executable, script], capture_output=True, encoding="utf-8", check=False
