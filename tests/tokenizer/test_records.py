@@ -122,6 +122,12 @@ CASES = {
     "eos behind a template": case(
         CHAT, [t.replace("<e>»", "<e></s>»") for t in CHATTED], append_eos=True, **TURNS
     ),
+    "eos behind a turn not to learn": case(
+        {"messages": [*TWO["messages"][:3], said("b", weight=0)]},
+        ["[u]u<e>[a]«a<e>»[u]v<e>[a]b<e></s>"],
+        append_eos=True,
+        **TURNS,
+    ),
     "the first token is not supervised": case(
         {"prompt": "", "chosen": "cd", "rejected": "r"}, ["c«d</s>»", "r«</s>»"]
     ),
@@ -161,6 +167,18 @@ CASES = {
     "generation blocks of a response": case(
         {"prompt": TWO["messages"][:3], "chosen": "c", "rejected": "r"},
         [f"[u]u<e>[a]a!<e>[u]v<e>[a]«{x}!»<e>" for x in "cr"],
+        tokenizer={"template": GENERATION},
+    ),
+    "generation blocks of a response of two turns": case(
+        {
+            "prompt": TWO["messages"][:3],
+            "chosen": [said("c"), user("w"), said("d")],
+            "rejected": "r",
+        },
+        [
+            "[u]u<e>[a]a!<e>[u]v<e>[a]«c!»<e>[u]w<e>[a]«d!»<e>",
+            "[u]u<e>[a]a!<e>[u]v<e>[a]«r!»<e>",
+        ],
         tokenizer={"template": GENERATION},
     ),
     "history is rewritten": case(
@@ -259,6 +277,14 @@ CASES = {
         on={"overlong": "truncate_response"},
         max_length=12,
         **TURNS,
+    ),
+    "a response cut before the end of its turn and the line break": case(
+        {**P, "prompt": [user("p")], "chosen": "c" * 40},
+        ["[u]p<e>\n[a]«ccc<e>\n»", "[u]p<e>\n[a]«r<e>\n»"],
+        "truncated_response",
+        on={"overlong": "truncate_response"},
+        max_length=14,
+        tokenizer={"template": TEMPLATE.replace("<e>", "<e>\n")},
     ),
     "a prompt that ends in white space": case({**CHAT, "prompt": "p \n"}, CHATTED, **TURNS),
     "an empty prompt": case({**CHAT, "prompt": ""}, CHATTED, **TURNS),
