@@ -77,6 +77,8 @@ def test_another_job_is_refused(
         packstore.pack(source, out, tokenizer, **settings)
     assert files(first) == before
     assert packstore.pack(source, out, tokenizer, overwrite=True, **settings).version == 2
+    again = packstore.pack(source, out, tokenizer, **settings)  # overwriting decides no byte
+    assert again.version == 2
 
 
 @pytest.mark.parametrize("partitions", [1, 2])

@@ -58,6 +58,9 @@ DIALOGUE = {
     "rejected": [{"role": "assistant", "content": "No."}],
 }
 BLANK = DIALOGUE | {"prompt": [{"role": "user", "content": " "}]}
+CUT_OFF = DIALOGUE | {"chosen": [{"role": "assistant", "content": "Yes, b"}]}
+ENDING = "{% for m in messages %}{{ m.content }}{% if m.content[-1] == '.' %}</s>\n{% endif %}"
+ENDING += "{% endfor %}"
 IDS = {"prompt": [1], "chosen": [2, 4], "rejected": [3, 4]}
 RATED = PAIR | {"chosen_reward": 2, "rejected_reward": 2}
 REVERSED = PAIR | {"chosen_reward": 1, "rejected_reward": 4}
@@ -83,6 +86,7 @@ def answer(prompt: str, response: str) -> dict[str, str]:
         ("glued_prompt", answer("<|assistant|>", "Many."), answer("Say", "yes"), None),
         ("glued_prompt", PAIR, PAIR | {"prompt": "Who?", "chosen": " Many."}, None),
         ("marker_no_token", PAIR, DIALOGUE, "chatml"),
+        ("no_eos", DIALOGUE, CUT_OFF, ENDING),
     ],
 )
 def test_records_that_read_wrongly(

@@ -55,11 +55,13 @@ def truth(ordered: Path) -> Any:
     return found
 
 
+@pytest.mark.parametrize("max_length", [None, 100])
 def test_a_small_input_is_read_in_full_and_is_exact(
-    truth: Any, ordered: Path, tmp_path: Path
+    max_length: int | None, ordered: Path, tmp_path: Path
 ) -> None:
-    (choice,) = truth.choices
-    packed = packstore.pack(ordered, tmp_path / "out", pack_size=LONG, max_drop_rate=0.9)
+    how = {"max_length": max_length}
+    (choice,) = sampled(ordered, len(LENGTHS), **how).choices
+    packed = packstore.pack(ordered, tmp_path / "out", pack_size=LONG, max_drop_rate=0.9, **how)
     overlong = packed.manifest.records.dropped["overlong"]
     assert (choice.packs, choice.overlong) == (len(packed), overlong)
     assert (choice.packs_error, choice.overlong_error) == (0, 0)

@@ -309,6 +309,8 @@ def test_a_part_for_validation(do_pack: Pack, tokenizer: Tokenizer, tmp_path: Pa
     assert 0.1 < len(other) / 120 < 0.4
     few = packstore.pack(PAIRS[:20], tmp_path / "few", tokenizer, **split)
     assert set(by_id(few)) == {i for i in mine if i < 20}
+    drawn = packstore.pack(PAIRS, tmp_path / "drawn", tokenizer, seed=1, **split)
+    assert set(by_id(drawn)) != {i for i in mine if i < 60}
     with pytest.raises(DropRateError, match="both parts must get a record"):
         do_pack(PAIRS[:2], validation_fraction=1e-9)
     with pytest.raises(ConfigError, match="validation_fraction must be below 1"):

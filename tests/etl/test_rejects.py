@@ -38,9 +38,9 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture
 def sources(tmp_path: Path) -> list[str]:
-    """Three files; the last line of each is that of the first one."""
+    """Three files; the first line of each is the same."""
     files = {f"{n}.jsonl": range(300 * n, 300 * n + 300) for n in range(3)}
-    return [write_jsonl(tmp_path / f, [*map(record, r), ONE]) for f, r in files.items()]
+    return [write_jsonl(tmp_path / f, [ONE, *map(record, r)]) for f, r in files.items()]
 
 
 @pytest.fixture
@@ -63,8 +63,8 @@ def expected(sources: list[str], duplicates: bool = False) -> list[tuple[str, st
     dropped = []
     for n, source in enumerate(sources):
         reasons = {i: REASONS.get((300 * n + i) % 15) for i in range(300)}
-        dropped += [(f"{source}, line {i + 1}", reason) for i, reason in reasons.items() if reason]
-        dropped += [(f"{source}, line 301", "duplicate_pair")] * (duplicates and n > 0)
+        dropped += [(f"{source}, line 1", "duplicate_pair")] * (duplicates and n > 0)
+        dropped += [(f"{source}, line {i + 2}", reason) for i, reason in reasons.items() if reason]
     return dropped
 
 
@@ -84,10 +84,10 @@ def test_every_dropped_record_in_order(
     with caplog.at_level(logging.WARNING, "packstore"):
         packed = pack("ds", rejects=str(out), num_workers=num_workers, dedup="pair")
     assert listed(out) == expected(sources, duplicates=True)
-    first = {"place": f"{sources[0]}, line 1", "reason": "empty_side", "detail": "response 2 of 2"}
+    first = {"place": f"{sources[0]}, line 2", "reason": "empty_side", "detail": "response 2 of 2"}
     assert lines(out)[0] == first
     assert len(lines(out)) == sum(packed.manifest.records.dropped.values())
-    assert f"dropped 60 records: empty_side; the first: {sources[0]}, line 1: " in caplog.text
+    assert f"dropped 60 records: empty_side; the first: {sources[0]}, line 2: " in caplog.text
     # It does not decide the bytes, and nothing else is left.
     assert pack("plain", dedup="pair").manifest.fingerprint == packed.manifest.fingerprint
     assert sorted(p.name for p in tmp_path.iterdir() if p.suffix != ".jsonl") == ["ds", "plain"]
