@@ -16,6 +16,7 @@ from small_jobs import DAY, SETTINGS, later, pairs, write_jsonl
 
 import packstore
 from packstore import clean
+from packstore.cli import main
 from packstore.errors import (
     ConfigError,
     DatasetBusyError,
@@ -213,6 +214,18 @@ def test_small_ages_need_a_word(place: str, pack: Callable[..., Any], tmp_path: 
     assert packstore.open(place).version == 2
 
 
+@pytest.mark.parametrize("unit", [("172000", "173000"), ("2879m", "2900m"), ("47h", "49h")])
+def test_an_age_with_its_unit(
+    place: str, monkeypatch: pytest.MonkeyPatch, unit: tuple[str, str]
+) -> None:
+    Files(place).write(SHARD, b"1")
+    later(monkeypatch, 2 * DAY)
+    for age in (None, "2.1d", unit[1], unit[0]):  # by default seven days
+        assert files(place) == {SHARD}
+        assert main(["clean", place, "--delete", *(["--older-than", age] if age else [])]) == 0
+    assert not files(place)
+
+
 def test_a_run_is_as_young_as_its_youngest_file(
     place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -251,6 +264,12 @@ def test_versions_that_were_replaced_lately_stay(
     assert report.removable == []
     assert packstore.open(place, version=1).verify().ok
     later(monkeypatch, 8 * DAY)
+    Files(place).renew(manifest_path(3), 8 * DAY)  # until just now version 2 was the current one
+    clean(place, delete=True, keep_versions=1)
+    assert packstore.open(place, version=2).verify().ok
+    with pytest.raises(DatasetNotFoundError, match="must have version 1"):
+        packstore.open(place, version=1)
+    later(monkeypatch, 16 * DAY)
     clean(place, delete=True, keep_versions=1)
     newest = packstore.open(place)
     assert newest.verify().ok

@@ -129,10 +129,12 @@ def test_bases_of_shards_are_in_the_ids(kit, ds, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("shard_rows", [5, 1000])
-def test_a_failed_job_leaves_shards_to_clean(ds, place, monkeypatch, shard_rows) -> None:
+@pytest.mark.parametrize("too_many", [False, True])
+def test_a_failed_job_leaves_shards_to_clean(ds, place, monkeypatch, too_many, shard_rows) -> None:
     monkeypatch.setattr(SHARD_ROWS, shard_rows)
     writer = SideWriter(place, ds, {"float64": "float64"})
-    for packs in (ds.read_packs(0), ds.read_packs(1)):
+    others = ds.iter_packs() if too_many else [ds.read_packs(1)]
+    for packs in (ds.read_packs(0), *others):
         writer.write(packs.example_ids, {"float64": packs.example_ids / 3})
     with pytest.raises(ConfigError, match=r"each of 90 examples of its dataset once; got \d+"):
         writer.__exit__(None, None, None)
