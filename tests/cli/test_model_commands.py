@@ -74,6 +74,10 @@ def test_from_end_to_end(
     stored = figures(capsys, made.pairs, *policy, "--ref-logps", side)
     assert stored == online  # float32 both, one pack a batch
     assert online["metrics"]["examples"] == 20
+    twice = figures(capsys, made.pairs, *policy[:-1], "0.4", "--ref-logps", side)["metrics"]
+    margins = [each["rewards/margins"] for each in (online["metrics"], twice)]
+    assert margins[1] == pytest.approx(2 * margins[0])
+    assert margins[0] != 0
     same = figures(capsys, made.pairs, "--model", made.reference, "--ref-logps", side)
     assert same["metrics"]["rewards/margins"] == 0
     assert main(["evaluate", made.pairs, *policy, "--ref-logps", side]) == 0

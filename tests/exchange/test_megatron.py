@@ -250,6 +250,12 @@ def test_eos_at_the_end(mult: int, tmp_path: Path, packed: Pack) -> None:
         exported = export("megatron", packed(records), out, pad_seq_to_mult=mult, pad_id=EOS)
         assert exported.facts["not supervised any more"] == 6 * lost
         assert supervised(Reader(str(out), 300, mult=mult)) == 6 * (sum(on) - lost)
+    # Where a sequence fills its row, there is no room for a block more.
+    full = {"input_ids": [3] * 298 + [1, EOS, 7], "labels": [-100] * 299 + [EOS, 7]}
+    how: dict[str, Any] = {"pad_seq_to_mult": mult, "pack_size": 300, "pad_id": EOS}
+    exported = export("megatron", packed([full], pack_size=301), tmp_path / "full", **how)
+    assert exported.facts["not supervised any more"] == 1
+    assert supervised(Reader(str(tmp_path / "full"), 300, mult=mult)) == 1
 
 
 def supervised(reader: Reader) -> int:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from packstore import plan
+from packstore.config import PlanConfig
 from packstore.errors import ConfigError, InputError, UnknownNameError
 from packstore.pack.plan import merged_statistics
 
@@ -88,6 +89,11 @@ def test_statistics_are_those_of_the_packs() -> None:
     }
     assert json.loads(json.dumps(made.statistics())) == expected
     np.testing.assert_array_equal(made.pack_tokens, [10, 9, 5])
+    how = {"pack_size": 16, "strategy": "sequential", "shuffle": False}
+    padded = plan([4, 4, 2, 9, 5], config=PlanConfig(pad_to_multiple=4, **how))
+    assert (padded.tokens, padded.aligned_tokens, padded.aligned_fill_rate) == (24, 32, 32 / 48)
+    np.testing.assert_array_equal(padded.pack_tokens, [12, 12, 8])
+    assert padded.statistics()["megatron_bridge"]["min_packed_seqlen"] == 8
     parts = [
         plan(p, pack_size=10, strategy="sequential", shuffle=False) for p in ([4, 4, 2, 9], [5])
     ]

@@ -160,6 +160,7 @@ def metaspace() -> Tokenizer:
         # Tokens of one character share its text; of half a character, none has one.
         (bytes_as_tokens, "語🙂!", 8, ["語", None, None, "🙂", None, None, None, "!"]),
         (bytes_as_tokens, "語", 2, ["\ufffd", "\ufffd"]),
+        (bytes_as_tokens, "語", 3, ["語", None, None]),
         # The space before a word is kept if the decoder drops that of the first.
         (metaspace, None, 2, [" one", " two"]),
     ],
@@ -170,10 +171,10 @@ def test_texts_of_tokens(
     tokenizer = made()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     ids = [0, 1] if text is None else tokenizer.encode(text).ids[:size]
-    record = {"prompt": [0], "chosen": ids, "rejected": [1, 1]}
+    record = {"prompt": [0, *ids], "chosen": ids, "rejected": [1, 1]}
     dataset = packstore.pack([record], tmp_path / "made", str(tmp_path / "tokenizer.json"))
     (pack,) = data_of(written(dataset, tmp_path))["embedded"]
-    assert pack["texts"][1 : 1 + size] == texts
+    assert pack["texts"][1 : 1 + 2 * size] == 2 * texts  # no character is of prompt and response
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium: apt-get install chromium")
