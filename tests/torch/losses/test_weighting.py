@@ -68,6 +68,7 @@ def test_fillers_count_nowhere(kit: SimpleNamespace, reduction: Any) -> None:
 def test_metrics(kit: SimpleNamespace, name: str) -> None:
     """Rewards are sums, as under TRL's names; what a loss on means sees has names of its own."""
     batch, logps, ref = make(kit, [2, 3])
+    ref[:2] = logps.detach()[:2]  # a pair that the policy does not tell apart
     loss_fn = PreferenceLoss(name, beta=0.3)
     out = loss_fn(logps, batch, ref)
     gains = (logps - (ref if loss_fn.reference else 0)).detach()
