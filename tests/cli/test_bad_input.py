@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 from pathlib import Path
 
@@ -34,33 +33,21 @@ def one(**fields: object) -> bytes:
 
 
 FIRST = LINES[0].encode()
-BROKEN = "".join([*LINES[:16], '{"prompt": "broken\n', *LINES[17:]]).encode()
-CUT = gzip.compress("".join(LINES).encode())[:200]
 
 CASES: dict[str, tuple[bytes | None, list[str], list[str]]] = {
-    # content of the file, arguments, parts of the message
+    # Content of the file, arguments, parts of the message; files that cannot be read: io/inputs.
     "missing file": (None, ["nowhere.jsonl"], ["nowhere.jsonl"]),
-    "unknown suffix": (b"x", ["bad.docx"], ["bad.docx", ".jsonl"]),
     "missing field": (
         FIRST + b'{"prompt": "p", "chosen": "c"}\n',
         ["bad.jsonl"],
         ["bad.jsonl, line 2", "rejected"],
     ),
     "wrong type everywhere": (one(prompt=7), ["bad.jsonl"], ["bad.jsonl, line 1", "wrong_type"]),
-    "broken JSON in a gzip": (gzip.compress(BROKEN), ["bad.jsonl.gz"], ["bad.jsonl.gz, line 17"]),
-    "truncated gzip": (CUT, ["bad.jsonl.gz"], ["bad.jsonl.gz", "compressed"]),
     "invalid UTF-8": (FIRST + b'{"prompt": "\xff"}\n', ["bad.jsonl"], ["bad.jsonl, line 2"]),
-    "empty file": (b"", ["bad.jsonl"], ["bad.jsonl", "no records"]),
-    "garbage parquet": (b"PAR1 nope", ["bad.parquet"], ["bad.parquet"]),
     "unknown strategy": (
         None,
         ["good.jsonl", "--strategy", "pol"],
         ["unknown strategy 'pol'; choose one of: pool, ", "Did you mean 'pool'?"],
-    ),
-    "no chat template": (
-        one(prompt=[{"role": "user", "content": "hi"}]),
-        ["bad.jsonl"],
-        ["chat template"],
     ),
     "pack size smaller than every pair": (
         None,

@@ -173,6 +173,7 @@ def test_two_ranks(made: SimpleNamespace, tmp_path: Path) -> None:
         (("evaluate", "{pairs}", "--model", "{policy}"), "--reference-model or --ref-logps"),
         (("evaluate", "{pairs}", "--model", "{policy}", "--loss", "dpoo"), "unknown loss"),
         (("evaluate", "{pairs}", "--model", "{policy}", "--ref-logps", "./no"), "a side dataset"),
+        (("train", "--model", "./no", "--dataset", "{pairs}", "--output", "{out}"), "model ./no: "),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )

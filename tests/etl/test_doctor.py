@@ -100,13 +100,6 @@ def test_records_that_read_wrongly(
     assert check not in findings([good], tokenizer, chat_template=template)
 
 
-def test_markers_that_are_no_tokens(tokenizer: Path) -> None:
-    finding = findings([DIALOGUE, DIALOGUE], tokenizer, chat_template="chatml")["marker_no_token"]
-    assert finding.records == 2
-    assert "<|im_start|>" in finding.examples[0]
-    assert "marker_no_token" not in findings([DIALOGUE], tokenizer, chat_template="plain")
-
-
 def test_every_place_is_told_as_the_reader_tells_it(tokenizer: Path, tmp_path: Path) -> None:
     """Lines of a file are lines in every row of the table."""
     source = tmp_path / "pairs.jsonl"

@@ -173,29 +173,6 @@ def test_a_killed_run_goes_on(
     assert Files(out).all() == Files(whole).all()
 
 
-def test_a_partition_whose_input_changed_is_made_again(tmp_path: Path) -> None:
-    """Also where its size did not change."""
-    sources = [write(tmp_path / f"{i}.jsonl", i, 300) for i in range(2)]
-    settings: dict[str, Any] = {**SETTINGS, "partitions": 2, "num_workers": 0}
-
-    def stop(stage: str, done: int, total: int | None, unit: str) -> None:
-        if stage == "write" and done == total:  # in the second partition
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        packstore.pack(sources, tmp_path / "out", progress=stop, **settings)
-    assert len(list((tmp_path / "out" / "_packstore" / "partitions").iterdir())) == 1
-    text = Path(sources[0]).read_text(encoding="utf-8")
-    first = text.index('"chosen": [') + len('"chosen": [')
-    changed = text[:first] + ("1" if text[first] != "1" else "2") + text[first + 1 :]
-    Path(sources[0]).write_text(changed, encoding="utf-8")
-    whole = packstore.pack(sources, tmp_path / "whole", **settings)
-    made = packstore.pack(sources, tmp_path / "out", **settings)
-    assert made.manifest.to_json() == whole.manifest.to_json()
-    packstore.clean(made.url, delete=True, older_than=0, no_writers=True)  # of the input as it was
-    assert Files(tmp_path / "out").all() == Files(tmp_path / "whole").all()
-
-
 @pytest.mark.parametrize("lengths", [[20] * 24, [600, *[20] * 23], [300, 5, 300, 5, 300, 5]])
 def test_partitions_share_the_input_alike(lengths: list[int], tmp_path: Path) -> None:
     """Files smaller than a block, and one or several that hold most of the records."""

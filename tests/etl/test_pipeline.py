@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -13,8 +10,6 @@ from typing import Any
 
 import numpy as np
 import polars as pl
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from places import Files
 from small_jobs import trained_tokenizer, write_jsonl
@@ -139,63 +134,30 @@ def test_packing_anew_changes_packs_not_examples(do_pack: Pack) -> None:
         do_pack(first, None, on={"overlong": "truncate_prompt"})
 
 
-SCORED = [
-    {
-        "prompt": f"00{i}" if i % 2 else 'é "q", and\na line ',
-        "chosen": PAIRS[i % 60]["chosen"] if i % 50 else "",
-        "rejected": PAIRS[i % 60]["rejected"],
-        "chosen_reward": i / 7,
-        "rejected_reward": -1.5,
-        "place": i,
-        "language": "null" if i % 3 else "",
-    }
-    for i in range(1100)
-]
-DIALOGUES = [
-    {"messages": [{"role": "user", "content": f"{i}\n"}, {"role": "assistant", "content": "é, \\"}]}
-    for i in range(60)
-]
-
-
-@pytest.mark.parametrize(
-    ("records", "settings"),
-    [
-        (SCORED, {"carry": ("place:int64", "language"), "max_drop_rate": 0.1}),
-        (DIALOGUES, {"chat_template": "plain"}),
-    ],
-)
-def test_records_of_any_format_give_the_same_bytes(
-    do_pack: Pack, tmp_path: Path, records: list[Record], settings: dict[str, Any]
-) -> None:
-    table, paths = pa.Table.from_pylist(records), [write_jsonl(tmp_path / "x.jsonl", records)]
-    for name in ("x.json", "x.csv", "x.tsv.gz", "x.parquet", "x.parquet.zst", "x.arrow"):
-        sink = pa.BufferOutputStream()
-        if "parquet" in name:
-            pq.write_table(table, sink, row_group_size=1060)
-        elif "arrow" in name:
-            with pa.ipc.new_file(sink, table.schema) as writer:
-                writer.write_table(table, max_chunksize=600)
-        elif "json" in name:
-            sink.write(json.dumps(records).encode())
-        else:
-            text = io.StringIO(newline="")
-            cells = csv.writer(text, delimiter="\t" if "tsv" in name else ",")
-            cells.writerow(records[0])
-            cells.writerows(
-                [json.dumps(v) if isinstance(v, list) else v for v in r.values()] for r in records
-            )
-            sink.write(text.getvalue().encode())
-        data = sink.getvalue().to_pybytes()
-        compression = {".gz": "gzip", ".zst": "zstd"}.get(Path(name).suffix)
-        paths.append(tmp_path / name)
-        paths[-1].write_bytes(pa.compress(data, compression, asbytes=True) if compression else data)
-    sources = [*paths, paths[:1], records, iter(records), table, pl.from_arrow(table)]
-    made = [do_pack(source, **settings).manifest for source in sources]
-    assert made[0].records.packed > 0.9 * len(records)
-    for other in made[1:]:
-        assert [s.sha256 for s in other.shards] == [s.sha256 for s in made[0].shards]
-        assert other.records == made[0].records
-        assert other.totals == made[0].totals
+def test_records_of_any_format_give_the_same_bytes(do_pack: Pack, tmp_path: Path) -> None:
+    """Every format with every compression gives the same records: tests/io/inputs."""
+    records = [
+        {
+            **PAIRS[i % 60],
+            "prompt": f"00{i}" if i % 2 else 'é "q", and\na line ',
+            "rejected": "Never." if i % 50 else "",
+            "chosen_reward": i / 7,
+            "rejected_reward": -1.5,
+        }
+        for i in range(1100)
+    ]
+    frame, paths = pl.DataFrame(records), [write_jsonl(tmp_path / "x.jsonl", records)]
+    for name in ("json", "csv", "parquet", "ipc"):
+        paths.append(str(tmp_path / f"x.{name}"))
+        getattr(frame, f"write_{name}")(paths[-1])
+    sources = [*paths, paths[:1], records, iter(records), frame, frame.to_arrow()]
+    how = {"carry": ("source", "weight:float64"), "max_drop_rate": 0.1}
+    first, *others = (do_pack(source, **how).manifest for source in sources)
+    assert first.records.packed > 0.9 * len(records)
+    for other in others:
+        assert [s.sha256 for s in other.shards] == [s.sha256 for s in first.shards]
+        assert other.records == first.records
+        assert other.totals == first.totals
 
 
 def test_counts_add_up_and_too_many_drops_fail(do_pack: Pack) -> None:
@@ -241,37 +203,6 @@ def test_nemo_aligner_packs_the_same(shared_data: Path, do_pack: Pack) -> None:
             found[str([list(map(float, row[n])) for n in names])] += 1
     assert found == expected
     assert found.total() == 100
-
-
-REAL = [
-    "pairs/chat_en.jsonl",
-    "pairs/chat_zh.jsonl",
-    "pairs/hh_harmless.jsonl.gz",
-    "pairs/hh_harmless_messages.jsonl.gz",
-    "pairs/hh_harmless_raw.jsonl.gz",
-    "pairs/pandalm_scored.jsonl",
-    "pairs/toolcall_zh.jsonl",
-    "ranked/oasst_k2_6.jsonl",
-    "ranked/qa_k4.jsonl",
-    "sft/nemo_dummy.jsonl",
-    "sft/reason_tool.jsonl",
-    "sft/toolcall_en.jsonl",
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3", "mistral_v1", "t5_unigram", "small_bpe"])
-@pytest.mark.parametrize("file", REAL)
-def test_real_data(shared_data: Path, do_pack: Pack, file: str, name: str) -> None:
-    template = {} if name == "qwen3" else {"chat_template": "chatml"}
-    tokenizer = shared_data / "tokenizers" / name
-    dataset = do_pack(shared_data / file, tokenizer, pack_size=8192, num_workers=1, **template)
-    records = dataset.manifest.records
-    assert records.read == records.packed + sum(records.dropped.values())
-    assert records.packed > 0.9 * records.read
-    assert dataset.verify().ok
-    anew = do_pack(dataset, None, pack_size=8192, layout="shared_prefix", strategy="none")
-    assert by_id(anew) == by_id(dataset)
 
 
 def test_duplicates_are_left_out_and_counted(do_pack: Pack, tmp_path: Path) -> None:

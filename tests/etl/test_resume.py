@@ -48,7 +48,7 @@ def test_the_bytes_of_the_input_decide_the_number_of_partitions(
     assert grown.manifest.statistics.planning["parts"][1]["partitions"] == 1
 
 
-@pytest.mark.parametrize("damaged", ["-p00001-", "-00001.json"])
+@pytest.mark.parametrize("damaged", ["-p00001-", "-00001.json", "input"])
 def test_a_partition_that_changed_is_made_again(
     place: str,
     pack: Callable[..., Any],
@@ -57,7 +57,7 @@ def test_a_partition_that_changed_is_made_again(
     damaged: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Its shard or its note; the job was stopped in the last of four."""
+    """Its shard, its note or its input (of the same size); it was stopped in the last of four."""
     whole = pack(str(tmp_path / "whole"), source, **CUT)
 
     def stop(stage: str, done: int, total: int | None, unit: str) -> None:
@@ -67,12 +67,18 @@ def test_a_partition_that_changed_is_made_again(
     with pytest.raises(KeyboardInterrupt):
         pack(place, source, progress=stop, **CUT)
     files = Files(place)
-    hurt = next(path for path in files.names() if damaged in path)
-    data = files.read(hurt)
-    files.write(hurt, data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
+    if damaged == "input":
+        text = Path(source).read_text(encoding="utf-8")
+        Path(source).write_text(text.replace("[8, 10, 11]", "[8, 12, 11]"), encoding="utf-8")
+        whole = pack(str(tmp_path / "changed"), source, **CUT)
+    else:
+        hurt = next(path for path in files.names() if damaged in path)
+        data = files.read(hurt)
+        files.write(hurt, data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
     with caplog.at_level(logging.INFO, "packstore"):
         pack(place, source, **CUT)
-    assert "took over 2 of 4 partitions" in caplog.text
+    assert ("took over 2 of 4 partitions" in caplog.text) == (damaged != "input")
+    packstore.clean(place, delete=True, older_than=0, no_writers=True)  # of the input as it was
     assert files.all() == Files(whole.url).all()
 
 

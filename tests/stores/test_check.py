@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import json
-import threading
-from collections.abc import Iterator
-from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fault_proxy import Faults, faulty
+from fault_proxy import Faults, faulty, website
 from places import Files
-from smoke import Ranges
 from stores import Store
 from tokenizers import Tokenizer
 
@@ -85,30 +80,12 @@ def test_a_store_that_replaces_is_found_out(s3: Store, capsys: pytest.CaptureFix
     assert not Files(s3.url, **s3.options).names()
 
 
-@pytest.fixture
-def website(tmp_path: Path) -> Iterator[str]:
-    """The folder ``www`` of the test, over HTTP."""
-    (tmp_path / "www").mkdir()
-
-    handler = functools.partial(Ranges, directory=str(tmp_path / "www"))
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_address[1]}"
-    server.shutdown()
-    server.server_close()
-    thread.join()
-
-
 def test_a_website_can_only_be_read(
-    website: str,
-    tmp_path: Path,
-    pairs: Path,
-    tokenizer: Tokenizer,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, pairs: Path, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    packstore.pack(str(pairs), tmp_path / "www" / "ds", tokenizer, pack_size=256)
-    code, text = check(capsys, website + "/ds")
+    packstore.pack(str(pairs), tmp_path / "ds", tokenizer, pack_size=256)
+    with website(tmp_path) as address:
+        code, text = check(capsys, f"{address}/ds")
     assert code == 0, text
     assert "last shard" in text
     assert "not tried: this place can only be read" in text

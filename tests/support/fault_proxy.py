@@ -7,6 +7,7 @@ forwarded with its own `Host`, so that signatures stay valid.
 from __future__ import annotations
 
 import contextlib
+import functools
 import http.client
 import random
 import re
@@ -17,13 +18,17 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+
+from smoke import Ranges
 
 LATE_S = STALE_S = 3.0
 LISTING = re.compile(r"[?&]list-type=2(&|$)")
 XML = '<?xml version="1.0" encoding="UTF-8"?><Error><Code>{}</Code><Message>m</Message></Error>'
 ERRORS = {
+    "error 403": (403, ""),
     "error 500": (500, "InternalError"),
     "error 503": (503, ""),
     "slow down": (503, "SlowDown"),
@@ -32,7 +37,7 @@ READING, WRITING, REMOVING = {"GET"}, {"PUT", "POST"}, {"PUT", "DELETE"}
 ALL = {"GET", "HEAD", "PUT", "POST", "DELETE"}
 FATES: dict[str, set[str]] = {
     "refuse": ALL,  # the connection ends before anything is done
-    **dict.fromkeys(ERRORS, ALL),
+    **dict.fromkeys(("error 500", "error 503", "slow down"), ALL),
     "delay": ALL,
     "done but lost": ALL,  # it is done, and the connection ends without an answer
     "done but 500": ALL,  # it is done, and an error is returned
@@ -43,6 +48,7 @@ FATES: dict[str, set[str]] = {
     "cut up": WRITING,  # half of what is sent
 }
 RARE = {
+    "error 403": ALL,
     "late": REMOVING,  # the connection ends, and it is done up to LATE_S later
     "stale": READING,  # a listing gets an answer that it got up to STALE_S before
     "wait": ALL,  # as "delay", up to LATE_S
@@ -237,7 +243,20 @@ def flipped(data: bytes, rng: random.Random) -> bytes:
 def faulty(endpoint: str, faults: Faults) -> Iterator[str]:
     """The endpoint of a proxy before the server at `endpoint`."""
     parts = urlsplit(endpoint)
-    server = _Server((str(parts.hostname), parts.port or 80), faults)
+    with _running(_Server((str(parts.hostname), parts.port or 80), faults)) as address:
+        yield address
+
+
+@contextlib.contextmanager
+def website(folder: Path) -> Iterator[str]:
+    """The endpoint of a server that gives the files of a folder, and ranges of them."""
+    handler = functools.partial(Ranges, directory=str(folder))
+    with _running(ThreadingHTTPServer(("127.0.0.1", 0), handler)) as address:
+        yield address
+
+
+@contextlib.contextmanager
+def _running(server: ThreadingHTTPServer) -> Iterator[str]:
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
     thread.start()
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import re
@@ -11,7 +10,6 @@ import unicodedata
 import numpy as np
 import pytest
 import sentencepiece
-import tokenizers
 
 TEXT_FILES = [
     "nemo/dummy-dpo.jsonl",
@@ -27,7 +25,14 @@ CHAT_FILES = [
     "ranked/oasst_k2_6.jsonl",
 ]
 SFT_FILES = ["sft/reason_tool.jsonl", "sft/nemo_dummy.jsonl", "sft/toolcall_en.jsonl"]
-TOKENIZERS = ["qwen3", "mistral", "mistral_model", "t5", "small"]
+ENDS = {
+    "qwen3": ([], [151645]),
+    "mistral": ([1], [2]),
+    "mistral_model": ([1], [2]),
+    "t5": ([], [1]),
+    "small": ([], []),
+}
+"""BOS and EOS of each tokenizer."""
 
 
 def crossed(rows, columns):
@@ -42,17 +47,11 @@ def crossed(rows, columns):
     ]
 
 
-@functools.cache
-def plain_encoder(shared_data, name):
-    """Text -> ids, by the library itself, without special tokens; and (BOS, EOS)."""
-    folder = shared_data / "tokenizers"
-    if name == "mistral_model":
-        file = str(folder / "mistral_v1/tokenizer.model")
-        return sentencepiece.SentencePieceProcessor(model_file=file).encode, ([1], [2])
-    paths = {"qwen3": "qwen3", "mistral": "mistral_v1", "t5": "t5_unigram", "small": "small_bpe"}
-    ends = {"qwen3": ([], [151645]), "mistral": ([1], [2]), "t5": ([], [1]), "small": ([], [])}
-    library = tokenizers.Tokenizer.from_file(str(folder / paths[name] / "tokenizer.json"))
-    return lambda text: library.encode(text, add_special_tokens=False).ids, ends[name]
+def plain_encoder(library):
+    """Text -> ids, by the library itself, without special tokens."""
+    if isinstance(library, sentencepiece.SentencePieceProcessor):
+        return library.encode
+    return lambda text: library.encode(text, add_special_tokens=False).ids
 
 
 def agreeing(a, b):
@@ -85,13 +84,13 @@ def as_templates_take(record, field):
     return messages, json.loads(record.get("tools") or "null")
 
 
-@pytest.mark.parametrize(("file", "name"), crossed(TEXT_FILES, TOKENIZERS))
-def test_plain_text(shared_data, tokenizer, records, pack, file, name):
+@pytest.mark.parametrize(("file", "name"), crossed(TEXT_FILES, [*ENDS]))
+def test_plain_text(tokenizer, records, pack, file, name):
     some = records(file)[: 40 if "ranked" in file else 150]
     packed = pack(tokenizer(name), *some)
     kept = [r for r in some if all(text.strip() for text in responses_of(r))]
     assert packed.dropped["empty_side"] == packed.dropped.total() == len(some) - len(kept)
-    encode, (bos, eos) = plain_encoder(shared_data, name)
+    encode, (bos, eos) = plain_encoder(tokenizer(name).library), ENDS[name]
     expected = []
     for record in kept:
         before = encode(record["prompt"])
@@ -108,14 +107,14 @@ def test_plain_text(shared_data, tokenizer, records, pack, file, name):
     ("file", "named"),
     crossed(CHAT_FILES, [("qwen3", None), ("mistral", "plain"), ("t5", "plain"), ("small", None)]),
 )
-def test_chat(shared_data, tokenizer, records, pack, rendered, file, named):
+def test_chat(tokenizer, records, pack, rendered, file, named):
     name, template = named
     some = records(file)[:60]
     packed = pack(tokenizer(name, template), *some)
     kept = [r for r in some if all(text.strip() for text in responses_of(r))]
     assert len(packed.examples) == len(kept)
     assert set(packed.dropped) <= {"empty_side"}
-    library, (_, ends) = plain_encoder(shared_data, name)
+    library, (_, ends) = plain_encoder(tokenizer(name).library), ENDS[name]
     source = packed.dataset.manifest.provenance["tokenizer"]["chat_template"]
 
     def encode(text):

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gradients import recompute_layers, take_gradients
+from gradients import alone, recompute_layers, take_gradients
 from torch import Tensor
 
 from packstore.format import Examples, to_offsets
@@ -47,17 +47,10 @@ LAYOUTS = pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
 
 def unpacked(model: Any, examples: Examples, reference: Tensor, sft_weight: float = 0.0) -> Tensor:
     """The DPO loss with each sequence fed alone, as the paper states it."""
-    logps, tokens = [], 0
-    for i in range(examples.num_sequences):
-        own = slice(*examples.sequence_offsets[i : i + 2])
-        ids = torch.from_numpy(examples.input_ids[own].astype(np.int64))
-        supervised = torch.from_numpy(examples.supervised[own])
-        scores = model(input_ids=ids[None], use_cache=False).logits[0, :-1].log_softmax(-1)
-        logps.append(scores[torch.arange(len(ids) - 1), ids[1:]][supervised[1:]].sum())
-        tokens += int(supervised[1:].sum()) * (i % 2 == 0)
+    logps, tokens = zip(*alone(model, examples), strict=True)
     gain = torch.stack(logps) - reference.to(logps[0].dtype)
     loss = -torch.sigmoid(BETA * (gain[0::2] - gain[1::2])).log().mean()
-    return loss - sft_weight * torch.stack(logps[0::2]).sum() / tokens
+    return loss - sft_weight * torch.stack(logps[0::2]).sum() / sum(tokens[0::2])
 
 
 def expected_step(model: Any, attention: str) -> tuple[Tensor, dict[str, Tensor]]:

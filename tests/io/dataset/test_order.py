@@ -21,19 +21,22 @@ def file_order(group_rows: np.ndarray) -> list[tuple[int, int]]:
     return [(g, r) for g, n in enumerate(group_rows.tolist()) for r in range(n)]
 
 
-@given(groups, st.integers(0, 5), st.integers(0, 5), st.integers(1, 100))
-def test_every_pack_exactly_once(group_rows, seed, epoch, lanes):
-    order = PackOrder(group_rows, seed=seed, epoch=epoch, lanes=lanes)
-    assert len(order) == group_rows.sum()
-    assert sorted(sequence(order)) == file_order(group_rows)
-
-
-@given(groups, st.integers(1, 100), st.data())
-def test_seeking_gives_what_reading_from_the_start_gives(group_rows, lanes, data):
-    order = PackOrder(group_rows, lanes=lanes)
+@given(groups, st.integers(0, 5), st.integers(0, 5), st.integers(1, 100), st.booleans(), st.data())
+def test_every_pack_exactly_once_and_wherever_one_begins(
+    group_rows, seed, epoch, lanes, stratified, data
+):
+    """Strata change the packs within a row group, but not the row groups."""
+    n = int(group_rows.sum())
+    how, strata = {"seed": seed, "epoch": epoch, "lanes": lanes}, None
+    if stratified:
+        strata = np.array(data.draw(st.lists(st.integers(0, 3), min_size=n, max_size=n)), np.int64)
+    order = PackOrder(group_rows, **how, strata=strata)
+    assert len(order) == n
     every = sequence(order)
-    some = data.draw(st.permutations(range(len(order))))[:7]
-    found = PackOrder(group_rows, lanes=lanes).locate(np.array(some, np.int64))
+    assert sorted(every) == file_order(group_rows)
+    assert [g for g, _ in every] == [g for g, _ in sequence(PackOrder(group_rows, **how))]
+    some = data.draw(st.permutations(range(n)))[:7]
+    found = PackOrder(group_rows, **how, strata=strata).locate(np.array(some, np.int64))
     assert list(zip(*(f.tolist() for f in found), strict=True)) == [every[i] for i in some]
 
 
@@ -59,21 +62,6 @@ def test_the_order_is_fixed_for_good():
     expected = [0, 3, 2, 0, 3, 2, 0, 2, 2, 1], [0, 1, 1, 2, 0, 0, 1, 2, 3, 0]
     assert sequence(order) == list(zip(*expected, strict=True))
     assert permutation(6, 3, "test").tolist() == np.argsort(keys(6, 3, "test")).tolist()
-
-
-@given(groups, st.integers(0, 5), st.integers(1, 70), st.data())
-def test_strata_change_no_group_and_lose_no_pack(group_rows, seed, lanes, data):
-    n = int(group_rows.sum())
-    strata = np.array(data.draw(st.lists(st.integers(0, 3), min_size=n, max_size=n)), np.int64)
-    plain = PackOrder(group_rows, seed=seed, lanes=lanes)
-    order = PackOrder(group_rows, seed=seed, lanes=lanes, strata=strata)
-    every = sequence(order)
-    assert sorted(every) == file_order(group_rows)
-    assert [g for g, _ in every] == [g for g, _ in sequence(plain)]
-    some = data.draw(st.permutations(range(n)))[:7]
-    assert list(
-        zip(*(f.tolist() for f in order.locate(np.array(some, np.int64))), strict=True)
-    ) == [every[i] for i in some]
 
 
 def test_a_batch_is_mixed_as_by_a_full_shuffle():

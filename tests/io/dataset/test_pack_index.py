@@ -133,11 +133,6 @@ def with_column(name: str, change):
     return apply
 
 
-def swapped(values):
-    values[[0, 1]] = values[0] + 1, values[1] - 1
-    return values
-
-
 def one_more(values):
     values[0] += 1
     return values
@@ -154,8 +149,16 @@ def moved(by: int):
 
 
 IMPOSSIBLE = {
-    "tokens": [(moved(1000), "tokens must be 1 to 64"), (moved(-1000), "tokens must be")],
-    "examples": [(moved(-1), "examples must be at least 1"), (moved(-(2**20)), "examples must be")],
+    "tokens": [
+        (moved(1000), "tokens must be 1 to 64"),
+        (moved(-1000), "tokens must be"),
+        (one_more, "its packs must have"),
+    ],
+    "examples": [
+        (moved(-1), "examples must be at least 1"),
+        (moved(-(2**20)), "examples must be"),
+        (one_more, "its packs must have"),
+    ],
     "squares": [(lambda v: v * 0, "squares must be"), (lambda v: v + 2**40, "squares must be")],
     "best_tokens": [
         (lambda v: v * 0 - 5, "best_tokens must be 1 to all but one"),
@@ -188,15 +191,11 @@ def test_a_loader_compares_the_index_with_the_packs(kit, tmp_path, kind):
     stored = index_path(ds).read_bytes()
     for name in (*SIZES, *(COUNTS if kind == "ranked" else COUNTS[:1])):
         # A difference of one keeps to all bounds, but in packs of one example.
-        wrong = lying(ds, with_column(name, moved(1) if name in ("tokens", "examples") else added))
+        change = moved(1) if name in ("tokens", "examples") else one_more
+        wrong = lying(ds, with_column(name, change))
         with pytest.raises(IntegrityError, match=r"\.index.*must (be|have the) "):
             list(loader(wrong))
         index_path(ds).write_bytes(stored)
-
-
-def added(values):
-    values[0] += 1
-    return values
 
 
 def loader(ds: Dataset) -> PackedDataLoader:
@@ -224,7 +223,7 @@ def test_a_pack_without_segments_has_no_size(kit, tmp_path):
 
 @pytest.mark.parametrize("name", ["tokens", "examples", "squares", "best_tokens", "pairs_all"])
 def test_verify_compares_every_figure(ds, name):
-    wrong = lying(ds, with_column(name, swapped))
+    wrong = lying(ds, with_column(name, moved(1)))
     (problem,) = wrong.verify().problems
     what = name if name in SIZES else "counts"
     assert "packs-000001" in problem
@@ -232,23 +231,12 @@ def test_verify_compares_every_figure(ds, name):
     assert (f"must have the {what} of each pack of " in problem) == possible
 
 
-def earlier(ds: Dataset) -> Dataset:
-    """The dataset with an index as releases before the counts wrote it."""
-    return lying(ds, lambda table: table.select(["tokens", "examples", "squares"]))
-
-
 def test_an_index_without_counts(ds):
-    ds = earlier(ds)
+    """As releases before the counts wrote it."""
+    ds = lying(ds, lambda table: table.select([*SIZES]))
     assert told(ds.pack_index) == plainly(ds)
     assert ds.pack_index.counts is ds.sizes(np.arange(3)).counts is None
     assert ds.verify().ok
-
-
-@pytest.mark.parametrize("name", ["tokens", "examples"])
-def test_sums_that_differ_are_refused(ds, name):
-    wrong = lying(ds, with_column(name, one_more))
-    with pytest.raises(IntegrityError, match="its packs must have"):
-        _ = wrong.pack_index
 
 
 @pytest.mark.parametrize(

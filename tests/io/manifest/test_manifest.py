@@ -126,10 +126,26 @@ def test_every_field_is_needed_and_typed(good, read):
             assert "\n" not in message
 
 
-@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"null", b"\xff", b"[" * 100_000, b"1e999"])
+DEEP_OR_LONG = {
+    "lists": b"[" * 5_000_000,
+    "objects": b'{"a":' * 1_000_000,
+    "digits": b'{"format_version": ' + b"9" * 5_000_000 + b"}",
+    "an exponent": b'{"format_version": 1e999999999}',
+    "a long key": b'{"' + b"a" * 5_000_000 + b'": 1}',
+}
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        *(b"", b"{", b"[]", b"null", b"\xff", b"1e999"),
+        *(pytest.param(data, id=name) for name, data in DEEP_OR_LONG.items()),
+    ],
+)
 def test_not_a_manifest(data, read):
-    with pytest.raises(FormatError, match=MANIFEST):
+    with pytest.raises(FormatError, match=MANIFEST) as caught:
         read(data)
+    assert len(str(caught.value)) < 2000
 
 
 @pytest.mark.parametrize("again", [b"5", b"[]", b"{}", b'"x"', b"null"])

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import multiprocessing
-import re
-import threading
-from collections import Counter
-from collections.abc import Callable, Iterator
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fault_proxy import Faults, faulty, website
 
 from packstore import Dataset
 from packstore.config import ReadConfig
@@ -24,63 +21,6 @@ from packstore.torch import PackedDataLoader, PackedDataset, PreferenceLoss, cou
 pytest.importorskip("aiohttp", reason="fsspec reads http with it")
 
 N = 96
-Fault = Callable[[str, int, int], bytes | int | None]
-
-
-class Server:
-    """A folder over HTTP with ranges.
-
-    `fault(path, n, m)` sees the n-th GET of ranges of each file, which is the m-th of that range.
-    It returns a status to answer with, bytes to put in place of the right ones, or None.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.fault: Fault = lambda path, n, m: None
-        self.ranges: Counter[str] = Counter()
-        again: Counter[tuple[str, int]] = Counter()
-        lock = threading.Lock()
-
-        class Handler(SimpleHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def __init__(handler, *args: Any) -> None:
-                super().__init__(*args, directory=str(folder))
-
-            def do_GET(handler) -> None:
-                path = Path(handler.translate_path(handler.path))
-                place = re.fullmatch(r"bytes=(\d+)-(\d+)", handler.headers.get("Range", ""))
-                if not place or not path.is_file():
-                    super().do_GET()
-                    return
-                data = path.read_bytes()
-                start, end = int(place[1]), min(int(place[2]) + 1, len(data))
-                with lock:
-                    self.ranges[path.name] += 1
-                    again[path.name, start] += 1
-                    fault = self.fault(path.name, self.ranges[path.name], again[path.name, start])
-                part = b"" if isinstance(fault, int) else data[start:end]
-                if isinstance(fault, bytes):
-                    part = fault + part[len(fault) :]
-                handler.send_response(fault if isinstance(fault, int) else 206)
-                handler.send_header("Content-Range", f"bytes {start}-{end - 1}/{len(data)}")
-                handler.send_header("Content-Length", str(len(part)))
-                handler.end_headers()
-                handler.wfile.write(part)
-
-            def end_headers(handler) -> None:
-                handler.send_header("Accept-Ranges", "bytes")
-                super().end_headers()
-
-            def log_message(handler, *_: Any) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}/ds"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
 
 
 @pytest.fixture
@@ -94,11 +34,10 @@ def stored(kit: SimpleNamespace, tmp_path: Path) -> Dataset:
 
 
 @pytest.fixture
-def server(stored: Dataset, tmp_path: Path) -> Iterator[Server]:
-    """That dataset over HTTP."""
-    server = Server(tmp_path)
-    yield server
-    server.close()
+def server(stored: Dataset, tmp_path: Path) -> Iterator[str]:
+    """The endpoint of that dataset over HTTP."""
+    with website(tmp_path) as endpoint:
+        yield endpoint
 
 
 def ids(url: str, **settings: Any) -> list[int]:
@@ -113,51 +52,26 @@ def ids(url: str, **settings: Any) -> list[int]:
     return [i for b in batches for i in b.example_ids[b.weights > 0].tolist()]
 
 
-def a_shard(stored: Dataset, number: int = 1) -> Path:
-    """Path of one of its shards."""
-    return Path(stored.shard_urls[number])
+@pytest.mark.parametrize(
+    ("kind", "most"),
+    [("refuse", 0), ("error 403", 2), ("error 500", 2), ("error 503", 2), ("flip", 1)],
+)
+def test_a_store_is_asked_again_and_gives_what_the_disk_does(
+    stored: Dataset, server: str, kind: str, most: int
+) -> None:
+    faults = Faults(1.0, kinds=[kind], path="/data/", most=most)
+    with faulty(server, faults) as endpoint:
+        assert ids(f"{endpoint}/ds") == ids(stored.url)
+    assert faults.counts[kind] == most
 
 
-def test_a_store_reads_as_the_disk_does(stored: Dataset, server: Server) -> None:
-    assert ids(server.url) == ids(stored.url)
-    # A footer for each shard, and one read for each row group, or two where a lane ends inside it.
-    groups, shards = len(stored.row_groups), len(stored.manifest.shards)
-    assert groups + shards <= sum(server.ranges.values()) <= groups + shards + 4
-
-
-def test_a_store_that_refuses_now_and_then_is_asked_again(stored: Dataset, server: Server) -> None:
-    server.fault = lambda path, n, m: (403, 500, 503)[n % 3] if m == 1 else None
-    assert ids(server.url) == ids(stored.url)
-
-
-def test_the_patience_ends(stored: Dataset, server: Server) -> None:
-    bad = a_shard(stored).name
-    server.fault = lambda path, n, m: 503 if path == bad and n > 2 else None
-    with pytest.raises(StorageError, match=rf"(?s){bad}, row group .*Tried \d+ times\."):
-        ids(server.url, retry_seconds=0.2)
-
-
-def test_a_truncated_shard(stored: Dataset) -> None:
-    shard = a_shard(stored)
-    shard.write_bytes(shard.read_bytes()[:-100])
-    with pytest.raises(
-        IntegrityError, match=rf"(?s){shard.name}, row group \d+: .*Fetched 2 times"
+def test_the_patience_ends(stored: Dataset, server: str) -> None:
+    bad = Path(stored.shard_urls[1]).name
+    with (
+        faulty(server, Faults(1.0, kinds=["error 503"], path=bad, after=2)) as endpoint,
+        pytest.raises(StorageError, match=rf"(?s){bad}, row group .*Tried \d+ times\."),
     ):
-        ids(stored.url)
-
-
-def test_one_wrong_checksum_is_fetched_once_more(stored: Dataset, server: Server) -> None:
-    damaged = []
-
-    def flip_once(path: str, n: int, m: int) -> bytes | None:
-        if n == 3 and not damaged:
-            damaged.append(path)
-            return b"\xff\xfe"
-        return None
-
-    server.fault = flip_once
-    assert ids(server.url) == ids(stored.url)
-    assert damaged
+        ids(f"{endpoint}/ds", retry_seconds=0.2)
 
 
 def spoil(stored: Dataset, group: int) -> int:

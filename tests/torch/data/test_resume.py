@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import itertools
 import json
-import warnings
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from memory_packs import MemoryPacks
-from ranks import launch
+from memory_packs import MODES, MemoryPacks, N
 from torch.utils.data import DataLoader
 
 from packstore import Dataset
-from packstore.testing import random_examples
 from packstore.torch import PackedDataLoader, PackedDataset
 
 pytestmark = [  # of worker processes, maybe more than there are cores
@@ -30,41 +25,13 @@ pytestmark = [  # of worker processes, maybe more than there are cores
     )
 ]
 
-N = 41
 LANES = 12
-LONGEST = 150
-
-BATCHES = st.one_of(
-    st.fixed_dictionaries({"packs_per_batch": st.integers(1, 5)}),
-    st.fixed_dictionaries({"tokens_per_batch": st.integers(LONGEST, 3 * LONGEST)}),
-)
-STEPS = st.one_of(
-    st.fixed_dictionaries({"accumulation": st.integers(1, 4)}),
-    st.fixed_dictionaries({"examples_per_step": st.integers(5, 40)}),
-)
-MODES = st.builds(
-    lambda batches, steps, balance: {**batches, **steps, "balance": balance},
-    BATCHES,
-    STEPS,
-    st.booleans(),
-)
-"""Settings of a loader, all of which give every pack once."""
-
 BALANCED: dict[str, Any] = {"accumulation": 4, "balance": True}
 
 
 @pytest.fixture(scope="module")
 def memory(kit: SimpleNamespace) -> Any:
-    return synthetic(kit)
-
-
-def synthetic(kit: SimpleNamespace) -> Any:
-    """Packs of 1 to 5 examples."""
-    sizes = np.random.default_rng(N).integers(1, 6, N)
-    examples = random_examples(int(sizes.sum()), kind="sft", edges=False)
-    stream = MemoryPacks(kit.packed(examples, sizes, "concat"))
-    assert stream.pack_sizes.tokens.max() <= LONGEST
-    return stream
+    return MemoryPacks.of_examples(kit.packed)
 
 
 def told(batch: Any) -> Any:
@@ -151,10 +118,10 @@ def test_past_the_end(memory: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def stored(kit: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> Dataset:
-    """Packs of 1 to 5 examples in several row groups and shards."""
+def stored(kit: SimpleNamespace, memory: Any, tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    """The same packs in several row groups and shards."""
     url = str(tmp_path_factory.mktemp("data") / "ds")
-    data: Dataset = kit.write(url, synthetic(kit).packs, "sft")
+    data: Dataset = kit.write(url, memory.packs, "sft")
     assert len(data.row_groups) > 8
     return data
 
@@ -251,34 +218,3 @@ def test_stateful_data_loader(stored: Dataset, workers: int, persistent: bool) -
         assert ids(loader) == (whole[k + 2 :] if k + 2 <= len(whole) else whole)
         assert taken == whole[: k + 2]
         assert ids(loader) == whole
-
-
-def on_rank(task: dict[str, Any]) -> list[Any]:
-    """One of several real ranks: resumes at each state, gives k batches, says where it is then."""
-    warnings.simplefilter("ignore")  # of forks beside gloo's threads
-    data = PackedDataset(task["url"], seed=1, lanes=LANES)
-    loader = PackedDataLoader(data, num_workers=task["workers"], **BALANCED)
-    out = []
-    for state, k in task["legs"]:
-        loader.set_epoch(0)
-        loader.load_state_dict(state)
-        out.append(([told(batch) for batch in itertools.islice(loader, k)], loader.state_dict()))
-    return out
-
-
-@pytest.mark.slow
-def test_real_ranks(stored: Dataset, tmp_path: Path) -> None:
-    """Processes that gloo connects: saved at every batch, resumed on fewer of them."""
-    every = sorted(i for packs in stored.iter_packs() for i in packs.example_ids.tolist())
-    start = PackedDataset(stored, seed=1, lanes=LANES).state_dict()
-    legs: list[Any] = [(start, k) for k in range(9)]
-    first = launch(__file__, {"url": stored.url, "workers": 1, "legs": legs}, 3, tmp_path)
-    states = [state for _, state in first[0]]
-    for rank in first:
-        assert [state for _, state in rank] == states
-    legs = [(state, None) for state in states]
-    second = launch(__file__, {"url": stored.url, "workers": 0, "legs": legs}, 2, tmp_path)
-    for k in range(9):
-        parts = [rank[k][0] for rank in (*first, *second)]
-        assert sorted(i for part in parts for i in real(part)) == every
-        assert len({len(rank[k][0]) for rank in second}) == 1

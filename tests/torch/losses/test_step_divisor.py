@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from gradients import take_gradients
+from gradients import alone, take_gradients
 from ranks import launch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -78,48 +78,35 @@ def stored(kit: SimpleNamespace, folder: Path, kind: str, layout: str = "shared_
 def unpacked(model: Any, examples: Examples, chosen: list[int], name: str) -> dict[str, Tensor]:
     """The gradient of one step with every sequence fed alone, and the loss written out."""
     kind, settings = LOSSES[name]
-    gains, best_logps, best_tokens = [], [], []
-    terms: list[Tensor] = []
+    margins, best_logps, best_tokens = [], [], []
     for e in sorted(chosen):
-        first, last = examples.example_offsets[e : e + 2]
-        logps, tokens = [], []
-        for i in range(first, last):
-            own = slice(*examples.sequence_offsets[i : i + 2])
-            ids = torch.from_numpy(examples.input_ids[own].astype(np.int64))
-            on = torch.from_numpy(examples.supervised[own])[1:]
-            scores = model(input_ids=ids[None], use_cache=False).logits[0, :-1].log_softmax(-1)
-            logps.append(scores[torch.arange(len(ids) - 1), ids[1:]][on].sum())
-            tokens.append(int(on.sum()))
-        rewards = examples.reward[first:last]
-        order = sorted(range(last - first), key=lambda i: -float(rewards[i]))
-        couples, best = [(0, 1)], 0
-        by_rank = {
+        own = examples.take(np.array([e]))
+        logps, tokens = zip(*alone(model, own), strict=True)
+        order = list(range(len(logps)))
+        if kind == "ranked":
+            order.sort(key=lambda i: -float(own.reward[i]))
+        couples = {
             "best_vs_rest": [(order[0], i) for i in order[1:]],
             "all": list(itertools.combinations(order, 2)),
             "adjacent": list(itertools.pairwise(order)),
         }[settings.get("pairs", "best_vs_rest")]
-        if kind == "ranked":
-            couples = [(a, b) for a, b in by_rank if rewards[a] > rewards[b]]
-            best = order[0]
-        if kind != "sft":
-            gains += [(logps[a], logps[b], e, a, b) for a, b in couples]
-        best_logps.append(logps[best])
-        best_tokens.append(tokens[best])
-    average = settings.get("sft_average", "token")
+        gains = torch.stack(logps) - torch.tensor(REFERENCES[e][: len(logps)])
+        margins += [
+            gains[a] - gains[b]
+            for a, b in couples
+            if kind == "preference" or own.reward[a] > own.reward[b]
+        ]
+        best_logps.append(logps[order[0]])
+        best_tokens.append(tokens[order[0]])
     nll = -torch.stack(best_logps)
-    if average == "token":
-        likelihood = nll.sum() / sum(best_tokens)
-    elif average == "sequence_sum":
-        likelihood = nll.mean()
-    else:
-        likelihood = (nll / torch.tensor(best_tokens)).mean()
-    if kind == "sft":
-        loss = likelihood
-    else:
-        for a, b, e, i, j in gains:
-            ref = REFERENCES[e]
-            terms.append(-torch.sigmoid(BETA * ((a - ref[i]) - (b - ref[j]))).log())
-        loss = torch.stack(terms).mean() + settings.get("sft_weight", 0.0) * likelihood
+    loss = {
+        "token": nll.sum() / sum(best_tokens),
+        "sequence_sum": nll.mean(),
+        "sequence_mean": (nll / torch.tensor(best_tokens)).mean(),
+    }[settings.get("sft_average", "token")]
+    if kind != "sft":
+        preference = -torch.sigmoid(BETA * torch.stack(margins)).log().mean()
+        loss = preference + settings.get("sft_weight", 0.0) * loss
     model.zero_grad()
     loss.backward()
     return take_gradients(model)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import packstore
 from packstore.errors import CompatibilityError, ConfigError
 from packstore.testing import random_examples
 from packstore.torch import (
@@ -22,9 +20,7 @@ from packstore.torch import (
     PreferenceLoss,
     StepDivisor,
     collate,
-    evaluate,
     segment_token_counts,
-    use_packed_attention,
 )
 
 
@@ -193,16 +189,3 @@ def test_the_first_step(kit: SimpleNamespace, caplog: pytest.LogCaptureFixture, 
         assert words in record.getMessage()
     number = float(re.findall(r"the loss be ([-\d.e]+);", record.getMessage())[0])
     assert number == pytest.approx(float(loss_fn(ref, batch, ref).loss), rel=1e-3)
-
-
-def test_groups_by_a_column_that_cannot_name_them(kit: SimpleNamespace, tmp_path: Path) -> None:
-    row = {"prompt": [1, 2], "chosen": [3], "score": 0.5}
-    rows = [{**row, "rejected": [4 + i]} for i in range(4)]
-    data = packstore.pack(rows, str(tmp_path), pack_size=16, carry=("score:float64",))
-    model = use_packed_attention(kit.tiny_model())
-    for name in ("colour", "score"):
-        rule = "column of texts, integers or booleans, of file, score; found"
-        with pytest.raises(ConfigError, match=f"{rule} '{name}'"):
-            evaluate(model, data, loss="simpo", by=name)
-    (found,) = evaluate(model, data, loss="simpo", by="file")["by"].values()
-    assert found["examples"] == 4

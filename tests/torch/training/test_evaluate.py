@@ -33,18 +33,16 @@ SIDES = ("chosen", "rejected")
 def record(i: int) -> dict[str, Any]:
     prompt, source = [1, 2, i % 9, i % 5], SOURCES[2 if i == 7 else i % 2]
     chosen, rejected = [3 + i % 7] * (1 + i % 7), [4, i % 50]
-    return {"prompt": prompt, "chosen": chosen, "rejected": rejected, "source": source}
+    more = {"source": source, "weight": i / 2}
+    return {"prompt": prompt, "chosen": chosen, "rejected": rejected, **more}
 
 
 def pack(folder: Path, rows: list[dict[str, Any]], layout: str = "concat") -> Dataset:
     lines = folder / "rows.jsonl"
     write_jsonl(lines, rows)
-    how: dict[str, Any] = {
-        "row_group_tokens": 200,
-        "shard_tokens": 400,
-        "carry": ("source:string",),
-    }
-    return packstore.pack(str(lines), str(folder / layout), pack_size=60, layout=layout, **how)
+    how: dict[str, Any] = {"row_group_tokens": 200, "shard_tokens": 400, "layout": layout}
+    how["carry"] = ("source:string", "weight:float64")
+    return packstore.pack(str(lines), str(folder / layout), pack_size=60, **how)
 
 
 @pytest.fixture(scope="module", params=["concat", "shared_prefix"])
@@ -216,8 +214,10 @@ def test_what_does_not_fit_is_refused(kit: SimpleNamespace, pairs: Dataset, tmp_
     policy, _ = (use_packed_attention(m) for m in models(kit))
     with pytest.raises(ConfigError, match="compares with a reference model"):
         evaluate(policy, pairs)
-    with pytest.raises(ConfigError, match="by must be a carried"):
-        evaluate(policy, pairs, loss="sft", by="color")
+    for name in ("colour", "weight"):  # of floats
+        rule = "column of texts, integers or booleans, of file, source, weight; found"
+        with pytest.raises(ConfigError, match=f"{rule} '{name}'"):
+            evaluate(policy, pairs, loss="sft", by=name)
     other = kit.write(str(tmp_path), kit.packed(random_examples(4), [4], "concat"))
     policy.resize_token_embeddings(49)
     with pytest.raises(CompatibilityError, match="vocab_size"):

@@ -19,12 +19,12 @@ from torch.nn.functional import logsigmoid
 pytest.importorskip("accelerate", reason="training needs accelerate")
 pytest.importorskip("peft", reason="LoRA needs peft")
 
+from gradients import alone
 from huggingface_hub import ModelCard
 from train_runs import checkpoints, losses, records, save_gpt2, state_of
 from transformers import AutoModelForCausalLM
 
 from packstore import open as open_dataset
-from packstore.cli import main
 from packstore.errors import (
     CompatibilityError,
     ConfigError,
@@ -51,16 +51,13 @@ def made(kit: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> Simp
             url = str(folder / f"{name}-{layout}")
             kit.write(url, kit.packed(examples, sizes, layout), layout=layout)
             urls[name, layout] = url
-    sft = random_examples(N, seed=4, kind="sft")
-    urls["sft"] = str(folder / "sft")
-    kit.write(urls["sft"], kit.packed(sft, PACKS["mixed"], "concat"), kind="sft")
-    ranked = random_examples(N, seed=5, kind="ranked")
-    urls["ranked"] = str(folder / "ranked")
-    kit.write(urls["ranked"], kit.packed(ranked, PACKS["mixed"], "concat"), kind="ranked")
+    others = {kind: random_examples(N, seed=4, kind=kind) for kind in ("sft", "ranked")}
+    for kind, of_kind in others.items():
+        urls[kind, "concat"] = str(folder / kind)
+        packs = kit.packed(of_kind, PACKS["mixed"], "concat")
+        kit.write(urls[kind, "concat"], packs, kind=kind)
     model = save_gpt2(folder / "model")
-    return SimpleNamespace(
-        folder=folder, model=model, examples=examples, sft=sft, urls=urls, write=kit.write
-    )
+    return SimpleNamespace(model=model, examples=examples, sft=others["sft"], urls=urls)
 
 
 def settings(made: SimpleNamespace, output: Path, **others: Any) -> dict[str, Any]:
@@ -93,32 +90,32 @@ def steps_of(run: dict[str, Any]) -> list[list[int]]:
     return steps[:-1]
 
 
-def sequence_logps(model: Any, examples: Examples, example: int) -> list[Tensor]:
-    """Log-probs of the sequences of an example, each alone through transformers' own attention."""
-    first, last = examples.example_offsets[example : example + 2]
-    found = []
-    for s in range(first, last):
-        part = slice(*examples.sequence_offsets[s : s + 2])
-        ids = torch.from_numpy(examples.input_ids[part].astype(np.int64))
-        on = torch.from_numpy(examples.supervised[part].copy())[1:]
-        logps = model(ids[None]).logits[0, :-1].log_softmax(-1)
-        found.append(logps.gather(1, ids[1:, None])[:, 0][on].sum())
-    return found
+def margins_of(model: Any, examples: Examples) -> Tensor:
+    """Log-prob of the chosen less that of the rejected of each pair, a sequence at a time."""
+    logps = torch.stack([logp for logp, _ in alone(model, examples)])
+    return logps[0::2] - logps[1::2]
 
 
-def plain_loop(made: SimpleNamespace, steps: list[list[int]], warmup: int) -> Iterator[float]:
-    """DPO (Rafailov et al., 2023, equation 7), one sequence at a time."""
-    model = AutoModelForCausalLM.from_pretrained(made.model, attn_implementation="eager")
-    model = model.double().train()
-    ref = plain_reference(made)
+def plain_model(folder: Any) -> Any:
+    """The model with transformers' own attention."""
+    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").double()
+
+
+def plain_loop(
+    made: SimpleNamespace, steps: list[list[int]], warmup: int, sft: bool
+) -> Iterator[float]:
+    """DPO (Rafailov et al., 2023, equation 7), or a mean over the tokens of each step."""
+    model, reference = plain_model(made.model).train(), plain_model(made.model).eval()
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
     for number, ids in enumerate(steps):
-        losses = []
-        for example in ids:
-            chosen, rejected = sequence_logps(model, made.examples, example)
-            margin = chosen - rejected - (ref[example][0] - ref[example][1])
-            losses.append(-logsigmoid(BETA * margin))
-        loss = torch.stack(losses).mean()
+        if sft:
+            logps, tokens = zip(*alone(model, made.sft.take(np.array(ids))), strict=True)
+            loss = -sum(logps) / sum(tokens)
+        else:
+            pairs = made.examples.take(np.array(ids))
+            with torch.no_grad():
+                before = margins_of(reference, pairs)
+            loss = -logsigmoid(BETA * (margins_of(model, pairs) - before)).mean()
         yield float(loss.detach())
         optimizer.zero_grad()
         loss.backward()
@@ -131,14 +128,6 @@ def plain_loop(made: SimpleNamespace, steps: list[list[int]], warmup: int) -> It
         optimizer.step()
 
 
-@torch.no_grad()
-def plain_reference(made: SimpleNamespace) -> dict[int, list[float]]:
-    model = AutoModelForCausalLM.from_pretrained(made.model, attn_implementation="eager").double()
-    model.eval()
-    every = range(made.examples.num_examples)
-    return {i: [float(x) for x in sequence_logps(model, made.examples, i)] for i in every}
-
-
 @pytest.mark.parametrize(
     ("packs", "layout", "others"),
     [
@@ -146,6 +135,7 @@ def plain_reference(made: SimpleNamespace) -> dict[int, list[float]]:
         ("mixed", "shared_prefix", {"packs_per_batch": 2, "epochs": 2, "warmup": 3}),
         ("large", "concat", {"schedule": "cosine", "warmup": 0.5}),  # of all steps
         pytest.param("mixed", "concat", {"gradient_checkpointing": True}, marks=pytest.mark.slow),
+        ("sft", "concat", {"loss": "sft"}),  # whose batches hold unequal numbers of tokens
     ],
 )
 def test_losses_are_those_of_a_plain_loop(
@@ -157,48 +147,26 @@ def test_losses_are_those_of_a_plain_loop(
     steps = steps_of(run)
     warmup = given["warmup"]
     whole = warmup if warmup >= 1 else int(warmup * len(steps))
-    expected = list(plain_loop(made, steps, warmup=whole))
+    expected = list(plain_loop(made, steps, whole, packs == "sft"))
     found = losses(tmp_path)
     assert len(found) >= 4
-    assert expected[0] == pytest.approx(math.log(2), abs=1e-12)
+    assert packs == "sft" or expected[0] == pytest.approx(math.log(2), abs=1e-12)
     assert np.abs(np.subtract(found, expected)).max() < 1e-9
     assert np.ptp(found) > 1e-3
-
-
-def test_sft_of_a_step_is_a_mean_over_its_tokens(made: SimpleNamespace, tmp_path: Path) -> None:
-    """Over all batches of the step, which hold unequal numbers of them."""
-    given = {"loss": "sft", "dataset": made.urls["sft"], "schedule": "constant", "warmup": 0}
-    run = settings(made, tmp_path, **given)
-    train(**run)
-    model = AutoModelForCausalLM.from_pretrained(made.model, attn_implementation="eager").double()
-    optimizer = torch.optim.AdamW(model.parameters(), RATE, (0.9, 0.95), weight_decay=0.0)
-    examples, found = made.sft, records(tmp_path)
-    for ids, record in zip(steps_of(run), found, strict=True):
-        logps = torch.stack([sequence_logps(model, examples, i)[0] for i in ids])
-        offsets = examples.sequence_offsets
-        tokens = sum(int(examples.supervised[offsets[i] + 1 : offsets[i + 1]].sum()) for i in ids)
-        loss = -logps.sum() / tokens
-        assert abs(float(loss.detach()) - record["loss"]) < 1e-9
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
 
 
 def test_validation_is_of_every_pair_once(made: SimpleNamespace, tmp_path: Path) -> None:
     """In other packs than the training; equal to the plain mean over all pairs."""
     given = {"validation": made.urls["large", "shared_prefix"], "warmup": 0, "eval_every": 2}
     result = train(**settings(made, tmp_path, **given))
-    trained = AutoModelForCausalLM.from_pretrained(result.model, attn_implementation="eager")
-    trained, ref = trained.double().eval(), plain_reference(made)
-    margins = []
     with torch.no_grad():
-        for i in range(N):
-            chosen, rejected = sequence_logps(trained, made.examples, i)
-            margins.append(float(chosen - rejected) - (ref[i][0] - ref[i][1]))
-    losses = -logsigmoid(BETA * torch.tensor(margins, dtype=torch.float64))
+        after, before = (
+            margins_of(plain_model(folder).eval(), made.examples)
+            for folder in (result.model, made.model)
+        )
+    losses = -logsigmoid(BETA * (after - before))
     assert result.evaluation["eval/loss"] == pytest.approx(float(losses.mean()), abs=1e-10)
-    share = sum(m > 0 for m in margins) / N
+    share = float((after > before).double().mean())
     assert result.evaluation["eval/rewards/accuracies"] == pytest.approx(share)
     assert [record["step"] for record in records(tmp_path, "eval/loss")] == [
         *range(2, result.step, 2),
@@ -222,7 +190,7 @@ def test_other_losses_run(
     made: SimpleNamespace, tmp_path: Path, others: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     if others.get("dataset") == "ranked":
-        others = {**others, "dataset": made.urls["ranked"]}
+        others = {**others, "dataset": made.urls["ranked", "concat"]}
     result = train(**settings(made, tmp_path, max_steps=3, **others))
     assert result.step == 3
     assert math.isfinite(result.metrics["loss"])
@@ -250,7 +218,7 @@ def test_an_adapter_is_trained_further_against_itself(
     made: SimpleNamespace, tmp_path: Path
 ) -> None:
     """As it was is the reference, under the name `ref`; and it goes on after a checkpoint."""
-    given = {"dataset": made.urls["sft"], "loss": "sft", "lora": {"rank": 4}}
+    given = {"dataset": made.urls["sft", "concat"], "loss": "sft", "lora": {"rank": 4}}
     first = train(**settings(made, tmp_path / "sft", **given, learning_rate=1e-2, max_steps=3))
     dpo = settings(made, tmp_path / "dpo", model=str(first.model), learning_rate=1e-2, warmup=0)
     train(**dpo, save_every=2)
@@ -344,27 +312,6 @@ def test_errors_are_sentences(
     made: SimpleNamespace, tmp_path: Path, others: dict[str, Any], kind: type, message: str
 ) -> None:
     if others.get("dataset") == "sft":
-        others = {"dataset": made.urls["sft"]}
+        others = {"dataset": made.urls["sft", "concat"]}
     with pytest.raises(kind, match=message):
         train(**settings(made, tmp_path, **others))
-
-
-def test_command_line(
-    made: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "dpo.yaml"
-    file.write_text(
-        f"model: {made.model}\ndataset: {made.urls['mixed', 'concat']}\nlearning_rate: 1e-4\n"
-        f"output: {tmp_path / 'run'}\nexamples_per_step: 8\nmax_steps: 2\nloss: ipo\n"
-    )
-    assert main(["train", str(file), "--loss", "dpo", "--loss-parameter", "beta=0.3"]) == 0
-    assert "rewards/accuracies" in capsys.readouterr().out
-    config = state_of(checkpoints(tmp_path / "run")[-1])["config"]
-    assert config["loss"] == "dpo"
-    assert config["loss_parameters"] == {"beta": 0.3}
-    assert config["learning_rate"] == 1e-4
-    assert main(["train", str(file), "--model", "./nowhere", "--output", str(tmp_path / "x")]) == 1
-    assert (
-        "packstore: error: model ./nowhere: it must be a folder or hub name"
-        in capsys.readouterr().err
-    )
