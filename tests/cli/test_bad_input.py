@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-from rights import closed
 from small_jobs import trained_tokenizer
 
 from packstore.cli import main
@@ -22,10 +21,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     trained_tokenizer(LINES).save("tokenizer.json")
     Path("good.jsonl").write_text("".join(LINES), encoding="utf-8")
     return tmp_path
-
-
-def dataset_there() -> None:
-    assert main(["pack", "good.jsonl", "there", "--tokenizer", "tokenizer.json"]) == 0
 
 
 def one(**fields: object) -> bytes:
@@ -80,26 +75,6 @@ def check(code: int, err: str, texts: list[str]) -> None:
     for text in texts:
         assert text in line, line
     assert "Traceback" not in err
-
-
-def test_a_dataset_that_is_already_there(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    dataset_there()
-    before = sorted(p.name for p in Path("there").rglob("*"))
-    capsys.readouterr()
-    code = main(["pack", "good.jsonl", "there", "--tokenizer", "tokenizer.json", "--seed", "1"])
-    check(code, capsys.readouterr().err, ["there", "seed", "--overwrite"])
-    assert sorted(p.name for p in Path("there").rglob("*")) == before
-
-
-def test_a_folder_that_cannot_be_written(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    locked = folder / "locked"
-    locked.mkdir()
-    dataset_there()
-    capsys.readouterr()
-    with closed(0o555, locked):
-        code = main(["pack", "good.jsonl", "locked/out", "--tokenizer", "tokenizer.json"])
-    check(code, capsys.readouterr().err, ["locked/out", "permission denied"])
-    assert not any(locked.iterdir())
 
 
 @pytest.mark.parametrize(

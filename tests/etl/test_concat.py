@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import uuid
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from small_jobs import SETTINGS, pairs, trained_tokenizer, write_jsonl
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -60,21 +58,6 @@ def test_append_adds_a_version(tmp_path: Path) -> None:
     assert [s["records"] for s in third.manifest.provenance["sources"]] == [60, 40, 25]
     assert third.manifest.records.packed == third.manifest.records.read == 125
     assert packstore.clean(str(place)).leftovers == []
-
-
-def test_statistics_and_index_are_those_of_the_packs(tmp_path: Path) -> None:
-    """`verify` counts anew; the index must be that of one dataset of the same shards."""
-    grown = packstore.append(pack(tmp_path / "a", pairs(60)), pairs(40, 60))
-    assert grown.manifest.pack_index is not None
-    sizes = grown.pack_index
-    bare = Dataset(grown.location, replace(grown.manifest, pack_index=None), grown.version)
-    for name in ("tokens", "examples", "squares"):
-        np.testing.assert_array_equal(getattr(sizes, name), getattr(bare.pack_index, name))
-    as_one = packstore.concat([grown], str(tmp_path / "b"))
-    assert as_one.manifest.pack_index is not None
-    assert as_one.manifest.pack_index.sha256 == grown.manifest.pack_index.sha256
-    assert as_one.manifest.statistics == grown.manifest.statistics
-    assert as_one.manifest.lineage == grown.manifest.lineage
 
 
 @pytest.mark.parametrize("where", ["local", "memory", "from_memory"])

@@ -66,6 +66,10 @@ def test_an_existing_file_is_replaced_only_if_asked(
     assert len(load(out)) == len(dataset)
     assert main(["export", "nemo", dataset.url, str(tmp_path)]) == 1
     assert "found a folder. Name a file." in capsys.readouterr().err
+    exported = export("nemo", dataset, "memory://exchange/x.npy", overwrite=True)
+    assert exported.files == ["memory://exchange/x.npy"]
+    with pytest.raises(DatasetExistsError, match="must not exist yet"):
+        export("nemo", dataset, "memory://exchange/x.npy")
 
 
 def test_a_failed_export_leaves_nothing(tmp_path: Path, packed: Pack) -> None:
@@ -101,11 +105,3 @@ def test_other_kinds_are_refused(tmp_path: Path, packed: Pack) -> None:
     with pytest.raises(CompatibilityError, match=r"of kind preference; found kind sft"):
         export("nemo", packed(chats(5)), tmp_path / "x.npy")
     assert not (tmp_path / "x.npy").exists()
-
-
-def test_on_another_store(packed: Pack) -> None:
-    dataset = packed(pairs(9))
-    exported = export("nemo", dataset, "memory://exchange/x.npy", overwrite=True)
-    assert exported.files == ["memory://exchange/x.npy"]
-    with pytest.raises(DatasetExistsError, match="must not exist yet"):
-        export("nemo", dataset, "memory://exchange/x.npy")

@@ -36,8 +36,6 @@ def test_what_is_no_length_gets_a_sentence(lengths: object, text: str) -> None:
 def test_settings_without_meaning() -> None:
     with pytest.raises(UnknownNameError, match=r"unknown strategy 'pol'.*Did you mean 'pool'"):
         plan([1], strategy="pol")
-    with pytest.raises(ConfigError, match="pack_size must be at least 2; found 1"):
-        plan([1], pack_size=1)
     with pytest.raises(ConfigError, match="pack_size must be at most 16777216"):
         plan([1], pack_size=10**9)
 

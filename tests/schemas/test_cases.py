@@ -26,7 +26,7 @@ from packstore.format import (
     pack_schema,
     to_arrow,
 )
-from packstore.torch import collate, open_side
+from packstore.torch import open_side
 
 Case = dict[str, Any]
 Load = Callable[[str], Any]
@@ -212,17 +212,3 @@ def test_invalid_manifests(
 
 def test_invalid_sides(sides_invalid: Case, parse: Parse, load: Load, validator: Validator) -> None:
     judge_invalid(sides_invalid, "side", parse, load, validator)
-
-
-def test_batches_hold_what_is_derived(valid: Case) -> None:
-    """The collation of packstore.torch agrees with the table."""
-    packs = check(valid)
-    for row, derived in zip(range(len(packs)), valid["derived"], strict=True):
-        batch = collate(packs.row(row), valid["kind"])
-        for name in ("segment_ids", "position_ids", "cu_seqlens", "cu_seqlens_k"):
-            assert getattr(batch, name).tolist() == derived[name], name
-        longest = [batch.max_seqlen, batch.max_seqlen_k]
-        assert longest == [derived["max_seqlen"], derived["max_seqlen_k"]]
-        assert any(derived["segment_offsets"]) == (batch.kv_index is not None)
-        if batch.kv_index is not None:
-            assert batch.kv_index.tolist() == derived["kv_index"]

@@ -80,15 +80,6 @@ def test_fingerprint_is_of_the_packs(good, read):
     assert other.fingerprint != base
 
 
-def test_unknown_fields_are_ignored(good, read):
-    def extend(value: dict[str, Any]) -> None:
-        value["later"] = {"a": 1}
-        value["shards"][0]["later"] = 1
-        value["totals"]["later"] = 1
-
-    assert read.changed(good, extend).to_json() == good
-
-
 def fields(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Paths of all fields that a reader needs."""
     for name, inner in value.items():

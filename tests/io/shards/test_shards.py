@@ -48,25 +48,6 @@ def test_a_shared_prompt_is_stored_once(kit, tmp_path, format_, labels):
 
 
 @FORMATS
-def test_carried_columns(kit, tmp_path, format_):
-    more = [{"s": f"ü{i}", "w": i / 7, "t": i << 40, "b": i % 2 == 0} for i in range(30)]
-    records = [{**a, **b} for a, b in zip(kit.records(30), more, strict=True)]
-    carry = ("s:string", "w:float64", "t:int64", "b:bool")
-    ds = kit.made(tmp_path / "ds", records, carry=carry, format=format_)
-    assert [{name: row[name][0] for name in "swtb"} for row in kit.rows(ds)] == more
-    assert ds.verify().ok
-
-
-@FORMATS
-@LABELS
-def test_same_bytes_on_every_store(kit, tmp_path, format_, labels):
-    how = {"format": format_, "labels": labels}
-    local = kit.made(tmp_path / "ds", 70, **how)
-    memory = kit.made(f"memory://same/{os.getpid()}/{format_}/{labels}", 70, **how)
-    assert Files(local.url).all() == Files(memory.url).all()
-
-
-@FORMATS
 def test_row_groups_and_shards_end_where_tokens_say(kit, tmp_path, format_):
     """Whatever a codec makes of them: so its release does not decide."""
     ds = kit.made(tmp_path / "ds", 300, format=format_, shard_tokens=1000)

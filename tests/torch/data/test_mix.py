@@ -6,7 +6,6 @@ import hashlib
 import json
 import logging
 import math
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -184,13 +183,6 @@ def test_a_source_with_options_of_its_own(
     assert [p.example_ids.tolist() for p in first] == own
 
 
-def tokenized(data: Dataset, **tokenizer: Any) -> Dataset:
-    """The dataset as if another tokenizer had made it."""
-    made = {"sha256": "a", "chat_template_sha256": "c", **tokenizer}
-    provenance = {**data.manifest.provenance, "tokenizer": made}
-    return Dataset(data.location, replace(data.manifest, provenance=provenance), data.version)
-
-
 def test_refusals(stored: list[Dataset], kit: SimpleNamespace, tmp_path: Path) -> None:
     a, b = stored
     for weight in (0, -1, math.inf, math.nan):
@@ -210,10 +202,3 @@ def test_refusals(stored: list[Dataset], kit: SimpleNamespace, tmp_path: Path) -
     sft = kit.write(str(tmp_path / "sft"), packs, "sft")
     with pytest.raises(CompatibilityError, match="sources of the mix must be of one kind; found"):
         PackedDataset.mix({a: 1, sft: 1})
-    same = tokenized(a)
-    for other in ({}, {"chat_template_sha256": None}):
-        assert PackedDataset.mix({same: 1, tokenized(b, **other): 1}).num_packs
-    with pytest.raises(CompatibilityError, match="packed with one tokenizer"):
-        PackedDataset.mix({same: 1, tokenized(b, sha256="b"): 1})
-    with pytest.raises(CompatibilityError, match="with one chat template"):
-        PackedDataset.mix({same: 1, tokenized(b, chat_template_sha256="d"): 1})

@@ -16,7 +16,6 @@ from train_runs import records
 from trainers import logged, make_trainer
 
 from packstore import open as open_dataset
-from packstore.errors import ConfigError
 from packstore.testing import random_examples
 from packstore.torch import (
     PackedDataLoader,
@@ -72,15 +71,6 @@ def test_train_logs_and_adds_them(kit: SimpleNamespace, tmp_path: Path) -> None:
         assert found["grad_norm"] > without["grad_norm"] + 0.01
         assert "aux_loss" not in without
         assert without["loss"] == pytest.approx(math.log(2), abs=1e-5)
-
-
-def test_train_refuses_a_weight_for_a_model_without_them(
-    kit: SimpleNamespace, tmp_path: Path
-) -> None:
-    settings = kit.short_run(tmp_path)
-    given = {"router_aux_loss_coef": 0.1}
-    with pytest.raises(ConfigError, match=r"router_aux_loss_coef: .* found LlamaForCausalLM"):
-        train(**settings, output=str(tmp_path / "run"), loss_parameters=given)
 
 
 def test_the_trainer_logs_and_adds_them(kit: SimpleNamespace, tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import re
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -98,6 +100,35 @@ def packed_trainer(*args: Any, **kwargs: Any) -> Any:
     return PackedDPOTrainer(*args, **kwargs)
 
 
+@pytest.fixture
+def compare(trl: Any, tmp_path: Path, tokenizer: Any, rows: Any) -> Callable[..., Any]:
+    """Trains a model, or that of a call, by TRL's trainer and by ours; returns TRL's curves."""
+
+    def run(
+        model: Any, peft_config: Any = None, collator: Any = None, **settings: Any
+    ) -> dict[str, list[float]]:
+        found = []
+        for trainer_class in (trl.DPOTrainer, packed_trainer):
+            torch.manual_seed(3)
+            trainer = trainer_class(
+                model() if callable(model) else model,
+                args=config_of(trl, tmp_path / "run", **settings),
+                train_dataset=rows,
+                processing_class=tokenizer,
+                peft_config=copy.deepcopy(peft_config),
+                data_collator=collator if trainer_class is packed_trainer else None,
+            )
+            found.append(curves(trainer, NAMES))
+        expected, ours = found
+        for name, values in expected.items():
+            # Of the others, rounding in float32 grows with the steps.
+            bound = 1e-5 if name == "loss" else 3e-4
+            assert ours[name] == pytest.approx(values, rel=bound, abs=bound), name
+        return expected
+
+    return run
+
+
 def curves(trainer: Any, names: tuple[str, ...]) -> dict[str, list[float]]:
     trainer.train()
     lines = [line for line in trainer.state.log_history if "loss" in line]
@@ -105,13 +136,6 @@ def curves(trainer: Any, names: tuple[str, ...]) -> dict[str, list[float]]:
 
 
 NAMES = ("loss", "grad_norm", "rewards/margins", "rewards/chosen", "logps/rejected")
-
-
-def assert_equal(expected: dict[str, list[float]], curves: dict[str, list[float]]) -> None:
-    for name, values in expected.items():
-        # Of the others, rounding in float32 grows with the steps.
-        bound = 1e-5 if name == "loss" else 3e-4
-        assert curves[name] == pytest.approx(values, rel=bound, abs=bound), name
 
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -138,56 +162,29 @@ LEAST = {"truncation"}
     "name",
     [pytest.param(name, marks=[pytest.mark.slow] * (name not in LEAST)) for name in CONFIGS],
 )
-def test_its_config_decides(
-    trl: Any, folder: str, tmp_path: Path, tokenizer: Any, rows: Any, name: str, layout: Any
-) -> None:
+def test_its_config_decides(compare: Any, folder: str, name: str, layout: Any) -> None:
     """Thirty steps: loss, gradient and rewards of every step are those of TRL's trainer."""
-    found = []
-    for trainer_class in (trl.DPOTrainer, packed_trainer):
-        args = config_of(trl, tmp_path, **CONFIGS[name])
-        more: dict[str, Any] = {}
-        if trainer_class is packed_trainer:
-            collator = PackCollator("preference", PackConfig(layout=layout))
-            more["data_collator"] = collator
-        trainer = trainer_class(
-            folder, args=args, train_dataset=rows, processing_class=tokenizer, **more
-        )
-        found.append(curves(trainer, NAMES))
-    assert_equal(*found)
-    assert max(found[0]["loss"]) - min(found[0]["loss"]) > 1e-2
+    collator = PackCollator("preference", PackConfig(layout=layout))
+    losses = compare(folder, collator=collator, **CONFIGS[name])["loss"]
+    assert max(losses) - min(losses) > 1e-2
 
 
 @pytest.mark.parametrize("given", ["config", pytest.param("model", marks=pytest.mark.slow)])
-def test_adapters(
-    trl: Any, folder: str, tmp_path: Path, tokenizer: Any, rows: Any, given: str
-) -> None:
+def test_adapters(compare: Any, folder: str, given: str) -> None:
     """LoRA by the trainer's `peft_config`, or a model with an adapter, is its own reference."""
     peft = pytest.importorskip("peft", reason="adapters")
     from transformers import AutoModelForCausalLM
 
-    found = []
-    for trainer_class in (trl.DPOTrainer, packed_trainer):
-        torch.manual_seed(3)
-        lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-        model: Any = folder
-        if given == "model":
-            model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(folder), lora)
-        args = config_of(trl, tmp_path, learning_rate=1e-2, max_steps=10)
-        trainer = trainer_class(
-            model,
-            args=args,
-            train_dataset=rows,
-            processing_class=tokenizer,
-            peft_config=lora if given == "config" else None,
-        )
-        found.append(curves(trainer, NAMES))
-    assert_equal(*found)
-    assert max(found[0]["rewards/margins"]) > 1e-3
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+
+    def adapted() -> Any:
+        return peft.get_peft_model(AutoModelForCausalLM.from_pretrained(folder), lora)
+
+    how = (folder, lora) if given == "config" else (adapted,)
+    assert max(compare(*how, learning_rate=1e-2, max_steps=10)["rewards/margins"]) > 1e-3
 
 
-def test_a_model_that_runs_whole_by_sequence(
-    trl: Any, tmp_path: Path, tokenizer: Any, rows: Any
-) -> None:
+def test_a_model_that_runs_whole_by_sequence(compare: Any, tmp_path: Path) -> None:
     """Falcon's own forward call takes no packed attention: it runs once a sequence, as in TRL."""
     from transformers import FalconConfig, FalconForCausalLM
 
@@ -195,16 +192,7 @@ def test_a_model_that_runs_whole_by_sequence(
     shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     model = FalconForCausalLM(FalconConfig(vocab_size=50, eos_token_id=49, **shape))
     model.save_pretrained(tmp_path / "falcon")
-    found = []
-    for trainer_class in (trl.DPOTrainer, packed_trainer):
-        trainer = trainer_class(
-            str(tmp_path / "falcon"),
-            args=config_of(trl, tmp_path / "run", max_steps=4),
-            train_dataset=rows,
-            processing_class=tokenizer,
-        )
-        found.append(curves(trainer, NAMES))
-    assert_equal(*found)
+    compare(str(tmp_path / "falcon"), max_steps=4)
 
 
 def test_a_packed_dataset(

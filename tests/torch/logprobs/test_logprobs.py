@@ -74,6 +74,18 @@ def test_from_hidden(
     assert (torch.autograd.grad(frozen, hidden, upstream)[0] - wanted[0]).abs().max() < 1e-11
 
 
+@pytest.mark.parametrize(("vocab", "chunk_size"), [(50_257, None), (151_936, 1 << 16)])
+def test_a_large_vocabulary(batch: PackedBatch, vocab: int, chunk_size: int | None) -> None:
+    hidden, weight = normal(batch.num_tokens, HIDDEN), normal(vocab, HIDDEN, seed=1)
+    found = segment_logps(batch, hidden=hidden, weight=weight, chunk_size=chunk_size)
+    expected = segment_logps(batch, logits=hidden @ weight.T)
+    assert (found - expected).abs().max() < 1e-11
+    upstream = normal(batch.num_segments, seed=3).detach()
+    both = [torch.autograd.grad(x, (hidden, weight), upstream) for x in (found, expected)]
+    for a, b in zip(*both, strict=True):
+        assert (a - b).abs().max() < 1e-10
+
+
 def test_half_precision_is_summed_in_float32(kit: SimpleNamespace, batch: PackedBatch) -> None:
     hidden, weight = normal(batch.num_tokens, HIDDEN), normal(kit.VOCAB, HIDDEN, seed=1)
     half = [x.detach().bfloat16().requires_grad_() for x in (hidden, weight)]

@@ -172,10 +172,13 @@ def test_datasets_of_a_mix(
     check_tokenizer(none, real / "small_bpe")
     assert "records no tokenizer" in caplog.text
     AutoTokenizer.from_pretrained(real / "small_bpe").save_pretrained(tmp_path / "saved")
-    mix = {none: 1, make(): 1, make(tmp_path / "saved"): 1}
+    own, other = (with_template(real, tmp_path / x, TEMPLATE + x) for x in ("own", "other"))
+    mix = {none: 1, make(): 1, make(tmp_path / "saved"): 1, make(own): 1}
     PackedDataset.mix(mix)
-    with pytest.raises(CompatibilityError, match=r"datasets 1 and 3: .*one tokenizer; found "):
+    with pytest.raises(CompatibilityError, match=r"datasets 1 and 4: .*one tokenizer; found "):
         PackedDataset.mix({**mix, make("t5_unigram"): 1})
+    with pytest.raises(CompatibilityError, match=r"datasets 3 and 4: .*with one chat template"):
+        PackedDataset.mix({**mix, make(other): 1})
 
 
 def test_vocabulary_of_a_model(make: Make) -> None:
