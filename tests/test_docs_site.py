@@ -19,8 +19,6 @@ import re
 import runpy
 import shlex
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -29,6 +27,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from children import run_python
 
 from packstore.cli import main, parser
 from packstore.config import PackConfig
@@ -148,12 +147,8 @@ def test_it_builds(tmp_path: Path) -> None:
     if not all(map(find_spec, ("mkdocs", "material", "mkdocstrings_handlers"))):
         pytest.skip("mkdocs-material and mkdocstrings are in the extra docs")
     # Not --quiet, with which --strict sees no warning.
-    command = [sys.executable, "-W", "ignore", "-m", "mkdocs", "build", "--strict"]
-    done = subprocess.run(
-        [*command, "--site-dir", str(tmp_path / "site")],
-        cwd=ROOT, capture_output=True, encoding="utf-8", check=False,
-        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
-    )  # fmt: skip
+    command = ["-W", "ignore", "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path / "site"]
+    done = run_python(*command, cwd=ROOT, env={"NO_MKDOCS_2_WARNING": "1"})
     assert done.returncode == 0, done.stdout + done.stderr
     site = tmp_path / "site"
     assert "seq_boundaries" in text_of(site / "format")
@@ -189,14 +184,14 @@ def run_page(page: Path, names: dict[str, Any]) -> None:
     for block in blocks(page.read_text(encoding="utf-8")):
         where = f"{page.relative_to(ROOT)}, line {block.line}"
         if block.language == "python":
-            printed = run_python(block, where, names)
+            printed = run_code(block, where, names)
             if block.output is not None:
                 assert matches(block.output, printed), f"{where} prints:\n{printed}"
         else:
             run_console(block.code, where)
 
 
-def run_python(block: Block, where: str, names: dict[str, Any]) -> str:
+def run_code(block: Block, where: str, names: dict[str, Any]) -> str:
     """Runs the block; returns its output, with a packstore error if output is compared."""
     code = compile("\n" * block.line + block.code, where, "exec")
     with contextlib.redirect_stdout(io.StringIO()) as out:

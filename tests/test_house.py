@@ -6,14 +6,13 @@ import importlib
 import inspect
 import pydoc
 import re
-import subprocess
-import sys
 from contextlib import suppress
 from importlib.metadata import packages_distributions
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from children import run_python
 
 import packstore
 from packstore.errors import MissingExtraError
@@ -22,20 +21,15 @@ from packstore.registry import Registry
 ROOT = Path(__file__).parents[1]
 
 
-def run(*command: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, *command]
-    return subprocess.run(words, cwd=cwd, capture_output=True, encoding="utf-8", check=False)
-
-
 def python(code: str, cwd: Path | None = None) -> str:
     """Runs `code` in a fresh interpreter; returns its output."""
-    done = run("-c", code, cwd=cwd)
+    done = run_python("-c", code, cwd=cwd)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.strip()
 
 
 def tool(*command: str) -> None:
-    done = run("-m", *command, cwd=ROOT)
+    done = run_python("-m", *command, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -51,9 +45,6 @@ def test_types() -> None:
 def test_style() -> None:
     tool("ruff", "check", ".")
     tool("ruff", "format", "--check", ".")
-
-
-PRINT = "print(%s & set(sys.modules))"
 
 
 def test_importing_packstore_is_cheap() -> None:
@@ -123,7 +114,7 @@ def test_mypy_sees_the_signature_of_the_call(tmp_path: Path) -> None:
         "packstore.pack(1)\n"
         "packstore.estimate('a', 'b', layouts=['wide'])\n"
     )
-    done = run("-m", "mypy", "--strict", "--cache-dir", str(tmp_path), str(script), cwd=ROOT)
+    done = run_python("-m", "mypy", "--strict", "--cache-dir", str(tmp_path), str(script), cwd=ROOT)
     assert 'Revealed type is "packstore.io.dataset.dataset.Dataset"' in done.stdout, done.stdout
     for error in (
         'Missing positional argument "out" in call to "pack"',

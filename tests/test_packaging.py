@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import runpy
 import shutil
-import subprocess
-import sys
 import tarfile
 import tomllib
 from importlib.metadata import PackageNotFoundError, version
@@ -13,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from children import run_python
 
 ROOT = Path(__file__).parents[1]
 CONFIG = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -61,8 +60,8 @@ def test_make_floors_takes_the_oldest_torch_and_transformers() -> None:
     assert first.endswith(f" {torch}.0")
     assert "-r .venv-floors/floors.txt" in second
     assert "try_release.py --floors torch train" in recipe
-    command = [sys.executable, ROOT / "tests" / "try_release.py", "--floors", "torch", "train"]
-    printed = subprocess.run(command, capture_output=True, encoding="utf-8", check=True).stdout
+    command = [ROOT / "tests" / "try_release.py", "--floors", "torch", "train"]
+    printed = run_python(*command).stdout
     assert {torch, "transformers==5.17", "numpy==2.2"} <= set(printed.split())
 
 
@@ -80,10 +79,7 @@ def test_the_sdist_holds_what_git_tracks(tmp_path: Path) -> None:
         place.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / name, place)
     code = f"from setuptools import build_meta; build_meta.build_sdist({str(tmp_path)!r})"
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
-        cwd=tmp_path / "tree", capture_output=True, encoding="utf-8", check=False,
-    )  # fmt: skip
+    done = run_python("-W", "ignore", "-c", code, cwd=tmp_path / "tree")
     assert done.returncode == 0, done.stderr
     (sdist,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:

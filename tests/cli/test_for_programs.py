@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from children import run_python
 from small_jobs import write_jsonl, write_tokenizer
 
 import packstore
@@ -64,8 +64,7 @@ def test_results_are_json(
 
 
 def run(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, "-m", "packstore", *command(folder, text)]
-    return subprocess.run(words, capture_output=True, encoding="utf-8", check=False)
+    return run_python("-m", "packstore", *command(folder, text))
 
 
 def test_log_lines_are_json(folder: Path) -> None:

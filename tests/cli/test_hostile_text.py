@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from children import run_python
 
 from packstore.cli import main
 from packstore.errors import CONTROL, visible
@@ -116,14 +115,13 @@ def test_a_log_line_is_one_line_without_control_characters(
     source.write_text("\n".join([*lines, json.dumps({**record, "chosen": "a|" * 99})]))
     tokenizer = str(hostile / "tokenizer.json")
     flags = ["--tokenizer", tokenizer, "--pack-size", "64", "--dedup", "none"]
-    command = [sys.executable, "-m", "packstore", "pack", str(source)]
     for more in (
         [str(tmp_path / "ds"), *flags, "--max-drop-rate", "0.5"],
         ["x", f"--{name}"],
         ["x", "--config", name],
         ["x", "--debug", "--tokenizer", name],
     ):
-        done = subprocess.run([*command, *more], capture_output=True, encoding="utf-8", check=False)
+        done = run_python("-m", "packstore", "pack", source, *more)
         assert "FAKE:well" in done.stderr
         assert CONTROL.findall(done.stderr) == []
         assert "\nFAKE" not in done.stderr

@@ -5,14 +5,13 @@ from __future__ import annotations
 import gzip
 import json
 import logging
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from children import run_python
 from places import Files
 from small_jobs import write_jsonl
 
@@ -156,10 +155,8 @@ def test_a_killed_run_goes_on(
     packs = sum(len(packstore.open(whole / part)) for part in ("train", "validation"))
     arguments = json.dumps([repeating, str(out), 0.6 * packs, settings])
     # It returns when all who hold its output have ended: workers do not outlive the job.
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED, arguments], capture_output=True, timeout=120, check=False
-    )
-    assert done.returncode == -9, done.stderr.decode()
+    done = run_python("-c", KILLED, arguments, timeout=120)
+    assert done.returncode == -9, done.stderr
     with pytest.raises(DatasetNotFoundError):
         packstore.open(out / "train")
     kept = next((out / "train" / "data").glob("*-p00000-00000-*"))

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from places import Files
-from small_jobs import SETTINGS, pairs, write_jsonl
+from small_jobs import pack, pairs, write_jsonl
 
 import packstore
 
@@ -24,16 +23,8 @@ def source(tmp_path: Path) -> str:
     return write_jsonl(tmp_path / "pairs.jsonl", pairs(800))
 
 
-@pytest.fixture
-def pack(tmp_path: Path) -> Callable[..., Any]:
-    def run(out: str, source: Any = None, **settings: Any) -> Any:
-        return packstore.pack(source or pairs(120), out, **{**SETTINGS, **settings})
-
-    return run
-
-
 def test_the_bytes_of_the_input_decide_the_number_of_partitions(
-    pack: Callable[..., Any], source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a_third = Path(source).stat().st_size // 3 + 1
     monkeypatch.setattr("packstore.etl.sources.PARTITION_BYTES", a_third)  # else a gigabyte
@@ -50,12 +41,7 @@ def test_the_bytes_of_the_input_decide_the_number_of_partitions(
 
 @pytest.mark.parametrize("damaged", ["-p00001-", "-00001.json", "input"])
 def test_a_partition_that_changed_is_made_again(
-    place: str,
-    pack: Callable[..., Any],
-    source: str,
-    tmp_path: Path,
-    damaged: str,
-    caplog: pytest.LogCaptureFixture,
+    place: str, source: str, tmp_path: Path, damaged: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its shard, its note or its input (of the same size); it was stopped in the last of four."""
     whole = pack(str(tmp_path / "whole"), source, **CUT)
@@ -82,7 +68,7 @@ def test_a_partition_that_changed_is_made_again(
     assert files.all() == Files(whole.url).all()
 
 
-def test_a_reader_never_sees_a_mixture(place: str, pack: Callable[..., Any]) -> None:
+def test_a_reader_never_sees_a_mixture(place: str) -> None:
     """While it is replaced again and again, every version read is one that was written."""
     pack(place, pairs(40))
     stop, seen, failures = threading.Event(), set(), []

@@ -138,43 +138,34 @@ def ending(n: int, seed: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
-@pytest.mark.parametrize("spec", ["", "/packed_300-*.idx.parquet"])
-def test_each_sequence_comes_back(layout: str, spec: str, tmp_path: Path, packed: Pack) -> None:
-    records = chats(50)
-    dataset, expected = packed(records, layout=layout), sequences(records)
-    exported = export("megatron", dataset, tmp_path / "out")
-    reader = Reader(f"{tmp_path}/out{spec}", 300)
-    assert len(list(reader.rows())) == len(dataset) == exported.facts["rows"]
-    for batch in reader:
-        for start, stop in pairwise(batch.logical):
-            if all(batch.padding[start:stop]):
-                continue
-            ids, on = expected.pop(0)
-            assert batch.tokens[start:stop] == ids[:-1]
-            assert batch.labels[start:stop] == ids[1:]
-            assert batch.mask[start:stop] == on[1:]
-            assert batch.positions[start:stop] == [*range(len(ids) - 1)]
-    assert not expected
-
-
-@pytest.mark.parametrize(("mult", "static"), [(2, False), (4, True), (16, False), (16, True)])
-def test_sequences_are_aligned(mult: int, static: bool, tmp_path: Path, packed: Pack) -> None:
+@pytest.mark.parametrize(
+    ("mult", "static"), [(1, False), (2, False), (4, True), (16, False), (16, True)]
+)
+def test_each_sequence_comes_back(
+    mult: int, static: bool, layout: str, tmp_path: Path, packed: Pack
+) -> None:
+    """At a multiple, and filled up to one; by the name of the folder and by that of its files."""
     records, out = ending(60, mult), tmp_path / "out"
     how: dict[str, Any] = {"pad_seq_to_mult": mult, "pack_size": 240, "pad_id": EOS}
-    exported = export("megatron", packed(records, pack_size=100), out, pad_cu_seqlens=static, **how)
+    dataset = packed(records, layout=layout, pack_size=100)
+    exported = export("megatron", dataset, out, pad_cu_seqlens=static, **how)
     metadata = str(out / "metadata.json") if static else ""
+    batches = list(Reader(str(out), 240, mult=mult, static=metadata))
+    assert batches == list(Reader(f"{out}/packed_240-*.idx.parquet", 240, EOS, mult, metadata))
+    assert len(batches) == exported.facts["rows"]
+    assert mult > 1 or len(batches) == len(dataset)
     expected, shapes, filled = sequences(records), set(), 0
-    for batch in Reader(str(out), 240, mult=mult, static=metadata):
+    for batch in batches:
         physical, logical = batch.physical, batch.logical
         shapes.add((len(physical), len(logical), len(batch.tokens), batch.longest))
         for i, (start, stop) in enumerate(pairwise(physical)):
             assert start % mult == 0
+            if all(batch.padding[start:stop]):
+                assert not any(batch.mask[start:stop])
+                continue
             length = logical[i + 1] - logical[i]
             padding = [False] * length + [True] * (stop - start - length)
             assert batch.padding[start:stop] == padding
-            if length == 0:
-                assert not any(batch.mask[start:stop])
-                continue
             ids, on = expected.pop(0)
             filled += stop - start - (len(ids) - 1)
             # The last token is an input too, which predicts nothing, unless it looks like filling.
@@ -182,8 +173,10 @@ def test_sequences_are_aligned(mult: int, static: bool, tmp_path: Path, packed: 
             assert batch.tokens[start : start + length] == ids[:length]
             assert batch.labels[start : start + len(ids) - 1] == ids[1:]
             assert batch.mask[start:stop] == on[1:] + [0] * (stop - start - len(ids) + 1)
+            assert batch.positions[start:stop] == [*range(stop - start)]
     assert not expected
-    assert exported.facts["tokens of filling"] >= filled > 0
+    assert exported.facts["tokens of filling"] >= filled
+    assert (filled > 0) == (mult > 1)
     assert not static or len(shapes) == 1
 
 

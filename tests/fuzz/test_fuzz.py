@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import hostile_values
 import pytest
+from children import run_python
 from fuzz_targets import TARGETS
 
 ABORTS = ("parquet", "dishonest_parquet", "dishonest_spans", "dishonest_index")
@@ -19,15 +18,7 @@ docs/security.md says. A release that does not is welcome."""
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
     """Runs the script in a process whose freed memory is filled, and whose heap is checked."""
     filled = {"MALLOC_PERTURB_": "165", "MALLOC_CHECK_": "3", "OMP_NUM_THREADS": "1"}
-    script = Path(__file__).with_name("run.py")
-    return subprocess.run(
-        [sys.executable, str(script), *map(str, arguments)],
-        capture_output=True,
-        encoding="utf-8",
-        timeout=3000,
-        check=False,
-        env={**os.environ, **filled},
-    )
+    return run_python(Path(__file__).with_name("run.py"), *arguments, env=filled)
 
 
 @pytest.mark.parametrize("count", [15, pytest.param(3000, marks=pytest.mark.slow)])

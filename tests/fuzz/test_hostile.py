@@ -11,7 +11,6 @@ from typing import Any
 import hostile_values
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from forged import MANIFEST, checksums, replace_shard
 
@@ -23,28 +22,26 @@ from packstore.errors import IntegrityError
 GOLDEN = Path(__file__).parents[2] / "schemas" / "golden" / "v1"
 
 
-def golden(tmp_path: Path, name: str, change: Any, read_back: bool = False) -> Dataset:
-    """A golden dataset whose first shard `change` writes anew, given its path and batches."""
+def golden(tmp_path: Path, name: str, changes: dict[str, Any] | None = None, **how: Any) -> Dataset:
+    """A golden dataset whose first shard was written anew, some columns changed by functions."""
     folder = tmp_path / "ds"
     shutil.copytree(GOLDEN / name, folder)
     shard = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["shards"][0]
-    path, crc32 = folder / shard["path"], shard["row_groups"]["crc32"]
-    change(path, hostile_values.read_batches(path.read_bytes()))
-    if path.suffix == ".arrow" or read_back:
-        with contextlib.suppress(AttributeError):  # columns that are no lists
-            crc32 = checksums(path.read_bytes())
-    replace_shard(folder, path.read_bytes(), crc32)
+    batches = hostile_values.read_batches((folder / shard["path"]).read_bytes())
+    for column, change in (changes or {}).items():
+        at = batches[0].schema.get_field_index(column)
+        made = [change(batch.column(at)) for batch in batches]
+        field = batches[0].schema.field(at).with_type(made[0].type)
+        batches = [b.set_column(at, field, new) for b, new in zip(batches, made, strict=True)]
+    data, crc32 = hostile_values.encode(batches, "arrow" in name, how), shard["row_groups"]["crc32"]
+    with contextlib.suppress(AttributeError):  # columns that are no lists
+        crc32 = checksums(data)
+    replace_shard(folder, data, crc32)
     return open_dataset(str(folder))
 
 
 def test_compressed_arrow_bodies_are_refused(tmp_path: Path) -> None:
-    def compress(path: Path, batches: list[pa.RecordBatch]) -> None:
-        options = pa.ipc.IpcWriteOptions(compression="zstd")
-        with pa.ipc.new_file(str(path), batches[0].schema, options=options) as writer:
-            for batch in batches:
-                writer.write_batch(batch)
-
-    data = golden(tmp_path, "preference-concat-plain-arrow", compress)
+    data = golden(tmp_path, "preference-concat-plain-arrow", compression="zstd")
     with pytest.raises(IntegrityError, match="not be compressed"):
         list(data.iter_packs())
     with pytest.raises(IntegrityError, match="not be compressed"):
@@ -55,21 +52,13 @@ def test_compressed_arrow_bodies_are_refused(tmp_path: Path) -> None:
 def test_dictionaries_that_grow_are_refused_where_sizes_are_read(tmp_path: Path) -> None:
     """Some kilobytes that would become gigabytes, in columns that are read alone."""
 
-    def bomb(path: Path, batches: list[pa.RecordBatch]) -> None:
-        schema = batches[0].schema
-        with pq.ParquetWriter(path, schema, use_dictionary=True, compression="zstd") as writer:
-            for batch in batches:
-                at = schema.get_field_index("lengths")
-                lists = pa.ListArray.from_arrays(
-                    np.linspace(0, 30_000_000, len(batch) + 1).astype(np.int32),
-                    pa.array(np.full(30_000_000, 9, np.int32)),
-                    type=schema.field(at).type,
-                )
-                writer.write_table(
-                    pa.Table.from_batches([batch.set_column(at, schema.field(at), lists)])
-                )
+    def bomb(lists: pa.ListArray) -> pa.ListArray:
+        offsets = np.linspace(0, 30_000_000, len(lists) + 1).astype(np.int32)
+        nines = pa.array(np.full(30_000_000, 9, np.int32))
+        return pa.ListArray.from_arrays(offsets, nines, type=lists.type)
 
-    data = golden(tmp_path, "preference-concat-plain", bomb)
+    how = {"use_dictionary": True, "compression": "zstd"}
+    data = golden(tmp_path, "preference-concat-plain", {"lengths": bomb}, **how)
     before = pa.total_allocated_bytes()
     with pytest.raises(IntegrityError, match="must have"):
         data.read_columns(0, ["lengths"])
@@ -79,18 +68,12 @@ def test_dictionaries_that_grow_are_refused_where_sizes_are_read(tmp_path: Path)
 def test_labels_of_other_tokens_are_refused(tmp_path: Path) -> None:
     """A loader has one array for ids and labels, so it must not read others as if they agreed."""
 
-    def relabel(path: Path, batches: list[pa.RecordBatch]) -> None:
-        schema = batches[0].schema
-        at = schema.get_field_index("labels")
-        with pa.ipc.new_file(str(path), schema) as writer:
-            for batch in batches:
-                lists = batch.column(at)
-                flat = lists.flatten().to_numpy().copy()
-                flat[np.flatnonzero(flat >= 0)[-1]] += 1
-                labels = pa.ListArray.from_arrays(lists.offsets, flat, type=lists.type)
-                writer.write_batch(batch.set_column(at, schema.field(at), labels))
+    def relabel(lists: pa.ListArray) -> pa.ListArray:
+        flat = lists.flatten().to_numpy().copy()
+        flat[np.flatnonzero(flat >= 0)[-1]] += 1
+        return pa.ListArray.from_arrays(lists.offsets, flat, type=lists.type)
 
-    data = golden(tmp_path, "preference-concat-plain-arrow", relabel)
+    data = golden(tmp_path, "preference-concat-plain-arrow", {"labels": relabel})
     with pytest.raises(IntegrityError, match=r"row \d+: .*\[labels-are-ids\]"):
         list(pt.PackedDataset(data.url))
     assert any("[labels-are-ids]" in problem for problem in data.verify().problems)
@@ -98,15 +81,7 @@ def test_labels_of_other_tokens_are_refused(tmp_path: Path) -> None:
 
 def test_another_schema_is_refused_again_and_again(tmp_path: Path) -> None:
     """Also after the first look at it, whose error may have been passed over."""
-
-    def flat(path: Path, batches: list[pa.RecordBatch]) -> None:
-        at = batches[0].schema.get_field_index("reward")
-        field = pa.field("reward", pa.uint32())
-        made = [b.set_column(at, field, pa.array([1] * len(b), pa.uint32())) for b in batches]
-        with pa.ipc.new_file(str(path), made[0].schema) as writer:
-            for batch in made:
-                writer.write_batch(batch)
-
+    flat = {"reward": lambda lists: pa.array([1] * len(lists), pa.uint32())}
     data = golden(tmp_path, "preference-concat-plain-arrow", flat)
     data.expect(0)
     for _ in range(2):
@@ -118,13 +93,8 @@ def test_another_schema_is_refused_again_and_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("codec", ["lz4", "none"])
 def test_other_codecs_are_read(tmp_path: Path, codec: str) -> None:
-    def recode(path: Path, batches: list[pa.RecordBatch]) -> None:
-        how = {"compression": codec, "use_dictionary": False, "write_page_checksum": True}
-        with pq.ParquetWriter(path, batches[0].schema, **how) as writer:
-            for batch in batches:
-                writer.write_batch(batch)
-
-    data = golden(tmp_path, "preference-concat-plain", recode, read_back=True)
+    how = {"compression": codec, "use_dictionary": False, "write_page_checksum": True}
+    data = golden(tmp_path, "preference-concat-plain", **how)
     expected = open_dataset(str(GOLDEN / "preference-concat-plain"))
     for batch, other in zip(data.iter_batches(), expected.iter_batches(), strict=True):
         assert batch.equals(other)

@@ -71,7 +71,6 @@ def test_no_element_comes_from_a_record(
     assert found.tags == Elements(written(harmless, tmp_path)).tags
     assert re.findall("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u2028-\u202e\u2066]", page) == []
     embedded = re.search(r'id="data">(.*?)</script>', page, re.DOTALL)
-    assert embedded is not None
     assert re.search(r"[<>&]|[^\x00-\x7f]", embedded[1]) is None
     data = json.loads(embedded[1])
     assert data["embedded"][0]["columns"][0]["note"].startswith("</script><script>")
@@ -180,7 +179,6 @@ def test_texts_of_tokens(
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium: apt-get install chromium")
 def test_a_browser_makes_no_element_of_a_record(hostile: Dataset, tmp_path: Path) -> None:
     written(hostile, tmp_path)
-    assert CHROMIUM is not None
     flags = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync "
     flags += "--disable-background-networking --disable-component-update "
     flags += f"--user-data-dir={tmp_path / 'profile'} --virtual-time-budget=4000 --dump-dom"
@@ -195,7 +193,6 @@ def test_a_browser_makes_no_element_of_a_record(hostile: Dataset, tmp_path: Path
     assert f"<title>{hostile.url}</title>" in done.stdout
     assert tags.count("article") == len(hostile.read_packs(0).row(0).lengths)
     drawn = re.search(r'<div class="tokens".*?</div>', done.stdout, re.DOTALL)
-    assert drawn is not None
     pack = data_of(done.stdout)["embedded"][0]
     own = pack["sequences"][0]
     on = [i for i in range(own["start"], own["stop"]) if pack["ids"][i] >= 0]

@@ -31,9 +31,7 @@ def server(hostile: Dataset) -> Iterator[Address]:
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8"
     ) as process:
-        assert process.stdout is not None
         told = re.match(r"http://127\.0\.0\.1:(\d+)(/.*/) ", process.stdout.readline())
-        assert told is not None
         yield Address(int(told[1]), told[2])
         process.send_signal(signal.SIGINT)
         assert process.communicate(timeout=60) == ("\nended\n", "")
@@ -65,7 +63,6 @@ def test_the_page_and_a_pack(server: Address, hostile: Dataset, tmp_path: Path) 
     file = tmp_path / "page.html"
     assert main(["show", hostile.url, "--pack", "1", "--html", str(file)]) == 0
     written = re.search(r'id="data">(.*?)</script>', file.read_text(encoding="utf-8"), re.DOTALL)
-    assert written is not None
     assert [json.loads(body)] == json.loads(written[1])["embedded"]
 
 

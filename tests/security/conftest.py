@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from children import run_python
 
 LIMIT = """
 import resource
@@ -25,15 +24,8 @@ def cell(tmp_path: Path) -> Callable[..., str]:
 
     def run(code: str, given: str = "", room: int = 1024) -> str:
         imports, rest = code.split("\n\n", 1)
-        done = subprocess.run(
-            [sys.executable, "-c", imports + LIMIT.format(room=room) + rest],
-            input=given,
-            capture_output=True,
-            encoding="utf-8",
-            cwd=tmp_path,
-            timeout=120,
-            check=False,
-        )
+        limited = imports + LIMIT.format(room=room) + rest
+        done = run_python("-c", limited, input=given, cwd=tmp_path, timeout=120)
         assert done.returncode == 0, done.stderr[-2000:]
         return done.stdout
 

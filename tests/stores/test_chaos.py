@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from children import run_python
 from stores import Store
 
 ROOT = Path(__file__).parents[2]
@@ -18,15 +16,9 @@ SECONDS = 6
 def storm(folder: Path, place: str, *arguments: str) -> None:
     """Two rounds at a place, with another seed each time; it is told when something is wrong."""
     script = str(ROOT / "benchmarks" / "chaos.py")
-    command = [sys.executable, "-W", "ignore", script, "--places", place, *arguments]
+    command = ["-W", "ignore", script, "--places", place, *arguments]
     command += ["--seconds", str(SECONDS), "--round", str(SECONDS // 2)]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        encoding="utf-8",
-        check=False,
-        env={**os.environ, "TMPDIR": str(folder), "PYTHONPATH": str(ROOT)},
-    )
+    done = run_python(*command, env={"TMPDIR": str(folder), "PYTHONPATH": str(ROOT)})
     told = done.stdout + done.stderr
     assert done.returncode == 0, told
     found = json.loads(done.stdout.partition(" ")[2])

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
+from forged import ranges
 
 from packstore import Dataset, open
 from packstore.errors import PackstoreError
@@ -101,12 +101,7 @@ def _shard_regions(url: str, path: Path, first: int, footer: int) -> Iterator[Re
 def _ranges(path: Path) -> list[tuple[int, int]]:
     """Finds row groups: column chunks, or record batches with their framing."""
     if path.suffix == ".parquet":
-        metadata, found = pq.read_metadata(path), []
-        for group in map(metadata.row_group, range(metadata.num_row_groups)):
-            columns = [group.column(i) for i in range(group.num_columns)]
-            start = columns[0].data_page_offset
-            found.append((start, start + sum(c.total_compressed_size for c in columns)))
-        return found
+        return ranges(path.read_bytes())
     source = pa.py_buffer(path.read_bytes())
     file = pa.ipc.open_file(source)
     ends = [8]

@@ -128,7 +128,7 @@ def change_shard(files: Files, rng: random.Random) -> str:
         for _ in range(rng.choice((1, 1, 1, 2, 3))):
             batches[group], done = changed(batches[group], rng)
             told += f"{done}, "
-        data = encode([like(b, batches[group].schema) for b in batches], arrow, rng)
+        data = encode([like(b, batches[group].schema) for b in batches], arrow, options(arrow, rng))
     put(files, entry, entry["path"], data)
     if rng.random() < 0.9:
         count(entry, batches)
@@ -159,7 +159,7 @@ def change_index(files: Files, rng: random.Random) -> str:
     table = table.set_column(at, table.field(at), pa.array(values, table.field(at).type))
     cuts = itertools.accumulate([shard["rows"] for shard in manifest["shards"]], initial=0)
     groups = [table.slice(a, b - a).combine_chunks() for a, b in itertools.pairwise(cuts)]
-    put(files, entry, entry["path"], encode(groups, False, rng))
+    put(files, entry, entry["path"], encode(groups, False, options(False, rng)))
     files[MANIFEST] = sealed(manifest)
     return f"{name} {place} is {new}"
 
@@ -170,7 +170,7 @@ def change_side(files: Files, rng: random.Random) -> str:
     (entry,) = manifest["shards"]
     (batch,) = read_batches(files[f"side/{entry['path']}"])
     batch, told = changed(batch, rng)
-    put(files, entry, f"side/{entry['path']}", encode([batch], False, rng))
+    put(files, entry, f"side/{entry['path']}", encode([batch], False, options(False, rng)))
     if rng.random() < 0.9:
         entry["rows"] = batch.num_rows
     files[SIDE_MANIFEST] = sealed(manifest)
@@ -320,17 +320,22 @@ def like(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays(columns, schema=schema)
 
 
-def encode(groups: list[Any], arrow: bool, rng: random.Random) -> bytes:
-    """The bytes of a shard, mostly encoded as packstore does."""
-    sink, schema = io.BytesIO(), groups[0].schema
+def options(arrow: bool, rng: random.Random) -> dict[str, Any]:
+    """How a shard is encoded: mostly as packstore does."""
     odd = rng.random()
     if arrow:
-        options = pa.ipc.IpcWriteOptions(compression="zstd" if odd < 0.03 else None)
-        with pa.ipc.new_file(sink, schema, options=options) as file:
+        return {"compression": "zstd" if odd < 0.03 else None}
+    return OURS | (rng.choice(OTHERS) if odd < 0.15 else {})
+
+
+def encode(groups: list[Any], arrow: bool, how: dict[str, Any]) -> bytes:
+    """The bytes of a shard."""
+    sink, schema = io.BytesIO(), groups[0].schema
+    if arrow:
+        with pa.ipc.new_file(sink, schema, options=pa.ipc.IpcWriteOptions(**how)) as file:
             for batch in groups:
                 file.write_batch(batch)
     else:
-        how: dict[str, Any] = OURS | (rng.choice(OTHERS) if odd < 0.15 else {})
         with pq.ParquetWriter(sink, schema, **how) as writer:
             for group in groups:
                 writer.write(group, max(group.num_rows, 1))

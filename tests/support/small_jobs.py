@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+import packstore
+
 SETTINGS: dict[str, Any] = {"pack_size": 64, "row_group_tokens": 128, "shard_tokens": 1}
 """Every row group is a shard."""
 
@@ -24,6 +26,11 @@ def pairs(n: int, first: int = 0) -> list[dict[str, list[int]]]:
         {"prompt": [5, 6, 7], "chosen": [8, 10 + i, 11 + i], "rejected": [9] * (1 + i % 7)}
         for i in range(first, first + n)
     ]
+
+
+def pack(out: str | Path, records: Any = None, **settings: Any) -> packstore.Dataset:
+    """Packs records, or the path of some, into a new place; `settings` win over SETTINGS."""
+    return packstore.pack(records or pairs(60), str(out), **{**SETTINGS, **settings})
 
 
 def write_jsonl(path: Path, records: Iterable[object]) -> str:

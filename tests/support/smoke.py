@@ -111,7 +111,6 @@ def torch() -> str:
         logps = torch.zeros(2 * batch.num_examples, requires_grad=True)
         out = loss_fn(logps, batch, ref_logps=torch.zeros(2 * batch.num_examples))
         out.loss.backward()
-        assert logps.grad is not None
         assert torch.isfinite(logps.grad).all()
         pairs += batch.num_examples
     assert pairs == PAIRS

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from children import run_python
 
 pytestmark = pytest.mark.slow
 
@@ -27,16 +27,13 @@ PathFinder.find_spec = staticmethod(find_spec)
 
 def run(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     (tmp_path / "sitecustomize.py").write_text(BLOCKED, encoding="utf-8")
-    environment = os.environ | {
+    environment = {
         "PYTHONPATH": os.pathsep.join([str(tmp_path), str(BENCHMARKS.parent)]),
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
         "HF_HUB_OFFLINE": "1",
     }
-    command = [sys.executable, str(BENCHMARKS / "gpu_session.py"), *arguments]
-    return subprocess.run(
-        command, capture_output=True, encoding="utf-8", env=environment, check=False
-    )
+    return run_python(BENCHMARKS / "gpu_session.py", *arguments, env=environment)
 
 
 def cases_of(out: Path, stage: int) -> dict[str, Any]:

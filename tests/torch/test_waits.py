@@ -76,16 +76,3 @@ def test_a_ranked_step_that_is_counted_before_it_is_copied(
         ref_logps = trained(batch)
         loss_fn.per_example(ref_logps, batch, ref_logps)
     loss_fn(trained(batch), batch, ref_logps, divisor=divisor).loss.backward()
-
-
-@pytest.mark.parametrize(
-    "read",
-    [
-        lambda x: x[:1].item(),
-        *(lambda x: x[:1] and None, lambda x: x.tolist(), lambda x: x.cpu(), lambda x: x[x]),
-        *(lambda x: x.nonzero(), lambda x: x.repeat_interleave(x.int())),
-    ],
-)
-def test_values_of_this_device_cannot_be_read(read: Callable[[torch.Tensor], Any]) -> None:
-    with pytest.raises((RuntimeError, NotImplementedError)):
-        read(torch.ones(3, device="meta", dtype=torch.bool))

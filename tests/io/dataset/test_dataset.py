@@ -1,12 +1,11 @@
 from __future__ import annotations
 
-import json
 import pickle
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
+from places import edit_manifest
 
 import packstore
 
@@ -44,12 +43,7 @@ def test_many_threads_read(ds, kit):
 def test_verify_finds_repeated_ids(kit, tmp_path):
     first, other = kit.made(tmp_path / "a", 20), kit.made(tmp_path / "b", kit.records(10, seed=1))
     both = packstore.concat([first, other], str(tmp_path / "both"))
-    path = Path(both.url) / "_packstore" / "manifest-000001.json"
-    value = json.loads(path.read_text(encoding="utf-8"))
-    del value["sha256"]
-    for shard in value["shards"]:
-        shard["example_id_base"] = 0
-    path.write_text(json.dumps(value))
+    edit_manifest(both.url, lambda m: [s.update(example_id_base=0) for s in m["shards"]])
     (problem,) = packstore.open(both.url).verify().problems
     assert "example ids must be distinct; found 10 that repeat, the first of them 0" in problem
 

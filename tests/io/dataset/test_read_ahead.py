@@ -185,7 +185,6 @@ def test_the_process_ends_while_threads_read(stored: Dataset, how: str) -> None:
         stderr=subprocess.PIPE,
         encoding="utf-8",
     )
-    assert process.stdout is not None
     assert process.stdout.readline() == "begun\n"
     if how == "interrupt":
         time.sleep(0.3)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import io
-import json
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 from forged import fit
+from places import edit_manifest
 
 from packstore import Dataset
 from packstore import open as open_dataset
@@ -53,14 +53,7 @@ def swap(data: Dataset) -> None:
 
 
 def edit(change: Any) -> Any:
-    def damage(data: Dataset) -> None:
-        path = Path(data.url) / "_packstore" / "manifest-000001.json"
-        value = json.loads(path.read_text(encoding="utf-8"))
-        value.pop("sha256")  # whoever changes a manifest on purpose can change its hash
-        change(value)
-        path.write_text(json.dumps(value))
-
-    return damage
+    return lambda data: edit_manifest(data.url, change)
 
 
 def move_supervised(m: Any) -> None:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from places import Files, at_each, manifest_path
-from small_jobs import DAY, SETTINGS, later, pairs, write_jsonl
+from small_jobs import DAY, later, pack, pairs, write_jsonl
 
 import packstore
 from packstore import clean
@@ -33,19 +34,25 @@ NOW: dict[str, Any] = {"delete": True, "older_than": 0, "no_writers": True}
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 
 
-@pytest.fixture
-def pack(tmp_path: Path) -> Callable[..., Any]:
-    def run(out: str, records: Any = None, **settings: Any) -> Any:
-        return packstore.pack(records or pairs(60), out, **{**SETTINGS, **settings})
+def before_the_first_removal(
+    act: Callable[[], object], of: Collection[str] = ()
+) -> AbstractContextManager[list[str]]:
+    """Acts before `clean` removes the first file, or the first one of these."""
+    began: list[str] = []
 
-    return run
+    def once(path: str) -> None:
+        if not began and (not of or path in of):
+            began.append(path)
+            act()
+
+    return at_each("remove", once)
 
 
 def files(url: str) -> set[str]:
     return Files(url).names()
 
 
-def test_shards_of_a_failed_first_job_are_removed(place: str, pack: Callable[..., Any]) -> None:
+def test_shards_of_a_failed_first_job_are_removed(place: str) -> None:
     def fail(path: str) -> None:
         if path.endswith(".index"):  # all shards are there
             raise StorageError("refused")
@@ -82,7 +89,7 @@ OWN = (
 )
 
 
-def test_only_names_of_packstore_go(place: str, pack: Callable[..., Any]) -> None:
+def test_only_names_of_packstore_go(place: str) -> None:
     pack(place)
     foreign = {f"{folder}/{name}" for folder, names in FOREIGN.items() for name in names.split()}
     if "://" in place:  # where no folders are staged
@@ -96,9 +103,7 @@ def test_only_names_of_packstore_go(place: str, pack: Callable[..., Any]) -> Non
     assert {x.path for x in report.removable} == set(OWN)
 
 
-def test_a_marker_goes_with_the_link_that_its_job_left(
-    tmp_path: Path, pack: Callable[..., Any]
-) -> None:
+def test_a_marker_goes_with_the_link_that_its_job_left(tmp_path: Path) -> None:
     """A job killed while it writes: removing one link changes the times of the other."""
     pack(str(tmp_path / "ds"))
     folder = tmp_path / "ds/_packstore/writers"
@@ -111,23 +116,19 @@ def test_a_marker_goes_with_the_link_that_its_job_left(
     assert not folder.exists()
 
 
-def test_a_file_that_is_written_anew_stays(
-    place: str, pack: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_is_written_anew_stays(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Names follow from contents: a job may write those of an old version while that goes."""
     pack(place, shard_tokens=1 << 20)
     pack(place, pairs(30), overwrite=True)
     old = {shard.path for shard in packstore.open(place, version=1).manifest.shards}
     later(monkeypatch, 8 * DAY)
-    began: list[str] = []
 
-    def pack_again(path: str) -> None:
-        if path in old and not began:
-            began.append(path)
-            pack(place, shard_tokens=1 << 20, overwrite=True)
+    def pack_again() -> None:
+        pack(place, shard_tokens=1 << 20, overwrite=True)
+        for path in old:
             Files(place).renew(path, 8 * DAY)
 
-    with at_each("remove", pack_again) as asked:
+    with before_the_first_removal(pack_again, old) as asked:
         report = clean(place, delete=True, keep_versions=1)
     newest = packstore.open(place)
     assert (newest.version, {s.path for s in newest.manifest.shards}) == (3, old)
@@ -143,8 +144,8 @@ def test_shards_that_a_rerun_takes_over_stay(
     """They are as old as before; the note of their partition is not."""
     source = write_jsonl(tmp_path / "in.jsonl", pairs(60))
 
-    def run() -> Any:
-        return packstore.pack(source, place, **{**SETTINGS, "shard_tokens": 1 << 20})
+    def run() -> None:
+        pack(place, source, shard_tokens=1 << 20)
 
     def fail(path: str) -> None:
         if path.endswith(".index"):  # all shards and notes are there
@@ -154,16 +155,13 @@ def test_shards_that_a_rerun_takes_over_stay(
         run()
     shards = {name for name in files(place) if name.startswith("data/")}
     later(monkeypatch, 8 * DAY)
-    began: list[str] = []
 
-    def resume(path: str) -> None:
-        if path in shards and not began:
-            began.append(path)
-            with at_each("put_file") as written:
-                run()
-            assert not shards & set(written)
+    def resume() -> None:
+        with at_each("put_file") as written:
+            run()
+        assert not shards & set(written)
 
-    with at_each("remove", resume):
+    with before_the_first_removal(resume, shards):
         clean(place, delete=True)
     assert {s.path for s in packstore.open(place).manifest.shards} == shards
     assert packstore.open(place).verify().ok
@@ -171,7 +169,7 @@ def test_shards_that_a_rerun_takes_over_stay(
 
 @pytest.mark.parametrize("keep", [None, 1])
 def test_it_lists_as_often_for_many_versions(
-    pack: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, keep: int | None
+    monkeypatch: pytest.MonkeyPatch, keep: int | None
 ) -> None:
     listed, asked, url = MemoryFileSystem.ls, list[str](), f"memory://{uuid.uuid4().hex}/ds"
     pack(url)
@@ -190,7 +188,7 @@ def test_it_lists_as_often_for_many_versions(
     assert len(set(counts)) == 1
 
 
-def test_small_ages_need_a_word(place: str, pack: Callable[..., Any], tmp_path: Path) -> None:
+def test_small_ages_need_a_word(place: str) -> None:
     pack(place)
     for age in (0, 3599.0, -1):
         with pytest.raises(ConfigError, match=r"at least 3600 s.*no_writers=True"):
@@ -255,7 +253,7 @@ def test_an_unknown_age_is_spared(place: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_versions_that_were_replaced_lately_stay(
-    place: str, pack: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for n in (30, 31, 32):
         pack(place, pairs(n), overwrite=True)
@@ -277,9 +275,7 @@ def test_versions_that_were_replaced_lately_stay(
     assert {p for p in files(place) if p.startswith("data/")} == shards
 
 
-def test_what_is_named_meanwhile_stays(
-    place: str, pack: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_named_meanwhile_stays(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A version is committed, of old files, between the listing and the removal."""
     pack(place)
     location = Files(place)
@@ -303,32 +299,25 @@ def test_what_is_named_meanwhile_stays(
 
 
 def test_the_index_of_a_new_version_is_never_an_old_one(
-    place: str, pack: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A version whose packs have the sizes of an old one is committed right before a removal."""
     pack(place)
     old = packstore.open(place).manifest.pack_index
     pack(place, pairs(30), overwrite=True)
     later(monkeypatch, 8 * DAY)
-    began: list[str] = []
-
-    def commit_first(path: str) -> None:
-        if not began:
-            began.append(path)
-            pack(place, pairs(60, 700), overwrite=True)
-
-    with at_each("remove", commit_first) as removed:
+    with before_the_first_removal(lambda: pack(place, pairs(60, 700), overwrite=True)) as removed:
         clean(place, delete=True, keep_versions=1)
     newest = packstore.open(place)
     index = newest.manifest.pack_index
-    assert old is not None
-    assert index is not None
+    assert old
+    assert index
     assert old.path in removed
     assert (newest.version, index.sha256) == (3, old.sha256)
     assert newest.verify().ok
 
 
-def test_nothing_goes_where_a_version_cannot_be_read(place: str, pack: Callable[..., Any]) -> None:
+def test_nothing_goes_where_a_version_cannot_be_read(place: str) -> None:
     """Rule R1: what the damaged manifest names is not known."""
     for n in (30, 31):
         pack(place, pairs(n), overwrite=True)
@@ -343,7 +332,7 @@ def test_nothing_goes_where_a_version_cannot_be_read(place: str, pack: Callable[
     assert files(place) == before
 
 
-def test_a_manifest_goes_before_its_files(place: str, pack: Callable[..., Any]) -> None:
+def test_a_manifest_goes_before_its_files(place: str) -> None:
     """Rule R5: killed between two removals, a version is whole or gone."""
     for n in (30, 31):
         pack(place, pairs(n), overwrite=True)
@@ -353,7 +342,7 @@ def test_a_manifest_goes_before_its_files(place: str, pack: Callable[..., Any]) 
     assert len(removed) > 2
 
 
-def test_two_cleaners_are_harmless(place: str, pack: Callable[..., Any], tmp_path: Path) -> None:
+def test_two_cleaners_are_harmless(place: str, tmp_path: Path) -> None:
     """Everything that one wants to remove was removed by another an instant before."""
     for n in (30, 31):
         pack(place, pairs(n), overwrite=True)
@@ -362,14 +351,7 @@ def test_two_cleaners_are_harmless(place: str, pack: Callable[..., Any], tmp_pat
         (Path(place) / "_packstore" / ".staging-abcdefgh").mkdir()
         (Path(place) / "_packstore" / ".staging-abcdefgh" / "1").write_bytes(b"1")
     how: dict[str, Any] = {**NOW, "keep_versions": 1}
-    nested: list[str] = []
-
-    def clean_first(path: str) -> None:
-        if not nested:
-            nested.append(path)
-            clean(place, **how)
-
-    with at_each("remove", clean_first):
+    with before_the_first_removal(lambda: clean(place, **how)):
         report = clean(place, **how)
     assert len(report.removable) >= 4
     assert not list(tmp_path.rglob(".staging-*"))

@@ -13,7 +13,7 @@ from small_jobs import DAY, SETTINGS, later, pairs
 
 import packstore
 from packstore import append, clean, concat
-from packstore.errors import DatasetExistsError, MissingFilesError, StorageError
+from packstore.errors import DatasetExistsError, StorageError
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 TOO_LATE = "only one writer may commit at a time; found that another one just did"
@@ -88,24 +88,6 @@ def test_clean_leaves_what_a_late_writer_commits(place: str, dead: bool) -> None
     assert clean(place, delete=True).removable == []
     assert late.wake() is None
     assert packstore.open(place).version == 2
-    assert packstore.open(place).verify().ok
-
-
-def test_a_writer_wakes_after_its_shards_were_cleaned(
-    place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Suspended for longer than `older_than`: its version is broken, and everybody is told."""
-    packstore.pack(pairs(20), place, **SETTINGS)
-    late = Paused(2, lambda: packstore.pack(pairs(30, 100), place, overwrite=True, **SETTINGS))
-    with monkeypatch.context() as patch:
-        later(patch, 8 * DAY)
-        clean(place, delete=True)
-    assert isinstance(error := late.wake(), MissingFilesError)
-    assert "version 2, which was just committed, must have all its files" in str(error)
-    with pytest.raises(MissingFilesError, match="must have all files that version 2 names"):
-        append(place, pairs(5, 900))
-    assert packstore.open(place, version=1).verify().ok
-    packstore.pack(pairs(30, 100), place, overwrite=True, **SETTINGS)
     assert packstore.open(place).verify().ok
 
 

@@ -173,7 +173,6 @@ def records():
 packstore.pack(records(), {place!r}, pack_size=64)
 """
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as job:
-        assert job.stdout is not None
         assert job.stdout.readline() == b"reading\n"
         assert f"'pack', process {job.pid} of this machine" == clean(place).writer
         job.send_signal(signal.SIGKILL)

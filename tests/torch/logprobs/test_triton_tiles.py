@@ -10,7 +10,6 @@ import importlib.util
 import itertools
 import math
 import os
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from children import run_python
 from ranks import launch
 from torch import Tensor
 
@@ -171,14 +171,9 @@ def compile_for(capability: int) -> None:
     "capability", [90, *(pytest.param(c, marks=pytest.mark.slow) for c in (80, 100))]
 )
 def test_kernels_compile(capability: int, tmp_path: Path) -> None:
-    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
-    done = subprocess.run(
-        [sys.executable, __file__, str(capability)],
-        env=environment | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        encoding="utf-8",
-        check=False,
-    )
+    environment = {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    done = run_python(__file__, capability, env=environment)
     assert done.returncode == 0, done.stderr
 
 

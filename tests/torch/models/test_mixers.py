@@ -76,7 +76,6 @@ def test_recomputed_layers_know_their_own_row(
         model.zero_grad()
         (found * torch.randn(found.shape, generator=generator)).sum().backward()
         for parameter, gradient in zip(model.parameters(), before, strict=True):
-            assert parameter.grad is not None
             assert (parameter.grad - gradient).abs().max() < 1e-3 * gradient.abs().max() + 1e-6
 
 

@@ -84,29 +84,6 @@ def test_precomputed_is_online_to_the_last_bit(
     assert not list((tmp_path / "ref").glob("parts-*"))
 
 
-@pytest.mark.parametrize(
-    "layout", [pytest.param("concat", marks=pytest.mark.slow), "shared_prefix"]
-)
-def test_it_survives_repacking(
-    kit: SimpleNamespace, pairs: Dataset, tmp_path: Path, layout: str
-) -> None:
-    """In float64 both packings agree to 1e-9; what is stored is that, rounded to float32."""
-    model = model_of(kit, torch.float64)
-    again = packstore.pack(pairs.url, str(tmp_path / "b"), pack_size=110, layout=layout, seed=3)
-    side = write_ref_logps(model, pairs, str(tmp_path / "ref"))
-    exact = {}
-    for batch in PackedDataLoader(PackedDataset(pairs), tail="pad"):
-        with torch.no_grad():
-            logps = packed_logps(model, batch).view(-1, 2)
-        exact |= dict(zip(batch.example_ids.tolist(), logps, strict=True))
-    for batch in PackedDataLoader(PackedDataset(again, side=[side]), tail="pad"):
-        with torch.no_grad():
-            online = packed_logps(model, batch)
-        stored = torch.cat([exact[i] for i in batch.example_ids.tolist()])
-        torch.testing.assert_close(online, stored, rtol=0, atol=1e-9)
-        assert torch.equal(stored.float(), batch.ref_logps)
-
-
 class Killed(BaseException):
     """An error that no code catches."""
 

@@ -15,6 +15,7 @@ import torch
 pytest.importorskip("accelerate", reason="training needs accelerate")
 
 from accelerate.state import AcceleratorState
+from places import edit_manifest, manifest_path
 
 from packstore.cli import main
 from packstore.errors import CompatibilityError
@@ -68,10 +69,8 @@ def test_other_arithmetic_is_refused(
 
 def test_a_side_dataset_that_does_not_say_is_refused(made: dict[str, Any], tmp_path: Path) -> None:
     side = precompute(made, tmp_path / "ref", "--mixed-precision", "bf16")
-    manifest = tmp_path / "ref/_packstore/side-000001.json"
-    document = json.loads(manifest.read_text())
-    del document["provenance"]["autocast_dtype"], document["sha256"]
-    manifest.write_text(json.dumps(document))
+    path = manifest_path(1, "side")
+    edit_manifest(side, lambda m: m["provenance"].pop("autocast_dtype"), path)
     with pytest.raises(CompatibilityError, match=r"must say its autocast_dtype; found none.*bf16"):
         train(**made, ref_logps=side, output=str(tmp_path / "refused"))
 
