@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from memory_packs import LONGEST, MODES, MemoryPacks, N
 
@@ -20,6 +20,8 @@ from packstore.torch import PackedDataLoader, PackedDataset
 
 TAILS = st.sampled_from(["pad", "drop"])
 CONFIGS = st.builds(lambda mode, tail: {**mode, "tail": tail}, MODES, TAILS)
+ONE_LACKS = {"tokens_per_batch": 300, "accumulation": 2, "balance": False, "tail": "drop"}
+"""In epoch 1 the last step lacks one batch; chance finds such sizes half the time."""
 
 
 class Sizes:
@@ -140,6 +142,7 @@ def test_balance_evens_out_the_squares(memory: Any) -> None:
 
 
 @given(CONFIGS, st.integers(1, 4), st.integers(0, 1000))
+@example(ONE_LACKS, 1, 1)
 @settings(max_examples=150, deadline=None)
 def test_steps_are_those_of_plain_loops_and_of_the_plan(
     memory: Any, mode: Any, world: int, epoch: int
