@@ -191,13 +191,11 @@ def test_adapters_that_it_would_miss_are_refused(kit: SimpleNamespace, batch: Pa
 def test_wrappers(kit: SimpleNamespace, batch: PackedBatch, tmp_path: Any) -> None:
     model = use_packed_attention(kit.tiny_model())
     expected = packed_logps(model, batch)
-    assert find_head(torch.compile(model, backend="eager")) is find_head(model)
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
     )
     try:
         wrapped = nn.parallel.DistributedDataParallel(model)
-        assert find_head(wrapped) is find_head(model)
         with torch.no_grad():
             assert torch.equal(packed_logps(wrapped, batch), expected)
         with pytest.raises(CompatibilityError, match=r"DDP\(PackedPolicy\(model\)\)"):
