@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -222,10 +221,3 @@ def test_derived_names(prose: str, load: Load) -> None:
     (table,) = tables(section(prose, "What is derived"))
     (first, *_) = load("cases/valid.json")["cases"]
     assert list(written(table)) == list(first["derived"][0])
-
-
-def test_links_lead_somewhere(prose: str, schemas: Path) -> None:
-    links = re.findall(r"\]\(([^)]+)\)", prose)
-    assert links
-    for link in links:
-        assert (schemas / link).exists(), link
