@@ -18,7 +18,7 @@ import numpy as np
 
 from packstore.config import PARTITION_BYTES, PackConfig, PlanConfig, SelectConfig, WriteConfig
 from packstore.errors import ConfigError, RecordError, sentence, spelled
-from packstore.etl.engines import ENGINES
+from packstore.etl.engines import ENGINES, local
 from packstore.etl.tokenize import Part, Tokenize
 from packstore.format.arrays import Examples, Rows, Sample, Tally, to_offsets
 from packstore.io.dataset.dataset import Dataset, find_dataset
@@ -93,10 +93,12 @@ class RecordExampleReader:
         self._config, self.carry = config, parse_carry(config)
         detected = config.kind == "auto"
         self.kind = detect_kind(rows.values[0], config, rows.where(0)) if detected else config.kind
+        self._renders = self.tokenizer is not None and self._are_dialogues(rows)
+        if self._renders and config.engine == "local":
+            local.prepare()
         if self.tokenizer is not None and _faster_pays(self.tokenizer, first, blocks):
             self.tokenizer = fastest(self.tokenizer)
         self.vocab_size = self.tokenizer.vocab_size if self.tokenizer else None
-        self._renders = self.tokenizer is not None and self._are_dialogues(rows)
 
     def __iter__(self) -> Iterator[Part]:
         return self.each(self.tokenize())

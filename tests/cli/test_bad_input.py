@@ -14,7 +14,7 @@ GOOD = {"prompt": "What is two and two?", "chosen": "It is four.", "rejected": "
 LINES = [json.dumps({**GOOD, "prompt": f"{GOOD['prompt']} ({i})"}) + "\n" for i in range(40)]
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder with a good input, a tokenizer, and a dataset that is already there."""
     monkeypatch.chdir(tmp_path)
@@ -59,7 +59,7 @@ CASES: dict[str, tuple[bytes | None, list[str], list[str]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_bad_input(case: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input(case: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     content, arguments, texts = CASES[case]
     if content is not None:
         Path(arguments[0]).write_bytes(content)
@@ -94,6 +94,6 @@ def test_a_folder_that_holds_other_files(
 
 
 @pytest.mark.parametrize("command", ["inspect", "show", "verify", "stats"])
-def test_no_dataset(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_dataset(command: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = main([command, "nowhere"])
     check(code, capsys.readouterr().err, ["nowhere", "must be a dataset"])

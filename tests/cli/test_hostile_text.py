@@ -104,7 +104,9 @@ def test_no_control_characters_are_printed(
         assert yaml.safe_load(told.out)["source"] == ATTACK
 
 
-def test_a_log_line_is_one_line_without_control_characters(hostile: Path, tmp_path: Path) -> None:
+def test_a_log_line_is_one_line_without_control_characters(
+    hostile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The names of fields and files are those of whoever made the records."""
     name = re.sub("[/=\0]", "", ATTACK) + "\nFAKE:well"
     record = {"prompt": "a|?", "chosen": "a|?", "rejected": "?|a"}

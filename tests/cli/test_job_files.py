@@ -28,7 +28,7 @@ RECORDS = [
 ]
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     write_jsonl(tmp_path / "pairs.jsonl", RECORDS)
@@ -50,7 +50,7 @@ def job(**changes: Any) -> str:
     return "job.yaml"
 
 
-def test_a_job_file_is_the_same_job_as_flags() -> None:
+def test_a_job_file_is_the_same_job_as_flags(folder: Path) -> None:
     assert main(["pack", "--config", job()]) == 0
     flags = ["--tokenizer", "t.json", "--field", "prompt=question", "--pack-size", "64"]
     assert main(["pack", "pairs.jsonl", "other", *flags]) == 0
@@ -58,13 +58,15 @@ def test_a_job_file_is_the_same_job_as_flags() -> None:
     assert one.manifest.fingerprint == other.manifest.fingerprint
 
 
-def test_flags_override_the_file() -> None:
+def test_flags_override_the_file(folder: Path) -> None:
     assert main(["pack", "--config", job(), "pairs.jsonl", "mine", "--pack-size", "128"]) == 0
     assert packstore.open("mine").manifest.pack_size == 128
     assert not Path("packed").exists()
 
 
-def test_the_config_of_a_dataset_makes_it_again(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_config_of_a_dataset_makes_it_again(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["pack", "--config", job(), "--layout", "shared_prefix", "--seed", "7"]) == 0
     capsys.readouterr()
     assert main(["inspect", "packed", "--as-config"]) == 0
@@ -114,7 +116,7 @@ def test_settings_are_the_same_after_yaml(settings: dict[str, Any]) -> None:
         assert read_yaml(file.name) == settings
 
 
-def test_words_that_are_no_json_values_are_text() -> None:
+def test_words_that_are_no_json_values_are_text(folder: Path) -> None:
     """A key of digits is no octal number, and the setting `on` no truth value."""
     words = ["0123456", "12:30:45", "2024-01-01", "yes", "off", "0x1F", "1_000"]
     Path("job.yaml").write_text("on:\n" + "".join(f"  {word}: {word}\n" for word in words))
@@ -123,7 +125,7 @@ def test_words_that_are_no_json_values_are_text() -> None:
 
 @pytest.mark.parametrize(("text", "expected"), YAML_MISTAKES.items(), ids=lambda _: "")
 def test_a_mistake_in_yaml_shows_no_secret(
-    text: str, expected: str, capsys: pytest.CaptureFixture[str]
+    text: str, expected: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("job.yaml").write_text(text)
     assert main(["pack", "--config", "job.yaml"]) == 1
@@ -149,7 +151,7 @@ def test_a_mistake_in_yaml_shows_no_secret(
     ],
 )
 def test_a_mistake_on_the_command_line_shows_no_secret(
-    arguments: str, capsys: pytest.CaptureFixture[str]
+    arguments: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("numbers.yaml").write_text(
         "storage_options: {secret: [SECRET]}\nmodel: m\ndataset: d\noutput: o"
@@ -189,7 +191,7 @@ def test_a_dry_run_finds_what_would_stop_the_job(
 
 
 def test_standard_input(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def feed(data: bytes) -> None:
         monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(data)))

@@ -29,8 +29,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tokenizer, records with an empty response, and datasets of both layouts."""
     folder = tmp_path_factory.mktemp("output") / LONG
     folder.mkdir(parents=True)
-    write_jsonl(folder / "good.jsonl", [{**r, "prompt": r["prompt"] + "\n"} for r in RECORDS])
-    write_jsonl(folder / "merged.jsonl", RECORDS)
     source = write_jsonl(folder / "pairs.jsonl", [*RECORDS, {**RECORDS[0], "rejected": ""}])
     trained_tokenizer(["Question Answer No."]).save(str(folder / "t.json"))
     packed = str(folder / "packed")
@@ -43,9 +41,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 TABLE = [
     ("doctor {0}/pairs.jsonl --tokenizer {0}/t.json", 1, ["{0}/pairs.jsonl, line 21: resp"]),
-    ("doctor {0}/good.jsonl --tokenizer {0}/t.json --strict", 0, ["nothing to remark"]),
-    ("doctor {0}/merged.jsonl --tokenizer {0}/t.json", 0, ["boundary_merged"]),
-    ("doctor {0}/merged.jsonl --tokenizer {0}/t.json --strict", 1, ["boundary_merged"]),
     ("pack {0}/packed {0}/again --overwrite", 0, ["preference dataset {0}/again\n"]),
     ("inspect {0}/packed", 0, [" {0}/pairs.jsonl ", "preference (K = 2)", "dropped: empty_side"]),
     ("stats {0}/packed", 0, ["dataset {0}/packed\n", "sequence length", "median"]),
@@ -124,17 +119,6 @@ def test_a_terminated_command_says_so() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
     assert done.returncode == 128 + signal.SIGTERM
     assert done.stderr.decode() == "packstore: terminated\n"
-
-
-def test_an_interrupted_command(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupt(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("packstore.io.dataset.dataset.open", interrupt)  # the moment of Ctrl-C
-    assert main(["inspect", "any"]) == 128 + signal.SIGINT
-    assert capsys.readouterr().err == "packstore: interrupted\n"
 
 
 def test_into_a_closed_pipe(folder: Path) -> None:

@@ -57,7 +57,6 @@ DIALOGUE = {
     "chosen": [{"role": "assistant", "content": "Yes."}],
     "rejected": [{"role": "assistant", "content": "No."}],
 }
-SYSTEM = {"role": "system", "content": "Be kind."}
 BLANK = DIALOGUE | {"prompt": [{"role": "user", "content": " "}]}
 CUT_OFF = DIALOGUE | {"chosen": [{"role": "assistant", "content": "Yes, b"}]}
 ENDING = "{% for m in messages %}{{ m.content }}{% if m.content[-1] == '.' %}</s>\n{% endif %}"
@@ -81,7 +80,6 @@ def answer(prompt: str, response: str) -> dict[str, str]:
         ("empty_prompt", answer("Say. ", "Yes."), answer("", "Yes."), None),
         ("empty_prompt", IDS, IDS | {"prompt": []}, None),
         ("empty_prompt", DIALOGUE, BLANK, "plain"),
-        ("empty_prompt", DIALOGUE, DIALOGUE | {"prompt": [SYSTEM, *BLANK["prompt"]]}, "plain"),
         ("glued_prompt", answer("Who?", " Many."), answer("Who?", "Many."), None),
         ("glued_prompt", answer("Who?\n", "Many."), answer("Say", "yes"), None),
         ("glued_prompt", answer("谁？", "很多。"), answer("Say", "yes"), None),

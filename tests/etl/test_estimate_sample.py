@@ -110,12 +110,6 @@ def test_a_dataset_is_sampled(ordered: Path, tmp_path: Path) -> None:
     assert abs(a.packs - b.packs) <= b.packs_error < 0.2 * a.packs
 
 
-def test_the_layout_that_saves_tokens_is_recommended(ordered: Path) -> None:
-    recommended = estimate(ordered, pack_sizes=(4096, 8192), sample=len(LENGTHS)).recommended
-    assert recommended is not None
-    assert (recommended.pack_size, recommended.layout) == (4096, "shared_prefix")
-
-
 def test_pack_size_layout_and_strategy_are_respected(
     ordered: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

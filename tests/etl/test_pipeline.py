@@ -128,8 +128,6 @@ def test_packing_anew_changes_packs_not_examples(do_pack: Pack) -> None:
     small = do_pack(first, None, pack_size=40, max_drop_rate=0.9)
     records = small.manifest.records
     assert records.read == 60 == records.packed + records.dropped["overlong"]
-    with pytest.raises(ConfigError, match="kind must be auto or that of the dataset, preference"):
-        do_pack(first, None, kind="sft")
     with pytest.raises(ConfigError, match="leave tokenizer out"):
         do_pack(first, "tokenizer.json")
     with pytest.raises(ConfigError, match="does not store its texts"):
@@ -181,7 +179,6 @@ def test_counts_add_up_and_too_many_drops_fail(do_pack: Pack) -> None:
     assert records.read == 65 == records.packed + sum(records.dropped.values())
     with pytest.raises(DropRateError, match=r"at most 5% of the records .* found 5 of 65 dropped"):
         do_pack(PAIRS + bad, max_drop_rate=0.05)
-    assert do_pack(PAIRS, max_drop_rate=0).manifest.pairs == 60
     with pytest.raises(DropRateError, match=r"at least one record must remain; found 5 of 5"):
         do_pack(bad, max_drop_rate=1.0)
     with pytest.raises(DropRateError, match="Raise pack_size"):
@@ -220,9 +217,6 @@ def test_duplicates_are_left_out_and_counted(do_pack: Pack, tmp_path: Path) -> N
         assert sorted(by_id(dataset)) == list(range(left))  # the first one stays
     many = do_pack([PAIRS[0], *PAIRS[:1] * 99, PAIRS[1]], dedup="pair", max_drop_rate=0.1)
     assert many.manifest.pairs == 2
-    ids = [5, 6, 7]
-    taught = [{"input_ids": ids, "labels": labels} for labels in (ids, [-100, -100, 7], ids)]
-    assert sorted(by_id(do_pack(taught, None, dedup="pair", max_drop_rate=1))) == [0, 1]
     with pytest.raises(ConfigError, match="dedup and validation_fraction must be left out"):
         do_pack(many, None, dedup="pair")
 

@@ -122,9 +122,6 @@ CASES = {
     "eos behind a template": case(
         CHAT, [t.replace("<e>»", "<e></s>»") for t in CHATTED], append_eos=True, **TURNS
     ),
-    "the first token behind bos is supervised": case(
-        {**P, "prompt": ""}, ["<s>«c</s>»", "<s>«r</s>»"], tokenizer={"bos": True}
-    ),
     "eos behind a turn not to learn": case(
         {"messages": [*TWO["messages"][:3], said("b", weight=0)]},
         ["[u]u<e>[a]«a<e>»[u]v<e>[a]b<e></s>"],

@@ -7,6 +7,7 @@ arrays as buffers beside the pickle. So a process is worked for by one thread he
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import pickle
@@ -76,6 +77,12 @@ def run(work: Callable[[T], R], items: Iterable[T], num_workers: int | None) -> 
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
+
+
+def prepare() -> None:
+    """Starts a worker process, for a job that will need one: it loads packages meanwhile."""
+    if not _spare:
+        _spare.append(_Process())
 
 
 def _cores() -> int:
@@ -249,6 +256,7 @@ def serve(seconds: float, memory: int) -> None:
                 if is_work:
                     work, result = item, None
                     getattr(work, "load", lambda: None)()
+                    gc.freeze()  # what is loaded is not searched for garbage again and again
                 else:
                     if hasattr(signal, "setitimer"):
                         signal.setitimer(signal.ITIMER_PROF, ITEM_SECONDS)

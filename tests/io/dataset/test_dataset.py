@@ -10,7 +10,7 @@ from places import edit_manifest
 import packstore
 
 
-def test_row_groups(ds):
+def test_row_groups(kit, ds):
     table = ds.row_groups
     assert table.rows.sum() == len(ds) == 60
     assert (ds.group_rows == table.rows).all()

@@ -61,11 +61,6 @@ def move_supervised(m: Any) -> None:
     m["totals"]["supervised_tokens"] -= 1
 
 
-def move_between(m: Any, name: str) -> None:
-    m["shards"][0][name] -= 2
-    m["shards"][1][name] += 2
-
-
 DAMAGES = {
     "a bit": spoil(1, lambda b: flipped(b, len(b) // 2)),
     "a bit of a footer": spoil(1, lambda b: flipped(b, -60)),
@@ -89,7 +84,6 @@ DAMAGES = {
         )
     ),
     "supervised tokens": edit(move_supervised),
-    "supervised tokens of two shards": edit(lambda m: move_between(m, "supervised_tokens")),
     "the vocabulary": edit(lambda m: m["provenance"].update(tokenizer={"vocab_size": 40})),
     "the longest sequence": edit(lambda m: m["statistics"].update(longest_sequence=99)),
     "the layout": edit(lambda m: m.update(layout="shared_prefix")),

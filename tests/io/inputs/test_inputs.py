@@ -36,7 +36,7 @@ def load(source: Any, **how: Any) -> list[Any]:
     return [value for block in InputReader(source, **how) for value in block.parse().values]
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     for name in ("b.jsonl", "a.jsonl", "notes.txt", "_b.jsonl", ".c.jsonl"):
@@ -64,7 +64,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("odd[1]?.jsonl", ["odd[1]?.jsonl"]),
     ],
 )
-def test_paths_are_recorded_as_given(source: Any, paths: list[str]) -> None:
+def test_paths_are_recorded_as_given(folder: Path, source: Any, paths: list[str]) -> None:
     assert InputReader(source).paths == dict(enumerate(paths))
 
 
@@ -90,7 +90,7 @@ def test_paths_are_recorded_as_given(source: Any, paths: list[str]) -> None:
         ("memory://bucket/none*.jsonl", "the pattern must match"),
     ],
 )
-def test_what_is_no_input(source: Any, text: str) -> None:
+def test_what_is_no_input(folder: Path, source: Any, text: str) -> None:
     for name in ("none", "packed/_packstore"):
         Path(name).mkdir(parents=True)
     Path("data.gz").write_bytes(b"")
@@ -107,14 +107,14 @@ def test_the_hub_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
         load("hf://datasets/trl-lib/kto/data/train-*.parquet")
 
 
-def test_a_file_that_vanishes() -> None:
+def test_a_file_that_vanishes(folder: Path) -> None:
     reader = InputReader("a.jsonl")
     Path("a.jsonl").unlink()
     with pytest.raises(StorageError, match=r"^a\.jsonl: cannot read"):
         list(reader)
 
 
-def test_sources() -> None:
+def test_sources(folder: Path) -> None:
     Path("c.jsonl.gz").write_bytes(gzip.compress(LINES) + gzip.compress(b"\n\n"))
     Path("empty.jsonl").write_bytes(b"\n")
     reader = InputReader(["c.jsonl.gz", "empty.jsonl", "a.jsonl"])
@@ -182,7 +182,7 @@ def test_tables_and_iterables_give_the_same_records_and_fingerprint(name: str) -
     assert (source["bytes"], source["records"]) == (len(lines), 300)
 
 
-def test_folders_of_save_to_disk() -> None:
+def test_folders_of_save_to_disk(folder: Path) -> None:
     """The files that its state names; not what lies beside, nor a view that only `datasets` has."""
     hugging_face().select(range(299, -1, -1)).save_to_disk("one", num_shards=2)
     Path("one/cache-7.arrow").write_bytes(b"left by a map")
@@ -212,7 +212,7 @@ def test_folders_of_save_to_disk() -> None:
         load(splits("train", "test"))
 
 
-def test_a_lazy_frame_whose_query_fails() -> None:
+def test_a_lazy_frame_whose_query_fails(folder: Path) -> None:
     def refuse(value: int) -> int:
         raise ValueError("refused")
 
@@ -253,7 +253,7 @@ def test_values_that_json_has_no_word_for(value: object) -> None:
         load([{"prompt": "p"}, {"prompt": value}])
 
 
-def test_columns_that_are_not_text() -> None:
+def test_columns_that_are_not_text(folder: Path) -> None:
     Path("x.csv").write_text("q,r,weight,note\n1,2,3,4\n", encoding="utf-8")
     config = PackConfig(
         fields={"prompt": "q", "chosen_reward": "r"}, carry=("weight:float64", "note:string")

@@ -288,9 +288,7 @@ def test_what_is_named_meanwhile_stays(place: str, monkeypatch: pytest.MonkeyPat
 
     def look(where: Any, folder: str) -> list[operations.ListedFile]:
         looks.append(folder)
-        if (
-            looks.count("data") == 3 and folder == "data"
-        ):  # the third look is right before the removal
+        if looks.count("data") == 2 and folder == "data":  # right before the removal
             location.write(path, text)
         return listed(where, folder)
 

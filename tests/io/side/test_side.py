@@ -302,9 +302,7 @@ def test_lineage(tmp_path) -> None:
     others = [
         lineage(str(more)),
         lineage([str(more), str(lines)]),
-        *(lineage(str(lines), **{name: False}) for name in ("append_eos", "add_bos")),
-        lineage(str(lines), thinking="strip"),
-        lineage(str(lines), template_variables={"a": 1}),
+        lineage(str(lines), append_eos=False),
         lineage(str(lines), fields={"chosen": "rejected", "rejected": "chosen"}),
         lineage(str(lines), on={"overlong": "truncate_response"}, max_length=8),
         lineage(str(lines), on={"overlong": "truncate_response"}, max_length=9),

@@ -114,7 +114,7 @@ class Telling(MemoryFileSystem):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.said = f"denied for {options} in eu at telling://user:hunter2@host/x?x=abcdef"
+        self.said = f"denied for {options} in eu at telling://user:hunter2@host/x?sig=abcdef"
 
     def info(self, path: str, **_: Any) -> Any:
         raise ValueError(self.said)
@@ -126,7 +126,7 @@ def test_errors_tell_no_secret() -> None:
     fsspec.register_implementation("telling", Telling, clobber=True)
     options = {"secret": "s3cr3t", "client_kwargs": {"aws_session_token": "t0ken", "region": "eu"}}
     with pytest.raises(StorageError, match=r"cannot (read|list)") as caught:
-        packstore.open("telling://user:hunter2@host/x?x=abcdef", options)
+        packstore.open("telling://user:hunter2@host/x?sig=abcdef", options)
     assert "in eu at" in str(caught.value)
     for secret in ("hunter2", "abcdef", "s3cr3t", "t0ken"):
         assert secret not in told(caught.value) + repr(caught.value.__cause__)

@@ -73,7 +73,7 @@ def test_the_order_depends_on_seed_and_epoch(stored: Dataset) -> None:
     assert the_order(stored, shuffle=False) == list(range(N))
 
 
-def test_batches_hold_what_was_stored(stored: Dataset) -> None:
+def test_batches_hold_what_was_stored(kit: SimpleNamespace, stored: Dataset) -> None:
     examples = random_examples(2 * N)
     for batch in PackedDataLoader(make(stored), packs_per_batch=2):
         assert batch.kind == "preference"

@@ -101,12 +101,8 @@ def packed_trainer(*args: Any, **kwargs: Any) -> Any:
 
 
 @pytest.fixture
-def compare(
-    trl: Any, tmp_path: Path, tokenizer: Any, rows: Any, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., Any]:
+def compare(trl: Any, tmp_path: Path, tokenizer: Any, rows: Any) -> Callable[..., Any]:
     """Trains a model, or that of a call, by TRL's trainer and by ours; returns TRL's curves."""
-    # Else the second trainer takes the log-probs that the first one computed.
-    monkeypatch.setattr("datasets.fingerprint._CACHING_ENABLED", False)
 
     def run(
         model: Any, peft_config: Any = None, collator: Any = None, **settings: Any

@@ -61,14 +61,11 @@ def test_an_epoch_is_every_example_once(run: dict[str, Any], tmp_path: Path, ran
 
 
 def test_a_run_resumed_with_other_steps_takes_what_is_left(
-    run: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    run: dict[str, Any], tmp_path: Path
 ) -> None:
     """And no fewer steps than these, although the whole would have had fewer."""
-    caplog.set_level(logging.INFO, "packstore")
     settings = {**run, "output": str(tmp_path)}
     seen = on_rank({**settings, "max_steps": 3})
-    for said in ("at most (examples_per_step=5)", "max_steps ends training before step 4 of "):
-        assert caplog.text.count(said) == 1
     seen += on_rank({**settings, "examples_per_step": 11})
     assert sorted(seen) == sorted([*range(N)] * 2)
 
@@ -86,3 +83,16 @@ def test_the_first_ten_steps_are_logged_and_then_means(run: dict[str, Any], tmp_
         assert record["pairs"] == sum(pairs)
         losses = np.average([step["loss"] for step in steps], weights=pairs)
         assert record["loss"] == pytest.approx(losses, abs=1e-12)
+
+
+def test_a_run_says_what_its_steps_hold_and_where_it_ends(
+    run: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "packstore")
+    train(**{**run, "examples_per_step": 2, "max_steps": 3}, output=str(tmp_path))
+    for said in (
+        "23 examples in 9 steps of 2.6 on average, 4 at most (examples_per_step=2)",
+        "should hold at most 1.25 times examples_per_step=2 examples",
+        "max_steps ends training before step 4 of 18",
+    ):
+        assert caplog.text.count(said) == 1
