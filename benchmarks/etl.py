@@ -10,7 +10,8 @@ minutes, so only that). For each case:
 
 - `packstore.pack` as users call it: wall and CPU seconds, share of the cores that is busy (CPU
   seconds over wall seconds and cores), peak memory, seconds until the first record is read;
-- with qwen3, other ways to the same: `datasets` with TRL's packer (in one process and in two at
+- with qwen3, other ways to the same: a script of 90 lines with the same engine, which checks
+  nothing (`peers_etl/plain_script.py`), `datasets` with TRL's packer (in one process and in two at
   the smallest size, the faster of them at the others and for chats), and, at the smallest size, the
   steps of NeMo-Aligner and packstore with the tokenizer library that both use. What their outputs
   lack is said in `peers_etl/trls.py` and `peers_etl/nemo.py`.
@@ -40,7 +41,7 @@ from rich.table import Table
 
 RESULTS = Path(__file__).parent / "results" / "etl.json"
 OURS, REFERENCE = "packstore", "packstore-reference"
-TRL, TRL_2, NEMO = "datasets+trl", "datasets+trl-2", "nemo-steps"
+TRL, TRL_2, NEMO, PLAIN = "datasets+trl", "datasets+trl-2", "nemo-steps", "plain-script"
 TOKENIZERS = {"qwen3": None, "mistral_v1": "plain", "t5_unigram": "plain"}
 """Name -> chat template where it has none."""
 
@@ -82,6 +83,7 @@ class Case:
         yield OURS
         if self.tokenizer != COMPARED:
             return
+        yield PLAIN
         if self.pairs == first and self.form == "text":
             yield from (REFERENCE, TRL, TRL_2, NEMO)
         elif self.form == "text" or self.pairs == first:
@@ -195,7 +197,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, nargs="+", default=list(SIZES), help="ascending")
     parser.add_argument("--tokenizers", nargs="+", choices=TOKENIZERS, default=list(TOKENIZERS))
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=FORMS)
-    names = (OURS, REFERENCE, TRL, TRL_2, NEMO)
+    names = (OURS, PLAIN, REFERENCE, TRL, TRL_2, NEMO)
     parser.add_argument("--only", nargs="+", choices=names, default=names)
     parser.add_argument("--series", type=int, nargs="+", default=list(SERIES))
     parser.add_argument("--memory", action="store_true", help="the memory series instead")

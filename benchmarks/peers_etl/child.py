@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import json
+import os
 import resource
 import sys
 import threading
@@ -19,6 +21,7 @@ CONTENDERS = {
     "datasets+trl": "peers_etl.trls:pack",
     "datasets+trl-2": "peers_etl.trls:pack_in_two",
     "nemo-steps": "peers_etl.nemo:pack",
+    "plain-script": "peers_etl.plain_script:pack",
 }
 
 
@@ -81,9 +84,15 @@ class Watch:
 
 
 def cpu_seconds() -> float:
-    """CPU seconds of this process and its finished children."""
+    """CPU seconds of this process and its children, finished or not."""
     times = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return sum(t.ru_utime + t.ru_stime for t in times)
+    seconds = sum(t.ru_utime + t.ru_stime for t in times)
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            figures = stat.read_text(encoding="utf-8").rpartition(")")[2].split()
+            if int(figures[1]) == os.getpid():
+                seconds += sum(map(int, figures[11:13])) / os.sysconf("SC_CLK_TCK")
+    return seconds
 
 
 def run(task: Task) -> dict[str, Any]:
