@@ -36,6 +36,9 @@ WORTH_SECONDS = 1.0
 """Time of the first worker alone, if `num_workers` is unset, before others are started: each takes
 two to three seconds of a core to load packages and a tokenizer."""
 
+WAIT_SECONDS = 60.0
+"""Time for which a worker process without a job waits for the next one."""
+
 ITEM_SECONDS = 900
 """Processor time of a worker process for an item, which mostly takes less than a second; beyond it
 the job fails."""
@@ -82,7 +85,7 @@ def run(work: Callable[[T], R], items: Iterable[T], num_workers: int | None) -> 
 def prepare() -> None:
     """Starts a worker process, for a job that will need one: it loads packages meanwhile."""
     if not _spare:
-        _spare.append(_Process())
+        _keep(_Process())
 
 
 def _cores() -> int:
@@ -134,8 +137,7 @@ class _Workers:
             threading.Thread(target=add, daemon=True).start()
 
     def _started(self) -> _Process:
-        spare = _spare.pop() if _spare else None
-        process = spare if spare is not None and spare.lives else _Process()
+        process = _taken() or _Process()
         self._processes.append(process)
         if self._stopped.is_set():  # by another thread, meanwhile
             process.kill()
@@ -146,8 +148,8 @@ class _Workers:
         self._stopped.set()
         for process in self._processes:
             if process.is_idle and not _spare:
-                _spare.append(process)
                 process.load(None)  # frees the memory of the work
+                _keep(process)
             else:
                 process.kill()
 
@@ -233,10 +235,33 @@ class _Process:
 
 
 _spare: list[_Process] = []
-"""At most one process that an earlier job has left; it ends with this one."""
+"""Processes, mostly one, that wait for a job; they end with this process."""
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_spare.clear)  # it serves the parent
+    os.register_at_fork(after_in_child=_spare.clear)  # they serve the parent
+
+
+def _keep(process: _Process) -> None:
+    """Lets a process wait for a job, for a minute."""
+    _spare.append(process)
+    timer = threading.Timer(WAIT_SECONDS, _end_spare)
+    timer.daemon = True
+    timer.start()
+
+
+def _end_spare() -> None:
+    if process := _taken():
+        process.kill()
+
+
+def _taken() -> _Process | None:
+    """Takes a process that waits, if there is one."""
+    with contextlib.suppress(IndexError):  # another thread may take it first
+        while True:
+            process = _spare.pop()
+            if process.lives:
+                return process
+    return None
 
 
 def serve(seconds: float, memory: int) -> None:
@@ -255,6 +280,7 @@ def serve(seconds: float, memory: int) -> None:
                 is_work, item = _receive(questions)
                 if is_work:
                     work, result = item, None
+                    gc.unfreeze()
                     getattr(work, "load", lambda: None)()
                     gc.freeze()  # what is loaded is not searched for garbage again and again
                 else:
