@@ -34,6 +34,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     packed = str(folder / "packed")
     assert main(["pack", source, packed, "--tokenizer", str(folder / "t.json")]) == 0
     assert main(["pack", packed, str(folder / "shared"), "--layout", "shared_prefix"]) == 0
+    same_words = json.loads((folder / "t.json").read_text())
+    same_words["model"]["merges"] = []
+    (folder / "same_words.json").write_text(json.dumps(same_words))
     other = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}
     (folder / "other.json").write_text(json.dumps({"version": "1.0", "model": other}))
     return folder
@@ -50,6 +53,7 @@ TABLE = [
     ("show {0}/shared", 0, ["shared with the first segment", "⟦ No.</s>⟧"]),
     ("show {0}/packed --pack 99", 1, ["--pack must lie in 0..0"]),
     ("show {0}/packed --tokenizer {0}/other.json", 1, ["must be the tokenizer that"]),
+    ("show {0}/packed --tokenizer {0}/same_words.json", 1, ["must be the tokenizer that"]),
     ("estimate {0}/pairs.jsonl --tokenizer {0}/t.json", 0, ["  padded  saved  packs "]),
     ("verify {0}/packed", 0, ["ok: 1 shards, 1 packs, 20 examples"]),
     ("clean {0}/packed", 0, ["nothing to remove"]),
