@@ -120,6 +120,11 @@ def names(batch: Any) -> list[tuple[int, int]]:
 def test_weights_count_examples_and_batches_name_their_source(stored: list[Dataset]) -> None:
     whole = [name for batch in loaded(stored) for name in names(batch)]
     first = sum(source == 0 for source, _ in whole)
+    ids = [example for source, example in whole if source == 0]
+    once, again = ids[:46], ids[46:]
+    assert set(once) == set(range(46))
+    assert len(again) > 10
+    assert again != once[: len(again)]  # a further pass has another order
     assert abs(first - 2 / 3 * len(whole)) <= 4
     assert set(whole) == {(0, i) for i in range(46)} | {(1, i) for i in range(36)}
     tokens = {

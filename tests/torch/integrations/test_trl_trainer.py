@@ -216,6 +216,16 @@ def test_a_packed_dataset(
         packed_trainer(folder, args=early, train_dataset=packed, processing_class=tokenizer)
 
 
+def test_weights_of_a_loss_that_is_named_twice_are_added(
+    trl: Any, folder: str, tmp_path: Path, tokenizer: Any, packed: str
+) -> None:
+    mix: dict[str, Any] = {"loss_type": ["sigmoid", "ipo", "sigmoid"], "loss_weights": [1, 2, 3]}
+    args = config_of(trl, tmp_path, max_length=64, **mix)
+    trainer = packed_trainer(folder, args=args, train_dataset=packed, processing_class=tokenizer)
+    terms = [(term.name, term.weight) for term in trainer.packed_loss.loss_fn.terms]
+    assert terms == [("dpo", 4), ("ipo", 2)]
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -54,9 +54,14 @@ LOSSES: dict[str, tuple[str, dict[str, Any]]] = {
     "adjacent": ("ranked", {"pairs": "adjacent"}),
 }
 
+PACK_MEANS: dict[str, tuple[str, dict[str, Any]]] = {
+    name: ("preference", {"reduction": "pack_mean", "sft_average": "sequence_mean", **more})
+    for name, more in (("mean of packs", {}), ("means and sft term", {"sft_weight": WEIGHT}))
+}
+
 
 def loss_of(name: str) -> PreferenceLoss:
-    kind, settings = LOSSES.get(name, ("preference", {"reduction": "pack_mean"}))
+    kind, settings = {**LOSSES, **PACK_MEANS}[name]
     if kind == "sft":
         return PreferenceLoss("sft", **settings)
     return PreferenceLoss("dpo", beta=BETA, **settings)
@@ -170,7 +175,7 @@ def uncounted(data: Dataset) -> Dataset:
     return Dataset(data.location, replace(data.manifest, pack_index=None), data.version)
 
 
-@pytest.mark.parametrize("name", [*LOSSES, "mean of each pack"])
+@pytest.mark.parametrize("name", [*LOSSES, *PACK_MEANS])
 def test_every_stream_counts(kit: SimpleNamespace, tmp_path: Path, name: str) -> None:
     """Counts of a step, in each of its batches, are the sums over these batches."""
     kind, loss_fn = LOSSES.get(name, ("preference", {}))[0], loss_of(name)

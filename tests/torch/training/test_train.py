@@ -102,11 +102,14 @@ def plain_model(folder: Any) -> Any:
 
 
 def plain_loop(
-    made: SimpleNamespace, steps: list[list[int]], warmup: int, sft: bool
+    made: SimpleNamespace, steps: list[list[int]], warmup: int, sft: bool, decay: float
 ) -> Iterator[float]:
     """DPO (Rafailov et al., 2023, equation 7), or a mean over the tokens of each step."""
     model, reference = plain_model(made.model).train(), plain_model(made.model).eval()
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    groups = [{"params": matrices, "weight_decay": decay}]
+    groups += [{"params": [p for p in model.parameters() if p.ndim == 1]}]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0)
     for number, ids in enumerate(steps):
         if sft:
             logps, tokens = zip(*alone(model, made.sft.take(np.array(ids))), strict=True)
@@ -133,6 +136,7 @@ def plain_loop(
     [
         pytest.param("single", "concat", {"packs_per_batch": 3}, marks=pytest.mark.slow),
         ("mixed", "shared_prefix", {"packs_per_batch": 2, "epochs": 2, "warmup": 3}),
+        ("large", "concat", {"weight_decay": 0.5, "warmup": 1}),
         ("large", "concat", {"schedule": "cosine", "warmup": 0.5}),  # of all steps
         pytest.param("mixed", "concat", {"gradient_checkpointing": True}, marks=pytest.mark.slow),
         ("sft", "concat", {"loss": "sft"}),  # whose batches hold unequal numbers of tokens
@@ -141,13 +145,13 @@ def plain_loop(
 def test_losses_are_those_of_a_plain_loop(
     made: SimpleNamespace, tmp_path: Path, packs: str, layout: str, others: dict[str, Any]
 ) -> None:
-    given = {"warmup": 0, "epochs": 1, **others}
+    given = {"warmup": 0, "epochs": 1, "weight_decay": 0.0, **others}
     run = settings(made, tmp_path, dataset=made.urls[packs, layout], **given)
     train(**run)
     steps = steps_of(run)
     warmup = given["warmup"]
     whole = warmup if warmup >= 1 else int(warmup * len(steps))
-    expected = list(plain_loop(made, steps, whole, packs == "sft"))
+    expected = list(plain_loop(made, steps, whole, packs == "sft", given["weight_decay"]))
     found = losses(tmp_path)
     assert len(found) >= 4
     assert packs == "sft" or expected[0] == pytest.approx(math.log(2), abs=1e-12)

@@ -159,6 +159,8 @@ def test_a_resumed_run_is_the_same_to_the_last_bit(base: dict[str, Any], tmp_pat
     assert losses(tmp_path / "b") == losses(tmp_path / "a")[6:]
     weights = [tmp_path / name / "model" / "adapter_model.safetensors" for name in "ab"]
     assert weights[0].read_bytes() == weights[1].read_bytes()
+    newest = checkpoints(tmp_path / "b")[-1]
+    assert train(**settings, output=str(tmp_path / "b"), resume=str(newest)).step == 8
 
 
 def test_interrupted_inside_a_checkpoint(
