@@ -80,6 +80,14 @@ def test_a_page_of_a_rebound_name_gets_nothing(server: Address, host: str, statu
     assert ask(server, server.root, Host=host)[0] == status
 
 
+@pytest.mark.parametrize("hosts", ["", "Host: localhost\r\nHost: evil.example\r\n"])
+def test_a_request_names_one_host(server: Address, hosts: str) -> None:
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=20)
+    connection.sendall(f"GET {server.root} HTTP/1.0\r\n{hosts}\r\n".encode())
+    with connection, connection.makefile("rb") as answer:
+        assert answer.read().split(b"\r\n")[0].split()[1:2] == [b"403"]
+
+
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS"])
 def test_only_get(server: Address, method: str) -> None:
     status, headers, _ = ask(server, server.root, method)
