@@ -29,6 +29,7 @@ from packstore.errors import ConfigError
 from packstore.io.dataset.dataset import Dataset
 from packstore.torch.data.dataset import PackedDataset
 from packstore.torch.integrations.hf_collator import LOGITS_TO_KEEP, PackedLoss
+from packstore.torch.models.compatibility import check_model
 from packstore.torch.models.unwrap import unwrapped
 
 logger = logging.getLogger(__name__)
@@ -112,6 +113,8 @@ class PackedTrainerMixin:
                 must = "must be off: a packed batch is whole, and cannot be cut up for other ranks"
                 raise ConfigError(f"setting accelerator_config: {name} {must}; found True.")
         for part in _parts(trainer.train_dataset, trainer.eval_dataset):
+            for dataset in part.stream.datasets:
+                check_model(dataset, trainer.model)
             if part.world_size != 1:
                 raise ConfigError(
                     f"{where}: the trainer deals packs to the ranks, so the dataset not; found "

@@ -6,6 +6,7 @@ A mismatch that would train on wrong ids raises. A difference that also occurs i
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -25,7 +26,10 @@ logger = logging.getLogger(__name__)
 
 
 def check_model(data: Dataset | Manifest, model: Any) -> None:
-    """Refuses a model whose vocabulary or positions do not hold the dataset's sequences.
+    """Refuses a model whose tokenizer, vocabulary or positions are not those of the dataset.
+
+    The folder from which a model was loaded mostly holds its tokenizer, or the cache of the hub
+    does: there each id must be the same token as in the dataset, and a text the same ids.
 
     A larger vocabulary is fine: heads are often padded. A BOS or EOS of the model's config that
     differs from the dataset's is only logged: a config often names several EOS, or still the base
@@ -38,7 +42,8 @@ def check_model(data: Dataset | Manifest, model: Any) -> None:
         model: a Hugging Face model, optionally inside wrappers; or its config.
 
     Raises:
-        CompatibilityError: the ids do not fit, or a sequence is longer than a table of positions.
+        CompatibilityError: the ids are not the model's, or a sequence is longer than a table of
+            positions.
         ConfigError: `model` has no vocabulary size.
     """
     manifest = data.manifest if isinstance(data, Dataset) else data
@@ -54,6 +59,7 @@ def check_model(data: Dataset | Manifest, model: Any) -> None:
             f"a tokenizer of {manifest.vocab_size} ids. "
             "Use the model that belongs to the tokenizer, or pack again with the model's own."
         )
+    _check_ids(manifest, getattr(unwrapped(model), "name_or_path", None))
     for role in ("bos", "eos"):
         ours = _tokenizer(manifest).get(f"{role}_id")
         theirs = getattr(text, f"{role}_token_id", None)
@@ -138,6 +144,25 @@ def _tokenizer(manifest: Manifest) -> Mapping[str, Any]:
     return manifest.provenance.get("tokenizer") or {}
 
 
+def _check_ids(manifest: Manifest, name: str | None) -> None:
+    """Refuses a model, by its folder or hub name, whose tokenizer gives other ids."""
+    facts = _tokenizer(manifest)
+    file = Path(name or "", "tokenizer.json")
+    if name and not Path(name).exists():
+        from huggingface_hub import try_to_load_from_cache  # comes with transformers
+
+        with contextlib.suppress(ValueError):  # it is no name of the hub
+            file = Path(str(try_to_load_from_cache(name, file.name)))
+    if not name or not facts or not file.is_file() or facts.get("sha256") in _file_hashes(file):
+        return
+    try:
+        tokenizer = _load(file)
+    except ConfigError as error:
+        logger.warning("the dataset's tokenizer is not compared with the model's: %s", error)
+        return
+    _compare_ids(facts, tokenizer)
+
+
 def _file_hashes(path: Path) -> set[str]:
     """sha256 of the file, or of each tokenizer file in the folder."""
     files = [path]
@@ -167,6 +192,15 @@ def _load(path: Path) -> Any:
 
 def _compare(facts: Mapping[str, Any], tokenizer: Any) -> None:
     """Compares vocabulary, ids of probe texts and special ids of a loaded tokenizer."""
+    _compare_ids(facts, tokenizer)
+    for role in ("bos", "eos"):
+        ours, theirs = facts.get(f"{role}_id"), getattr(tokenizer, f"{role}_token_id", None)
+        if ours is not None and theirs is not None and ours != theirs:
+            raise _refusal(f"its {role.upper()} must be id {ours}", str(theirs))
+
+
+def _compare_ids(facts: Mapping[str, Any], tokenizer: Any) -> None:
+    """Compares vocabulary and ids of probe texts of a loaded tokenizer."""
     if not hasattr(tokenizer, "get_vocab") or not hasattr(tokenizer, "encode"):
         raise ConfigError(
             "check_tokenizer takes a path, a Hugging Face tokenizer or a tokenizers.Tokenizer; "
@@ -185,10 +219,6 @@ def _compare(facts: Mapping[str, Any], tokenizer: Any) -> None:
         rows = [tokenizer.encode(text, add_special_tokens=False) for text in PROBES]
         if probe_sha256([getattr(row, "ids", row) for row in rows]) != facts["probe_sha256"]:
             raise _refusal("a text must become the same ids", "others for the same vocabulary")
-    for role in ("bos", "eos"):
-        ours, theirs = facts.get(f"{role}_id"), getattr(tokenizer, f"{role}_token_id", None)
-        if ours is not None and theirs is not None and ours != theirs:
-            raise _refusal(f"its {role.upper()} must be id {ours}", str(theirs))
 
 
 def _templates(value: object) -> list[str]:

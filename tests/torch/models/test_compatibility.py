@@ -16,7 +16,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 from torch import nn
-from transformers import AutoTokenizer, LlamaConfig
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import packstore
 from packstore import Dataset
@@ -191,6 +191,33 @@ def test_vocabulary_of_a_model(make: Make) -> None:
     check_model(told(make(), vocab_size=None), LlamaConfig(vocab_size=1))
     with pytest.raises(ConfigError, match="or its config; found Linear"):
         check_model(manifest, nn.Linear(1, 1))
+
+
+def test_the_tokenizer_beside_a_model(
+    make: Make, real: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another tokenizer's ids would be other words to it, though its vocabulary holds them."""
+
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    config = LlamaConfig(vocab_size=40_000, num_attention_heads=1, eos_token_id=None, **sizes)
+
+    def model(name: str, tokenizer: Path | None) -> LlamaForCausalLM:
+        LlamaForCausalLM(config).save_pretrained(tmp_path / name)
+        if tokenizer is not None:
+            shutil.copy(tokenizer / "tokenizer.json", tmp_path / name)
+        return LlamaForCausalLM.from_pretrained(tmp_path / name)
+
+    ds, saved = make(), tmp_path / "saved"
+    caplog.clear()
+    AutoTokenizer.from_pretrained(real / "small_bpe").save_pretrained(saved)
+    for name, tokenizer in (("own", real / "small_bpe"), ("again", saved), ("none", None)):
+        check_model(ds, model(name, tokenizer))
+    assert not caplog.text
+    with pytest.raises(CompatibilityError, match="each id must be the same token"):
+        check_model(ds, model("other", real / "t5_unigram"))
+    (tmp_path / "own" / "tokenizer.json").write_text("{}", encoding="utf-8")
+    check_model(ds, LlamaForCausalLM.from_pretrained(tmp_path / "own"))
+    assert "is not compared with the model's: tokenizer" in caplog.text
 
 
 def test_special_ids_of_a_model(make: Make, caplog: pytest.LogCaptureFixture) -> None:
