@@ -6,6 +6,7 @@ Nothing but a changed library makes wrong ids, or makes it go away, so these tes
 import json
 import logging
 import pickle
+import sys
 
 import fastokens
 import numpy as np
@@ -49,6 +50,14 @@ def model(tmp_path, request):
     made.decoder = tokenizers.decoders.ByteLevel()
     made.save(str(tmp_path / "tokenizer.json"))
     return str(tmp_path / "tokenizer.json")
+
+
+def test_a_platform_without_a_wheel(model, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "fastokens", None)
+    monkeypatch.delitem(sys.modules, "packstore.tokenizer.engines.fastokens", raising=False)
+    records = [{"prompt": f"{i}", "chosen": "a" * 99, "rejected": "b"} for i in range(99)]
+    made = packstore.pack(records, str(tmp_path / "out"), model, **SETTINGS)
+    assert engine_of(made) == "tokenizers"
 
 
 @pytest.fixture
