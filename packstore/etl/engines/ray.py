@@ -63,7 +63,7 @@ def _result(task: Any) -> Any:
     except RayError as error:
         raise PackstoreError(
             f"a Ray task was lost {MAX_RETRIES + 1} times ({type(error).__name__}); nothing was "
-            "written. Look at the chat template and the memory of the workers; set num_workers lower."
+            "written. Look at the chat template and the memory of workers; set num_workers lower."
         ) from error
 
 
