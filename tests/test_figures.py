@@ -26,6 +26,7 @@ WAYS = {
     "padded, 16 pairs of like length (`group_by_length`)": "length_grouped_16",
     "padding-free": "padding_free",
 }
+CONTENDERS = ("trl", "trl_packed", "concat", "shared_prefix")
 SHORT = ("padded_random_16", "length_grouped_16", "padding_free")
 
 
@@ -43,7 +44,7 @@ def rows(page: str) -> dict[str, list[str]]:
 
 def test_the_readme_gives_every_baseline() -> None:
     told = [cells for cells in rows("README.md").values() if len(cells) == 2]
-    (_, tokens, weight, memory, time) = told
+    (_, tokens, weight, memory, time, training) = told
     over = [span(lambda r, w=w: r["over_packs"][w]) for w in SHORT]
     assert tokens[0] == (
         f"padded, 16 random pairs: {over[0]}; 16 of like length: {over[1]}; padding-free: {over[2]}"
@@ -65,6 +66,16 @@ def test_the_readme_gives_every_baseline() -> None:
         f"{took['packstore']}; {took['packstore-reference']} with the tokenizer library "
         "that they use",
     ]
+    runs = result("real_model")["results"]
+    trl, packed, concat, shared = (f"{runs[n]['seconds_per_pair']:.1f} s" for n in CONTENDERS)
+    peaks = [f"{runs[name]['peak_gb']:.1f} GB" for name in CONTENDERS]
+    assert training == [
+        f"TRL: {trl}, {peaks[0]}",
+        f"TRL on packs, the same curve: {packed}, {peaks[1]}; `packstore train`: {concat}, "
+        f"{shared} where prompts are stored once",
+    ]
+    curves = zip(runs["trl"]["losses"], runs["trl_packed"]["losses"], strict=True)
+    assert max(abs(unpacked - on_packs) for unpacked, on_packs in curves) < 1e-5
 
 
 def seconds(case: str) -> dict[str, float]:
