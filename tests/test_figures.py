@@ -61,10 +61,13 @@ def test_the_readme_gives_every_baseline() -> None:
         costs["packstore"],
     ]
     took = {name: f"{s:.0f} s" for name, s in seconds("qwen3 text 50000").items()}
+    chats = {name: f"(chats: {s:.0f} s)" for name, s in seconds("qwen3 chat 50000").items()}
     assert time == [
-        f"`datasets` and TRL: {took['datasets+trl']}; steps of NeMo-Aligner: {took['nemo-steps']}",
-        f"{took['packstore']}; {took['packstore-reference']} with the tokenizer library "
-        "that they use",
+        f"`datasets` and TRL: {took['datasets+trl']}; steps of NeMo-Aligner: {took['nemo-steps']}; "
+        "a script with our tokenizer library and no checks: "
+        f"{took['plain-script']} {chats['plain-script']}",
+        f"{took['packstore']} {chats['packstore']}; {took['packstore-reference']} with the "
+        "tokenizer library that TRL uses",
     ]
     runs = result("real_model")["results"]
     trl, packed, concat, shared = (f"{runs[n]['seconds_per_pair']:.1f} s" for n in CONTENDERS)
