@@ -236,6 +236,8 @@ class _Process:
 
 _spare: list[_Process] = []
 """Processes, mostly one, that wait for a job; they end with this process."""
+_timer: threading.Timer | None = None
+"""What ends them."""
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_spare.clear)  # they serve the parent
@@ -243,10 +245,13 @@ if hasattr(os, "register_at_fork"):
 
 def _keep(process: _Process) -> None:
     """Lets a process wait for a job, for a minute."""
+    global _timer
     _spare.append(process)
-    timer = threading.Timer(WAIT_SECONDS, _end_spare)
-    timer.daemon = True
-    timer.start()
+    if _timer is not None:
+        _timer.cancel()
+    _timer = threading.Timer(WAIT_SECONDS, _end_spare)
+    _timer.daemon = True
+    _timer.start()
 
 
 def _end_spare() -> None:

@@ -30,6 +30,8 @@ class SentencePieceEngine:
             must = "it must be a SentencePiece model"
             raise TokenizerError(sentence(self._where, must, str(error))) from error
         self._size = int(self._model.get_piece_size())
+        if not self._size:  # of some damaged files the library says nothing
+            raise TokenizerError(sentence(where, "it must be a SentencePiece model", "no pieces"))
         self.specials = {
             self._model.id_to_piece(i): i for i in range(self._size) if self._model.is_control(i)
         }
@@ -71,7 +73,7 @@ class SentencePieceEngine:
     def token_to_id(self, token: str) -> int | None:
         """Returns the id of a vocabulary entry."""
         found = int(self._model.piece_to_id(token))
-        return found if self._model.id_to_piece(found) == token else None
+        return found if self.id_to_token(found) == token else None
 
     def wrapping(self) -> tuple[list[int], list[int]]:
         """Returns BOS before a text if the model file has one, as users of such files add it."""
