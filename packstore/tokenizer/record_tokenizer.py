@@ -158,7 +158,8 @@ class RecordTokenizer:
             first = len(block.drafts) + len(block.ids)
             block.ids.update(enumerate(id_sequences(*sides, self.tokenizer), first))
         else:
-            restart_clock()
+            if parsed.is_chat:
+                restart_clock()
             drafts, events = draft_record(parsed, self._needed(), self.config)
             check_separable(drafts, self._needed())
             first = len(block.drafts)
