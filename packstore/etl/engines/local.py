@@ -34,7 +34,7 @@ MAX_THREADS, MAX_PROCESSES = 4, 16
 
 WORTH_SECONDS = 1.0
 """Time of the first worker alone, if `num_workers` is unset, before others are started: each takes
-two to three seconds of a core to load packages and a tokenizer."""
+one to two seconds of a core to load packages and a tokenizer."""
 
 WAIT_SECONDS = 60.0
 """Time for which a worker process without a job waits for the next one."""
@@ -138,6 +138,7 @@ class _Workers:
 
     def _started(self) -> _Process:
         process = _taken() or _Process()
+        process.is_idle = False  # until it has loaded the work
         self._processes.append(process)
         if self._stopped.is_set():  # by another thread, meanwhile
             process.kill()
@@ -164,7 +165,7 @@ class _Process:
         )
         self._work: Any = None
         self._error: BaseException | None = None
-        self.is_idle = True
+        self.is_idle = False
         try:
             # Not by multiprocessing: its forks break numba's OpenMP layer, s3fs and obstore, and
             # what it spawns runs a user's script again. Ctrl-C is for this process only.
