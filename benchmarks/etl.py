@@ -10,7 +10,7 @@ minutes, so only that). For each case:
 
 - `packstore.pack` as users call it: wall and CPU seconds, share of the cores that is busy (CPU
   seconds over wall seconds and cores), peak memory, seconds until the first record is read;
-- with qwen3, other ways to the same: a script of 90 lines with the same engine, which checks
+- with qwen3, other ways to the same: a plain script with the same engine, which checks
   nothing (`peers_etl/plain_script.py`), `datasets` with TRL's packer (in one process and in two at
   the smallest size, the faster of them at the others and for chats), and, at the smallest size, the
   steps of NeMo-Aligner and packstore with the tokenizer library that both use. What their outputs

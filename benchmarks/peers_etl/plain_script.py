@@ -1,9 +1,9 @@
-"""What a good engineer writes for one's own data: one call a block of texts, all of it in memory.
+"""A script that a good engineer writes for one set of data: all in memory, a call a block of texts.
 
 The engine is packstore's; chats are rendered by Jinja's sandbox, as transformers does. Next fit
 over shuffled pairs, into one Parquet file. What it lacks: no record is checked, refused or counted,
 no control string in a text is noticed, a pair that is too long is left out in silence, nothing
-survives a killed job, and packs are about 3 % emptier.
+survives a killed job, and there are 7 % more packs.
 """
 
 from __future__ import annotations

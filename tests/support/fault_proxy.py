@@ -211,7 +211,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.connection.shutdown(socket.SHUT_RDWR)
 
     def log_message(self, format: str, *args: Any) -> None:
-        pass
+        """Overrides the printing of each request."""
 
 
 class _Server(ThreadingHTTPServer):
