@@ -1,10 +1,9 @@
 """Keeps tokenized examples on local disk between tokenizing and packing.
 
 A plan needs the lengths of all examples before the first pack can be filled, and reads them in
-another order. Tokens are written to flat files in segments. A single segment is read through a
-memory map, in the order of the plan. Several segments are shuffled on disk first: each is read
-once, sequentially, and distributed to bucket files of neighbouring packs. So the disk does not
-seek, and at most one segment is on disk twice.
+another order. Tokens are written to flat files in segments, each read once, and whole. Several
+segments are shuffled on disk first: each is distributed to bucket files of neighbouring packs. So
+the disk does not seek, and at most one segment is on disk twice.
 """
 
 from __future__ import annotations
@@ -148,11 +147,8 @@ class _Store:
         self._sequences += examples.num_sequences
 
     def examples(self) -> Examples:
-        """Returns all examples as memory-mapped arrays: only pages that are used are read."""
-        arrays = {
-            name: np.memmap(self._paths[name], dtype, mode="r").view(np.ndarray)
-            for name, dtype in _DTYPES.items()
-        }
+        """Returns all examples."""
+        arrays = {name: np.fromfile(self._paths[name], dtype) for name, dtype in _DTYPES.items()}
         columns: dict[str, Column] = {}
         if self._columns:
             batches: list[pa.RecordBatch] = []

@@ -273,7 +273,5 @@ def _run_loops(config: PackConfig) -> None:
     packing = plan(ones, config=config)
     packing.statistics()
     sizes(sample, config.layout)
-    for array in (sample.input_ids, sample.supervised, sample.sequence_offsets):
-        array.flags.writeable = False  # like those of a spill
     gather(sample, packing.order)
     fill(sample, packing.offsets, config.layout, packing.order)
