@@ -6,6 +6,7 @@ sequences with events are handled one by one.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -57,13 +58,12 @@ class _Places:
 
     def __init__(self, drafts: Sequence[Draft]) -> None:
         self._drafts = drafts
-        self._sizes = np.array([len(draft.text) for draft in drafts], np.int64)
-        spans = [place for draft in drafts for span in draft.spans for place in span]
-        heads = [draft.system_end for draft in drafts]
-        counts = np.array([len(draft.spans) for draft in drafts], np.int64)
-        self.owner = np.repeat(np.arange(len(drafts)), counts)
+        texts, spans, _, _, heads, _ = zip(*drafts, strict=True)
+        self._sizes = np.array([*map(len, texts)], np.int64)
+        ends = [*itertools.chain.from_iterable(itertools.chain.from_iterable(spans))]
+        self.owner = np.repeat(np.arange(len(drafts)), [*map(len, spans)])
         self.draft = np.concatenate([np.repeat(self.owner, 2), np.arange(len(drafts))])
-        self.characters = np.array(spans + heads, np.int64)
+        self.characters = np.array([*ends, *heads], np.int64)
 
     def texts(self) -> tuple[list[str], list[Mode], Int64]:
         """Returns the texts to encode, their modes, and which of them ends at each place.
@@ -76,14 +76,16 @@ class _Places:
         known: dict[tuple[Mode, str], int] = {}
         before = np.full(len(self.draft), -1, np.int64)
         inside = (self.characters > 0) & (self.characters < self._sizes[self.draft])
-        for place in np.flatnonzero(inside).tolist():
-            draft = self._drafts[self.draft[place]]
-            text = draft.guard + draft.text[: self.characters[place]]
+        numbers = []
+        of, ends = self.draft[inside].tolist(), self.characters[inside].tolist()
+        for draft, end in zip(map(self._drafts.__getitem__, of), ends, strict=True):
+            text = draft.guard + draft.text[:end]
             number = known.setdefault((draft.mode, text), len(texts))
             if number == len(texts):
                 texts.append(text)
                 modes.append(draft.mode)
-            before[place] = number
+            numbers.append(number)
+        before[inside] = numbers
         return texts, modes, before
 
     def tokens(self, ids: Int32, offsets: Int64, before: Int64) -> tuple[Int64, Bool]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import struct
-from collections.abc import Collection
+import itertools
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -27,8 +28,9 @@ from packstore.tokenizer.records.fields import (
 from packstore.tokenizer.records.overlong import fit
 from packstore.tokenizer.records.sequences import Draft, Sequences, Tokens, id_sequences
 from packstore.tokenizer.records.shapes import Parsed, parse_record, prompt_key
+from packstore.tokenizer.records.straight import straight_texts
 from packstore.tokenizer.refusals import Refused, raise_if_error
-from packstore.tokenizer.rendered import check_responses, check_separable, draft_record
+from packstore.tokenizer.rendered import check_responses, draft_record
 from packstore.tokenizer.tokenizer import Tokenizer
 
 
@@ -40,7 +42,7 @@ class _Block:
     parsed: list[Parsed] = field(default_factory=list)
     carried: list[list[Any]] = field(default_factory=list)
     drafts: list[Draft] = field(default_factory=list)  # the sequences that are text
-    drafts_of: dict[int, range] = field(default_factory=dict)  # by index in the block
+    drafts_of: dict[int, range] = field(default_factory=dict)  # of sampled ones, by index
     ids: dict[int, Tokens] = field(default_factory=dict)  # the others, by number
     refused: dict[int, Refused] = field(default_factory=dict)  # by index in the block
     events: dict[int, list[str]] = field(default_factory=dict)  # by index in the block
@@ -80,32 +82,40 @@ class RecordTokenizer:
     ) -> tuple[Examples, Tally, list[Encoded]]:
         """Returns the examples of `rows`, in order, the tally of all records, and what the texts of
         the records with indices `sampled` were encoded to."""
-        block, names = _Block(), names_of(rows.values)
+        block, config, names = _Block(), self.config, names_of(rows.values)
         judged = names.intersection(FEEDBACK) if self._judges else set()
         parsed: dict[int, Parsed] = {}
+        if self.tokenizer is not None and not judged:
+            hint = self.tokenizer.control_hint
+            parsed = straight_texts(rows.values, self.kind, config, hint)
         for i, value in enumerate(rows.values):
             try:
+                if i in parsed:
+                    continue
                 if judged:
                     check_feedback(value)
-                parsed[i] = self._parsed(value)
+                record = parse_record(value, self.kind, config, ids=self.tokenizer is None)
+                parsed[i] = check_responses(record, config)
             except Refused as error:
                 # Its traceback references the block: a cycle that would leak memory in long jobs.
                 block.refused[i] = error.with_traceback(None)
         renders = any(record.is_chat for record in parsed.values())
         with limited() if renders else contextlib.nullcontext():
-            for i, record in parsed.items():
+            for i, record in sorted(parsed.items()):
                 try:
-                    self._add(block, i, rows.values[i], record)
+                    self._add(block, i, rows.values[i], record, i in sampled)
                 except Refused as error:
                     block.refused[i] = error.with_traceback(None)
         sequences = Sequences.of([])
         if self.tokenizer is not None and block.drafts:
-            sequences = assemble(self.tokenizer, block.drafts, self.config)
+            sequences = assemble(self.tokenizer, block.drafts, config)
         encoded = [
             Encoded(rows.where(i), block.drafts[j], sequences.row(j))
             for i in sampled
             for j in block.drafts_of.get(i, ())
         ]
+        for j in _rounded([record.rewards for record in block.parsed]):
+            block.events.setdefault(block.records[j], []).append("reward_rounded")
         counts = np.array([len(record.responses) for record in block.parsed], np.int64)
         firsts = to_offsets(counts)
         sequences = self._judge(block, sequences.with_rows(block.ids, insert=True), firsts)
@@ -122,8 +132,8 @@ class RecordTokenizer:
                 continue
             for event in dict.fromkeys(block.events[i]):
                 tally.note(event, rows.where(i))
-        for parsed in block.parsed:
-            tally.used.update({*parsed.fields, *self.carry})
+        for fields, number in Counter(parsed.fields for parsed in block.parsed).items():
+            tally.used.update(dict.fromkeys((*fields, *self.carry), number))
         tally.unused = unused([rows.values[i] for i in block.records], names, tally.used)
         pairs = zip(block.records, block.parsed, strict=True)
         kept = [parsed for i, parsed in pairs if i not in block.refused]
@@ -136,10 +146,6 @@ class RecordTokenizer:
             tally.unscored = tally.kept - tally.scored
         return tally
 
-    def _parsed(self, value: object) -> Parsed:
-        ids = self.tokenizer is None
-        return check_responses(parse_record(value, self.kind, self.config, ids=ids), self.config)
-
     def _needed(self) -> Tokenizer:
         """The tokenizer, which records of text need."""
         if self.tokenizer is None:
@@ -147,11 +153,9 @@ class RecordTokenizer:
             raise TokenizerError(sentence("setting tokenizer", must, "none"))
         return self.tokenizer
 
-    def _add(self, block: _Block, i: int, value: Any, parsed: Parsed) -> None:
+    def _add(self, block: _Block, i: int, value: Any, parsed: Parsed, is_sampled: bool) -> None:
         """Adds record `i` to the block."""
-        values = []
-        if isinstance(value, dict):
-            values = [carried(value, name, type_name) for name, type_name in self.carry.items()]
+        values = [carried(value, name, type_name) for name, type_name in self.carry.items()]
         if isinstance(parsed.prompt, np.ndarray):
             events: list[str] = []
             sides = (parsed.prompt, parsed.responses, parsed.supervised)
@@ -161,12 +165,10 @@ class RecordTokenizer:
             if parsed.is_chat:
                 restart_clock()
             drafts, events = draft_record(parsed, self._needed(), self.config)
-            check_separable(drafts, self._needed())
-            first = len(block.drafts)
+            if is_sampled:
+                first = len(block.drafts)
+                block.drafts_of[i] = range(first, first + len(drafts))
             block.drafts += drafts
-            block.drafts_of[i] = range(first, len(block.drafts))
-        if _rounded(parsed.rewards):
-            events = [*events, "reward_rounded"]
         if events or parsed.events:
             block.events[i] = [*parsed.events, *events]
         block.records.append(i)
@@ -237,7 +239,12 @@ class RecordTokenizer:
         )
 
 
-def _rounded(rewards: list[float]) -> bool:
-    """Returns True if different rewards become one when they are stored, as float32."""
-    stored = {struct.pack("<f", reward) for reward in rewards}
-    return len(stored) < len(set(rewards))
+def _rounded(rewards: Sequence[Sequence[float]]) -> list[int]:
+    """Returns the records of which different rewards become one as float32."""
+    written = [*itertools.chain.from_iterable(rewards)]
+    stored = np.array(written, np.float32).tolist()
+    if stored == written:
+        return []
+    rows = iter(stored)
+    fewer = (len({*itertools.islice(rows, len(row))}) < len({*row}) for row in rewards)
+    return [i for i, is_fewer in enumerate(fewer) if is_fewer]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -47,7 +46,7 @@ def check_responses(parsed: Parsed, config: TokenizeConfig) -> Parsed:
                 parts[i] = without_thinking(part)
             elif isinstance(part, str) and i:
                 parts[i] = strip_thinking(part)
-        parsed = replace(parsed, prompt=parts[0], responses=parts[1:])
+        parsed = parsed._replace(prompt=parts[0], responses=parts[1:])
     if config.on["empty_side"] != "keep":
         for i, response in enumerate(parsed.responses):
             if _is_empty(response):
@@ -63,23 +62,32 @@ def draft_record(
     parsed: Parsed, tokenizer: Tokenizer, config: TokenizeConfig
 ) -> tuple[list[Draft], list[str]]:
     """Returns the texts of a record's sequences, and events to note."""
-    parsed, guard, events = _handle_specials(parsed, tokenizer, config)
-    if isinstance(parsed.prompt, str):
+    guard = ""
+    events: list[str] = []
+    if not parsed.is_straight:
+        parsed, guard, events = _handle_specials(parsed, tokenizer, config)
+    prompt = parsed.prompt
+    if isinstance(prompt, str):
         mode: Mode = "literal" if config.on["special_tokens"] == "keep" else "control"
-        start = len(parsed.prompt)
-        texts = [parsed.prompt + str(response) for response in parsed.responses]
-        drafts = [Draft(text, [(start, len(text))], mode) for text in texts]
+        texts = [prompt + response for response in parsed.responses]  # type: ignore[operator]
+        drafts = [Draft(text, ((len(prompt), len(text)),), mode) for text in texts]
+        if parsed.is_straight:
+            return drafts, events
     else:
         drafts, noted = _draft_messages(parsed, tokenizer, config, guard)
         events += noted
-    return [_check_unicode(draft, config, events) for draft in drafts], events
+    for i, draft in enumerate(drafts):
+        if not draft.text.isascii():
+            drafts[i] = _check_unicode(draft, config, events)
+    if guard:
+        _check_separable(drafts, tokenizer)
+    return drafts, events
 
 
-def check_separable(drafts: list[Draft], tokenizer: Tokenizer) -> None:
+def _check_separable(drafts: list[Draft], tokenizer: Tokenizer) -> None:
     """Refuses guarded texts whose control strings this tokenizer cannot encode by themselves."""
-    texts = [draft.text for draft in drafts if draft.mode == "guarded"]
-    names = [name for text in texts for name in tokenizer.controls.findall(text)]
-    if texts and not tokenizer.separable.issuperset(names):
+    names = [name for draft in drafts for name in tokenizer.controls.findall(draft.text)]
+    if not tokenizer.separable.issuperset(names):
         detail = "this tokenizer cannot encode text beside its control tokens by itself"
         raise Refused("special_tokens", detail)
 
@@ -89,16 +97,14 @@ def _handle_specials(
 ) -> tuple[Parsed, str, list[str]]:
     """Answers control strings in the record's own text; returns a guard inserted into them."""
     value: list[Any] = [parsed.prompt, parsed.responses, parsed.tools, parsed.variables]
+    if _is_harmless(parsed, tokenizer.control_hint):
+        return parsed, "", []
     try:
-        if isinstance(parsed.prompt, str):
-            written = "\n".join([parsed.prompt, *value[1]])
-            harmless = not holds(written, tokenizer.control_hint)
-        else:
-            harmless = _is_harmless(parsed, tokenizer.control_hint)
-            written = "" if harmless else as_json(value)
+        is_text = isinstance(parsed.prompt, str)
+        written = "\n".join([value[0], *value[1]]) if is_text else as_json(value)
     except TypeError as error:  # records made in Python may hold any object
         raise Refused("wrong_type", f"tools and tool calls must be JSON values: {error}") from error
-    match = None if harmless else tokenizer.controls.search(written)
+    match = tokenizer.controls.search(written)
     if not match:
         return parsed, "", []
     answer = config.on["special_tokens"]
@@ -116,15 +122,17 @@ def _handle_specials(
         return tokenizer.controls.sub(lambda match: guard.join(match[0]), text)
 
     prompt, responses, tools, own = map_strings(value, protect)
-    parsed = replace(parsed, prompt=prompt, responses=responses, tools=tools, variables=own)
+    parsed = parsed._replace(prompt=prompt, responses=responses, tools=tools, variables=own)
     return parsed, guard, events
 
 
 def _is_harmless(parsed: Parsed, hint: str) -> bool:
-    """Returns True if messages are plain text throughout and certainly hold no control string.
+    """Returns True if a record is plain text throughout and certainly holds no control string.
 
-    JSON around them cannot form one, as its brackets differ from those of control strings.
+    JSON around messages cannot form one, as its brackets differ from those of control strings.
     """
+    if isinstance(parsed.prompt, str):
+        return not any(holds(text, hint) for text in (parsed.prompt, *parsed.responses))
     if parsed.tools or parsed.variables or not hint.startswith("<"):
         return False
     for message in itertools.chain(parsed.prompt, *parsed.responses):

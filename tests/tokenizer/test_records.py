@@ -6,6 +6,7 @@ The tokenizer has one token for each byte, but for control strings and the merge
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -236,6 +237,11 @@ CASES = {
     "rewards that float32 cannot tell apart": case(
         {**P, "chosen_reward": 2**60, "rejected_reward": 2**60 - 1}, PLAIN, "reward_rounded"
     ),
+    "rewards reversed and alike as stored": case(
+        {**P, "chosen_reward": 2**60 - 1, "rejected_reward": 2**60},
+        PLAIN,
+        *("reward_reversed", "reward_rounded"),
+    ),
     "a bad answer kept": case(BAD, ["p«b</s>»"], on={"unpaired_feedback": "keep"}),
     "a label of a pair": case({**P, "label": 0}, PLAIN),
     "ranked": case(RANKED, ["p«a</s>»", "p«b</s>»", "p«a</s>»"]),
@@ -435,7 +441,8 @@ def run(pack: Any, byte_level: Any, *records: Any, **settings: Any) -> Any:
     """Packs them; what would stop the job by default is dropped."""
     tokenizer = byte_level(**settings.pop("tokenizer", {}))
     answers = {**dict.fromkeys(STOPS, "drop"), **settings.pop("on", {})}
-    return pack(tokenizer, *records, kind=kind_of(records[-1]), on=answers, **settings)
+    settings = {"kind": kind_of(records[-1]), **settings}
+    return pack(tokenizer, *records, on=answers, **settings)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -458,6 +465,49 @@ def test_a_record_that_is_refused(reason, given, pack, byte_level):
     with pytest.raises(RecordError) as caught:
         run(pack, byte_level, GOOD[kind_of(record)], record, on=stop, **settings)
     assert f"item 2: {REASONS[reason].rule}" in str(caught.value)
+
+
+BESIDE = [
+    P,
+    {**P, "chosen": "[c", "note": None},
+    *(
+        {**P, "chosen": text}
+        for text in ("c</s>", "", " \n", "r", "c\ud800", "\n\nHuman: c", "c<é")
+    ),
+    *(
+        {**P, "prompt": text}
+        for text in ("", "\n\nHuman: p", "p<s>", hh("p", "a"), "p\udfff", None)
+    ),
+    {**P, "chosen": json.dumps([said("c")]), "prompt": json.dumps([user("p")])},
+    {**P, "chosen": '[{"role": "assistant", "content": }]'},
+    {"chosen": hh("u", "c"), "rejected": hh("u", "r")},
+    *(
+        {**P, "chosen_reward": one, "rejected_reward": other}
+        for one, other in (
+            *((2, 1), (1, 2), (1.5, 1.5), (1 + 1e-12, 1.0), (10**400, 1), (3e38, -3e38)),
+            *((3.5e38, 1.0), (float("nan"), 1.0), (True, 0.5), ("3", 1.0), (2.0, None)),
+        )
+    ),
+    *({**P, "score_chosen": one, "score_rejected": "low"} for one in ("high", 2.0)),
+    {"prompt": "p", "chosen": "c"},
+]
+"""Pairs of which some are plain text, and some are only almost."""
+
+
+def test_a_record_becomes_the_same_whatever_stands_beside_it(pack, byte_level):
+    keep = {"special_tokens": "keep", "invalid_unicode": "keep", "empty_side": "keep"}
+    for on in ({}, keep, {"identical_sides": "keep", "special_tokens": "drop"}):
+        settings = {"kind": "preference", "on": on, "tokenizer": {"template": TEMPLATE}}
+        alone = [run(pack, byte_level, record, **settings) for record in BESIDE]
+        together = run(pack, byte_level, *BESIDE, *reversed(BESIDE), **settings)
+        assert sorted(together.marked) == sorted(2 * [t for one in alone for t in one.marked])
+        for counts in ("dropped", "noted"):
+            found = [Counter(getattr(one, counts)) for one in alone]
+            of_the_block = {"mixed_forms": 0, "reward_default": 0}
+            assert {**getattr(together, counts), **of_the_block} == {
+                **sum(2 * found, Counter()),
+                **of_the_block,
+            }, on
 
 
 def test_every_reason_has_a_case():

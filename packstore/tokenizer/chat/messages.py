@@ -17,7 +17,7 @@ T = TypeVar("T")
 HUMAN, ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
 """Headers of the turns in text dialogues of the Anthropic HH form."""
 
-_HH = re.compile(rf"\s*{HUMAN.lstrip()}")
+HH_BEGINNING = re.compile(rf"\s*{HUMAN.lstrip()}")
 
 ROLES = {
     "system": "system",
@@ -60,7 +60,7 @@ MESSAGE_KEYS = frozenset(("role", "from", "content", "value", *KEPT, *REASONING,
 SKIPPED = "_skipped"
 """Key of a normalised message that is not to be learned; templates do not get it."""
 
-_OBJECTS = re.compile(r"""\s*\[?\s*\{\s*(["'])\w+\1\s*:""")
+OBJECTS = re.compile(r"""\s*\[?\s*\{\s*(["'])\w+\1\s*:""")
 """The beginning of a text that may be messages, written as JSON or as Python."""
 
 
@@ -107,7 +107,7 @@ def _check_alike(one: Message, other: Message) -> None:
 
 def parsed_json(value: object) -> object:
     """Parses JSON text of messages, as in text columns; other values are returned as they are."""
-    if not isinstance(value, str) or not (begins := _OBJECTS.match(value)):
+    if not isinstance(value, str) or not (begins := OBJECTS.match(value)):
         return value
     mark = begins[1]
     for names in (("role", "from"), ("content", "value", *CALLS)):
@@ -320,7 +320,7 @@ def split_texts(texts: Sequence[str]) -> tuple[str, list[str]]:
 
 def is_hh(text: object) -> bool:
     """Returns True for a text dialogue of the Anthropic HH form."""
-    return isinstance(text, str) and bool(_HH.match(text)) and ASSISTANT in text
+    return isinstance(text, str) and bool(HH_BEGINNING.match(text)) and ASSISTANT in text
 
 
 def text_as_messages(

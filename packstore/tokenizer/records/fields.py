@@ -45,7 +45,7 @@ class Fields:
 
     def __init__(self, record: Mapping[str, Any], config: TokenizeConfig) -> None:
         self.record, self.config = record, config
-        self.used: set[str] = set()  # the record's names of the fields that were returned
+        self.used: dict[str, None] = {}  # the record's names of the fields returned, in order
         self.unknown: set[str] = set()  # keys of its messages that are not read
         self._found: dict[tuple[str, bool], tuple[str, Any]] = {}
 
@@ -88,7 +88,7 @@ class Fields:
         """Returns the value, which is used, or None."""
         at, value = self.find(name, ids)
         if value is not None:
-            self.used.add(at)
+            self.used[at] = None
         return value
 
     def reward(self, name: str) -> float | None:
@@ -101,7 +101,7 @@ class Fields:
                 continue
             value = unwrapped(value)
             if value is not None and (not place or is_number(value)):
-                self.used.add(spelling)
+                self.used[spelling] = None
                 return number(value, spelling)
         return None
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -53,19 +52,19 @@ DEFAULT_REWARDS = (1.0, 0.0)
 """Default rewards of chosen and rejected."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parsed:
+class Parsed(NamedTuple):
     """A parsed record, whose prompt and responses are all text, all messages, or all ids."""
 
     prompt: str | list[Message] | Int32  # may be empty
-    responses: list[str] | list[list[Message]] | list[Int32]
-    rewards: list[float]  # one for each response
+    responses: Sequence[str] | Sequence[list[Message]] | Sequence[Int32]
+    rewards: Sequence[float]  # one for each response
+    fields: tuple[str, ...]  # the record's names of those used: responses, prompt, rewards, others
+    scored: bool = False  # True: it has rewards
     tools: Tools = None
     variables: dict[str, Any] | None = None  # of the chat template
     supervised: list[Bool] | None = None  # masks of responses that are ids; None: all tokens
-    fields: Collection[str]  # the record's names of those used
-    scored: bool = False  # True: it has rewards
     events: tuple[str, ...] = ()
+    is_straight: bool = False  # True: its texts passed all checks, and hold no control string
 
     @property
     def is_chat(self) -> bool:
@@ -154,7 +153,7 @@ def parse_record(record: object, kind: str, config: TokenizeConfig, *, ids: bool
         found = ", ".join(sorted(fields.unknown))
         remedy = 'Remove it, or set on={"unknown_key": "keep"} to ignore it'
         raise Refused("unknown_key", f"messages with {quote(found)}", remedy)
-    return replace(parsed, events=(*parsed.events, "unknown_key"))
+    return parsed._replace(events=(*parsed.events, "unknown_key"))
 
 
 def _shape(fields: Fields, kind: str, ids: bool) -> Shape:
@@ -231,7 +230,7 @@ def _parse(fields: Fields, shape: Shape) -> Parsed:
     if shape.kind == "ranked":
         responses = fields.get("responses", ids)
     prompt: Any = fields.get("prompt", ids) if "prompt" in (*shape.needs, *shape.takes) else None
-    rest: dict[str, Any] = {"rewards": [1.0], "fields": fields.used}
+    rest: dict[str, Any] = {"rewards": [1.0]}
     if shape.kind == "ranked":
         scores = _each(fields, "scores", responses)
         rest["rewards"] = [number(score, "a score") for score in scores]
@@ -243,14 +242,15 @@ def _parse(fields: Fields, shape: Shape) -> Parsed:
     if ids:
         if fields.config.as_chat:
             raise Refused("wrong_type", "as_chat needs text or messages, found token ids")
-        return Parsed(**_ids(fields, shape, prompt, responses), **rest)
+        ids_of = _ids(fields, shape, prompt, responses)
+        return Parsed(**ids_of, fields=(*fields.used,), **rest)
     if forms.isdisjoint(("messages", "turns", "dialogues")):
         if "HH text" in forms:
             prompt, responses = _split(prompt, responses)
         elif any(is_hh(response) and _repeats(prompt, response) for response in responses):
             raise _differs()
         if not fields.config.as_chat:
-            return Parsed(prompt=prompt, responses=responses, **rest)
+            return Parsed(prompt, responses, fields=(*fields.used,), **rest)
         prompt, responses = text_as_messages(prompt, responses)
     if "messages" in sides:
         dialogue = _with_system(fields, _turns(fields, responses[0]))
@@ -260,13 +260,10 @@ def _parse(fields: Fields, shape: Shape) -> Parsed:
     else:
         prompt, responses = _as_dialogue(fields, prompt, responses)
         prompt = _with_system(fields, prompt)
-    return Parsed(
-        prompt=prompt,
-        responses=responses,
-        tools=normalize_tools(fields.get("tools")),
-        variables=normalize_variables(fields.get("chat_template_kwargs")),
-        **rest,
-    )
+    tools = normalize_tools(fields.get("tools"))
+    variables = normalize_variables(fields.get("chat_template_kwargs"))
+    used = (*fields.used,)
+    return Parsed(prompt, responses, fields=used, tools=tools, variables=variables, **rest)
 
 
 def _ids(fields: Fields, shape: Shape, prompt: Any, responses: list[Any]) -> dict[str, Any]:
