@@ -73,6 +73,15 @@ def test_training_begins_without_what_it_does_not_need(module: str) -> None:
     assert python(f"import sys, {module}; print({heavy} & set(sys.modules))") == "set()"
 
 
+def test_a_small_job_loads_no_compiler(tmp_path: Path) -> None:
+    code = (
+        "import sys, packstore; sides = {'prompt': [5], 'chosen': [8], 'rejected': [9]}\n"
+        "packstore.pack([sides] * 100, 'ds', pack_size=64, layout='shared_prefix').verify()\n"
+        "print({'numba', 'polars', 'torch', 'tokenizers'} & set(sys.modules))"
+    )
+    assert python(code, tmp_path) == "set()"
+
+
 CALL = "print(callable(packstore.pack), packstore.pack.plan.plan([3], pack_size=4).num_packs)"
 
 

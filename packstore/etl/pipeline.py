@@ -123,7 +123,6 @@ def pack_into(
     progress: Progress | None,
 ) -> None:
     """Packs into open jobs; again with the reference if a faster way to encode gives wrong ids."""
-    warm_up(config)
     opening = partial(open_examples, source, tokenizer, config, dict(source_options))
     try:
         _pack(jobs, opening(), config, progress)
@@ -142,6 +141,8 @@ def _pack(
     progress: Progress | None,
 ) -> None:
     """Packs and commits the dataset of each part, see :func:`parts_of`."""
+    if reader.is_large:
+        warm_up(config)
     config = replace(config, partitions=reader.partitions)
     for job in jobs.values():
         job.check_fits(reader.kind, reader.carry, reader.provenance)

@@ -65,7 +65,10 @@ def open_examples(
 
 
 class RecordExampleReader:
-    """Reads records and tokenizes them in workers; `kind`, `carry`, `vocab_size` as in Manifest."""
+    """Reads records and tokenizes them in workers; `kind`, `carry`, `vocab_size` as in Manifest.
+
+    `is_large`: there is more than one block of them.
+    """
 
     def __init__(
         self,
@@ -75,9 +78,9 @@ class RecordExampleReader:
         storage_options: dict[str, Any],
         block_bytes: int = BLOCK_BYTES,
     ) -> None:
-        self.tokenizer: Tokenizer | None = None
+        self._reference: Tokenizer | None = None
         if tokenizer is not None:  # records of token ids need none
-            self.tokenizer = load_tokenizer(tokenizer, chat_template=config.chat_template)
+            self._reference = load_tokenizer(tokenizer, chat_template=config.chat_template)
         named = isinstance(tokenizer, str | PathLike)
         self._tokenizer_path = {"path": spelled(str(tokenizer))} if named else {}
         parse_carry(config)
@@ -85,20 +88,27 @@ class RecordExampleReader:
         # The files to read, none if the records are in memory, and the path of each ordinal.
         self.inputs, self.paths = self._reader.inputs, self._reader.paths
         blocks = iter(self._reader)
-        first = [next(blocks)]  # a block is never without records
+        first = [*itertools.islice(blocks, 2)]  # a block is never without records
+        self.is_large = len(first) > 1
         rows = first[0].parse()
-        self._blocks: Iterable[Block] = itertools.chain(first, blocks)
         if config.carry:
             config = replace(config, carry=typed_carry(config, rows.values))
         self._config, self.carry = config, parse_carry(config)
         detected = config.kind == "auto"
         self.kind = detect_kind(rows.values[0], config, rows.where(0)) if detected else config.kind
-        self._renders = self.tokenizer is not None and self._are_dialogues(rows)
+        self._renders = self._reference is not None and self._are_dialogues(rows)
         if self._renders and config.engine == "local":
             local.prepare()
-        if self.tokenizer is not None and _faster_pays(self.tokenizer, first, blocks):
-            self.tokenizer = fastest(self.tokenizer)
-        self.vocab_size = self.tokenizer.vocab_size if self.tokenizer else None
+        self._faster_pays = self._reference is not None and _pays(self._reference, first, blocks)
+        self._blocks: Iterable[Block] = itertools.chain(first, blocks)
+        self.vocab_size = self._reference.vocab_size if self._reference else None
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer, with the engine that suits the size of the input."""
+        if self._reference is None or not self._faster_pays:
+            return self._reference
+        return fastest(self._reference)
 
     def __iter__(self) -> Iterator[Part]:
         return self.each(self.tokenize())
@@ -179,7 +189,7 @@ def _only_one(config: PackConfig) -> int:
     return 1
 
 
-def _faster_pays(tokenizer: Tokenizer, first: list[Block], blocks: Iterator[Block]) -> bool:
+def _pays(tokenizer: Tokenizer, first: list[Block], blocks: Iterator[Block]) -> bool:
     """Returns True if the input is large enough for a faster engine to pay; adds to `first`."""
     number = size = 0
     while not pays(tokenizer, size):
@@ -215,6 +225,7 @@ class DatasetExampleReader:
         self.vocab_size = manifest.vocab_size
         self._dataset, self._config = dataset, config
         self._groups: Sequence[int] = range(len(dataset.row_groups))
+        self.is_large = len(self._groups) > 1
         self.inputs: tuple[Input, ...] = ()
         self.paths: dict[int, str] = {}
         self.partitions = _only_one(config)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from packstore.errors import ConfigError, FormatError, sentence
-from packstore.format.arrays import Bool, Examples, Int32, Int64, Packs, to_offsets
+from packstore.format.arrays import Bool, Examples, Int32, Int64, Packs, ids_of, to_offsets
 from packstore.format.rules import RULES
 from packstore.pack.kernels import jit
 from packstore.pack.layout import segment_offsets
@@ -35,9 +37,10 @@ def fill(
         skipped = np.zeros(len(source), np.int32)
     starts = to_offsets(about.lengths - skipped)
     sequences = about.example_offsets[pack_offsets]
-    signed_ids = np.empty(starts[-1], np.int32)
-    if _copy_in(examples.input_ids, examples.supervised, source, starts, signed_ids) < 0:
+    signed_ids, supervised = _tokens(examples, source, starts)
+    if signed_ids.min(initial=0) < 0:
         raise FormatError(f"{RULES['ids-range']}; found a negative id [ids-range].")
+    signed_ids ^= supervised.view(np.int8) - np.int8(1)
     # The offsets of the segments inside each pack, including the end of the last one.
     counts = np.diff(sequences) + 1
     pack = np.repeat(np.arange(len(counts)), counts)
@@ -59,17 +62,16 @@ def fill(
 def gather(examples: Examples, order: Int32 | Int64) -> Examples:
     """Computes ``examples.take(order)`` for tokenized records, several times as fast."""
     about, source = examples.without_tokens(order)
-    total = about.sequence_offsets[-1]
-    input_ids, supervised = np.empty(total, np.int32), np.empty(total, np.bool_)
-    _gather(
-        examples.input_ids,
-        examples.supervised,
-        source,
-        about.sequence_offsets,
-        input_ids,
-        supervised,
-    )
+    input_ids, supervised = _tokens(examples, source, about.sequence_offsets)
     return replace(about, input_ids=input_ids, supervised=supervised)
+
+
+def _tokens(examples: Examples, source: Int64, starts: Int64) -> tuple[Int32, Bool]:
+    """Copies token ids, and which are supervised, see :func:`_copy`."""
+    input_ids, supervised = np.empty(starts[-1], np.int32), np.empty(starts[-1], np.bool_)
+    _copy(source, starts, examples.input_ids, input_ids)
+    _copy(source, starts, examples.supervised, supervised)
+    return input_ids, supervised
 
 
 def unpack(packs: Packs) -> Examples:
@@ -78,13 +80,15 @@ def unpack(packs: Packs) -> Examples:
     starts = to_offsets(packs.segment_lengths)
     _check(packs, starts, examples)
     first = np.repeat(starts[examples[:-1]], packs.num_responses)
-    sequences = to_offsets(packs.lengths)
-    input_ids, supervised = np.empty(sequences[-1], np.int32), np.empty(sequences[-1], np.bool_)
-    _copy_out(packs.signed_ids, starts, first, sequences, input_ids, supervised)
+    # Of each sequence: the prefix that its segment leaves out, which is prompt, and the segment.
+    source = np.stack([first, starts[:-1]], 1).ravel()
+    lengths = np.stack([packs.segment_offsets, packs.segment_lengths], 1).ravel()
+    signed_ids = np.empty(packs.lengths.sum(dtype=np.int64), np.int32)
+    _copy(source, to_offsets(lengths), packs.signed_ids, signed_ids)
     return Examples(
-        input_ids=input_ids,
-        supervised=supervised,
-        sequence_offsets=sequences,
+        input_ids=ids_of(signed_ids),
+        supervised=signed_ids >= 0,
+        sequence_offsets=to_offsets(packs.lengths),
         example_offsets=examples,
         reward=packs.reward,
         example_ids=packs.example_ids,
@@ -117,63 +121,8 @@ def _check(packs: Packs, starts: Int64, examples: Int64) -> None:
 
 
 @jit
-def _copy_in(
-    input_ids: Int32, supervised: Bool, source: Int64, starts: Int64, signed_ids: Int32
-) -> np.int32:
-    """Copies segment i from ``source[i]`` on to ``starts[i]:starts[i + 1]``, as signed ids.
-
-    Returns a negative number if an id is negative.
-    """
-    every = np.int32(0)
-    # Slices, as the compiler vectorises them: their indices cannot be negative.
+def _copy(source: Int64, starts: Int64, values: npt.NDArray[Any], copies: npt.NDArray[Any]) -> None:
+    """Copies part i of `values`, from ``source[i]`` on, to ``starts[i]:starts[i + 1]``."""
     for i in range(len(source)):
         first, last = starts[i], starts[i + 1]
-        ids = input_ids[source[i] : source[i] + last - first]
-        learned = supervised[source[i] : source[i] + last - first]
-        to = signed_ids[first:last]
-        for j in range(len(ids)):
-            every |= ids[j]
-            to[j] = ids[j] if learned[j] else ~ids[j]
-    return every
-
-
-@jit
-def _gather(
-    input_ids: Int32, supervised: Bool, source: Int64, starts: Int64, out_ids: Int32, out: Bool
-) -> None:
-    """Copies sequence i from ``source[i]`` on to ``starts[i]:starts[i + 1]``."""
-    for i in range(len(source)):
-        first, last = starts[i], starts[i + 1]
-        out_ids[first:last] = input_ids[source[i] : source[i] + last - first]
-        out[first:last] = supervised[source[i] : source[i] + last - first]
-
-
-@jit
-def _copy_out(
-    signed_ids: Int32,
-    starts: Int64,
-    first: Int64,
-    sequences: Int64,
-    out_ids: Int32,
-    supervised: Bool,
-) -> None:
-    """Copies segment i to the end of sequence i, and its omitted prefix before it.
-
-    `starts`: offsets of the segments; `first`: start of the first segment of each one's example;
-    `sequences`: offsets of the sequences in `out_ids` and `supervised`, which are written.
-    """
-    for i in range(len(first)):
-        start, last = sequences[i], sequences[i + 1]
-        own = last - (starts[i + 1] - starts[i])
-        prefix, to_prefix = signed_ids[first[i] : first[i] + own - start], out_ids[start:own]
-        for j in range(len(prefix)):
-            to_prefix[j] = prefix[j] ^ (prefix[j] >> 31)
-        supervised[start:own] = False
-        tokens, to, on = (
-            signed_ids[starts[i] : starts[i + 1]],
-            out_ids[own:last],
-            supervised[own:last],
-        )
-        for j in range(len(tokens)):
-            to[j] = tokens[j] ^ (tokens[j] >> 31)
-            on[j] = tokens[j] >= 0
+        copies[first:last] = values[source[i] : source[i] + last - first]

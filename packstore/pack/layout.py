@@ -20,10 +20,10 @@ def segment_offsets(examples: Examples, layout: str) -> Int32:
         return np.zeros(examples.num_sequences, np.int32)
     if layout == "shared_prefix":
         return _shared_prefix_offsets(
+            examples.example_offsets,
+            examples.sequence_offsets,
             examples.input_ids,
             examples.supervised,
-            examples.sequence_offsets,
-            examples.example_offsets,
         )
     raise UnknownNameError(f"unknown layout {layout!r}; choose one of: concat, shared_prefix.")
 
@@ -41,7 +41,7 @@ def round_up(lengths: Int32, multiple: int) -> Int32:
 
 @jit
 def _shared_prefix_offsets(
-    input_ids: Int32, supervised: Bool, sequence_offsets: Int64, example_offsets: Int64
+    example_offsets: Int64, sequence_offsets: Int64, input_ids: Int32, supervised: Bool
 ) -> Int32:
     offsets = np.zeros(len(sequence_offsets) - 1, np.int32)
     for example in range(len(example_offsets) - 1):
@@ -49,13 +49,8 @@ def _shared_prefix_offsets(
         for s in range(first + 1, example_offsets[example + 1]):
             a, b = sequence_offsets[first], sequence_offsets[s]
             most = min(sequence_offsets[first + 1] - a, sequence_offsets[s + 1] - b)
-            shared = 0
-            while (
-                shared < most
-                and not supervised[a + shared]
-                and not supervised[b + shared]
-                and input_ids[a + shared] == input_ids[b + shared]
-            ):
-                shared += 1
+            other = input_ids[a : a + most] != input_ids[b : b + most]
+            ends = supervised[a : a + most] | supervised[b : b + most] | other
+            shared = ends.argmax() if ends.any() else most
             offsets[s] = max(shared - 1, 0)
     return offsets

@@ -104,8 +104,12 @@ PLANS = {
 
 
 @ALL
-def test_a_strategy_makes_the_same_plans_for_ever(name: str) -> None:
-    """Else the changelog (*Format*) must say so."""
+@pytest.mark.parametrize("few", [0, 1 << 40], ids=["compiled", "by Python"])
+def test_a_strategy_makes_the_same_plans_for_ever(
+    name: str, few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the changelog (*Format*) must say so. Loops of few rows are run by Python."""
+    monkeypatch.setattr("packstore.pack.kernels.FEW", few)
     digest = hashlib.sha256()
     for seed in range(40):
         lengths, capacity = random_case(seed)

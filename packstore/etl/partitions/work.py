@@ -36,8 +36,8 @@ from packstore.io.inputs.files import Block
 from packstore.io.manifest.partition_notes import PartitionNotes
 from packstore.io.shards.shard import PackShape
 from packstore.io.write.shard_writer import ShardWriter
+from packstore.pack import kernels
 from packstore.pack.fill import fill, gather
-from packstore.pack.kernels import compiles
 from packstore.pack.layout import sizes
 from packstore.pack.plan import plan
 
@@ -241,6 +241,7 @@ def ahead(
 
 def warm_up(config: PackConfig) -> None:
     """Loads the compiled loops of planning and filling in a thread; logs if it compiles them."""
+    kernels.load()
     done = threading.Event()
 
     def load() -> None:
@@ -250,7 +251,7 @@ def warm_up(config: PackConfig) -> None:
 
     def log_compiling() -> None:
         while not done.wait(0.5):
-            if compiles():
+            if kernels.compiles():
                 log.info("compiling the loops that plan and fill packs, once in this environment")
                 return
 

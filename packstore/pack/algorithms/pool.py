@@ -36,7 +36,7 @@ ENDGAME = 1024
 def pool(lengths: Int32, capacity: int, seed: int) -> tuple[Int32, Int64]:
     """Makes nearly full packs in nearly input order; draws no random numbers."""
     order, offsets = np.empty(len(lengths), np.int32), np.empty(len(lengths) + 1, np.int64)
-    packs = _fill(lengths, capacity, order, offsets)
+    packs = _fill(lengths, capacity, new_set(SPAN - 1), new_set(capacity), order, offsets)
     return order, offsets[: packs + 1].copy()
 
 
@@ -137,11 +137,12 @@ def _closing(lengths: Int32, alive: Bits, sizes: Bits, state: Int64, room: int) 
 
 
 @jit
-def _fill(lengths: Int32, capacity: int, order: Int32, offsets: Int64) -> int:
+def _fill(
+    lengths: Int32, capacity: int, alive: Bits, sizes: Bits, order: Int32, offsets: Int64
+) -> int:
     """Writes the plan into `order` `[n]` and `offsets` `[n + 1]`; returns the number of packs."""
-    alive, sizes, state = new_set(SPAN - 1), new_set(capacity), np.zeros(4, np.int64)
     ends, behind = np.full((capacity + 1, 2), -1, np.int64), np.empty(SPAN, np.int64)
-    packs = written = 0
+    state, packs, written = np.zeros(4, np.int64), 0, 0
     while written < len(lengths):
         _enter(lengths, alive, sizes, ends, behind, state)
         offsets[packs] = written
