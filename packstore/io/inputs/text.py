@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import BinaryIO
 
+import numpy as np
 import orjson
 
 from packstore.errors import InputError, quote, sentence
@@ -34,18 +35,27 @@ def _read_lines(stream: BinaryIO, path: str, options: ReadOptions) -> Iterator[P
         chunk = stream.read(options.block_bytes)
         end = chunk.rfind(b"\n") + 1
         if end or not chunk:
-            payload = bytes(begun + chunk[:end])
-            begun.clear()
+            payload, begun = b"".join((begun, memoryview(chunk)[:end])), bytearray()
             if first == 0:
                 payload = payload.removeprefix(_BOM)
-            lines = payload.split(b"\n")
-            if records := sum(bool(line.strip()) for line in lines):
+            ends, records = _count(payload)
+            if records:
                 yield Piece(first, records, payload)
-            first += len(lines) - 1
+            first += ends
         begun += chunk[end:]
         if len(begun) > pieces.MAX_RECORD_BYTES:
             rule = f"a line must be at most {pieces.MAX_RECORD_BYTES:,} bytes long"
             raise _refusal(f"{path}, line {first + 1}", rule, "a longer one", _LINE_REMEDY)
+
+
+def _count(payload: bytes) -> tuple[int, int]:
+    """Returns the numbers of line ends, and of lines that are not blank."""
+    data = np.frombuffer(payload, np.uint8)
+    ends = np.flatnonzero(data == ord("\n"))
+    begins = np.append(-1, ends)[: None if payload[-1:] != b"\n" else -1] + 1
+    if payload and data[begins].min() > ord(" "):  # no line begins with white space
+        return len(ends), len(begins)
+    return len(ends), sum(bool(line.strip()) for line in payload.split(b"\n"))
 
 
 def _parse_lines(payload: bytes, path: str, first: int) -> tuple[list[int], list[object]]:
