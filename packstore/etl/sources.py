@@ -43,6 +43,9 @@ from packstore.version import VERSION
 FEW_CORES = 4
 """Cores that the reference library can use from one process; more only wait for each other."""
 
+MANY = 5000
+"""Examples whose loops are compiled; numba takes longer to load than Python to loop over fewer."""
+
 SIZES_AT_ONCE = 16
 """Files whose sizes are requested concurrently."""
 
@@ -65,10 +68,7 @@ def open_examples(
 
 
 class RecordExampleReader:
-    """Reads records and tokenizes them in workers; `kind`, `carry`, `vocab_size` as in Manifest.
-
-    `is_large`: there is more than one block of them.
-    """
+    """Reads records and tokenizes them in workers; `kind`, `carry`, `vocab_size` as in Manifest."""
 
     def __init__(
         self,
@@ -90,6 +90,8 @@ class RecordExampleReader:
         blocks = iter(self._reader)
         first = [*itertools.islice(blocks, 2)]  # a block is never without records
         self.is_large = len(first) > 1
+        if self.inputs:
+            self.is_large = first[0].records * sum(self.sizes) > MANY * block_bytes
         rows = first[0].parse()
         if config.carry:
             config = replace(config, carry=typed_carry(config, rows.values))
@@ -97,8 +99,11 @@ class RecordExampleReader:
         detected = config.kind == "auto"
         self.kind = detect_kind(rows.values[0], config, rows.where(0)) if detected else config.kind
         self._renders = self._reference is not None and self._are_dialogues(rows)
-        if self._renders and config.engine == "local":
-            local.prepare()
+        if self._reference is not None and self._renders:
+            if config.engine == "local":
+                local.prepare()
+            # Templates that do not compile raise here.
+            _ = self._reference.template, self._reference.tool_use_template
         self._faster_pays = self._reference is not None and _pays(self._reference, first, blocks)
         self._blocks: Iterable[Block] = itertools.chain(first, blocks)
         self.vocab_size = self._reference.vocab_size if self._reference else None
@@ -225,7 +230,7 @@ class DatasetExampleReader:
         self.vocab_size = manifest.vocab_size
         self._dataset, self._config = dataset, config
         self._groups: Sequence[int] = range(len(dataset.row_groups))
-        self.is_large = len(self._groups) > 1
+        self.is_large = dataset.row_groups.examples.sum() > MANY
         self.inputs: tuple[Input, ...] = ()
         self.paths: dict[int, str] = {}
         self.partitions = _only_one(config)

@@ -128,7 +128,8 @@ def load_tokenizer(source: object, *, chat_template: str | None = None) -> Token
     )
     engine.register(tokenizer.marks)
     tokenizer = tokenizer.with_engine(engine_name, engine)
-    _ = (tokenizer.template, tokenizer.tool_use_template)  # a syntax error is raised here
+    if chat_template is not None:
+        _ = tokenizer.template  # a syntax error is raised here
     return tokenizer
 
 

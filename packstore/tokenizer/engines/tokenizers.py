@@ -57,7 +57,7 @@ class TokenizersEngine:
         self._where = where
         self._modes = Modes()
         with inside(where, "it must be a tokenizer.json that the tokenizers library reads"):
-            self._tokenizer = tokenizers.Tokenizer.from_str(payload.decode())
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(payload)
             # Otherwise these would truncate, pad, and draw other ids at every call, silently.
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
