@@ -268,7 +268,7 @@ class TextLint:
 
     def __init__(self, tokenize: Tokenize, kind: str, config: PackConfig) -> None:
         self._tokenize, self._kind, self._config = tokenize, kind, config
-        self.suits_threads, self.load = tokenize.suits_threads, tokenize.load
+        self.alone, self.load = tokenize.alone, tokenize.load
 
     def __call__(self, block: Block) -> Part:
         """Returns the examples of a block, and the tally of its records with the findings."""

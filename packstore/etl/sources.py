@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -40,8 +39,9 @@ from packstore.tokenizer.refusals import Refused
 from packstore.tokenizer.tokenizer import FAST
 from packstore.version import VERSION
 
-FEW_CORES = 4
-"""Cores that the reference library can use from one process; more only wait for each other."""
+FEW_CORES = {None: 2, FAST: 2, "tokenizers": 4}
+"""Name of a tokenizer engine -> cores that threads of one process keep busy; more only wait for the
+GIL, or for each other."""
 
 MANY = 5000
 """Examples whose loops are compiled; numba takes longer to load than Python to loop over fewer."""
@@ -168,13 +168,14 @@ class RecordExampleReader:
 
     def tokenize(self) -> Tokenize:
         """Returns the picklable function that turns a block into a part."""
-        name = self.tokenizer and self.tokenizer.engine_name
-        few = (os.cpu_count() or 1) <= FEW_CORES
+        name = self.tokenizer.engine_name if self.tokenizer else None
         # A template is rendered by Python code, which holds the GIL.
-        threads = not self._renders and (name in (None, FAST) or (name == "tokenizers" and few))
+        threads = not self._renders and local.cores() <= FEW_CORES.get(name, 0)
+        quick = not self._renders and name in (None, FAST)
+        alone = local.QUICK_SECONDS if quick else local.WORTH_SECONDS
         stage = RecordTokenizer(self.tokenizer, self._config, self.kind)
         watch = EngineWatch(self.tokenizer, self._config, self._config.seed, len(self.inputs))
-        return Tokenize(stage, threads, watch)
+        return Tokenize(stage, None if threads else alone, watch)
 
     def provenance(self, sources: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
         """Returns sources (as passed, else those read here), tokenizer, settings and version."""

@@ -13,10 +13,10 @@ Part = tuple[Examples, Tally]
 class Tokenize:
     """Parses and tokenizes a block, in a worker or here. Picklable."""
 
-    def __init__(self, stage: RecordTokenizer, suits_threads: bool, watch: EngineWatch) -> None:
+    def __init__(self, stage: RecordTokenizer, alone: float | None, watch: EngineWatch) -> None:
         self._stage, self._watch = stage, watch
         self.tokenizer = stage.tokenizer
-        self.suits_threads = suits_threads
+        self.alone = alone
 
     def load(self) -> None:
         """Loads the tokenizer, which a pickle holds as text."""

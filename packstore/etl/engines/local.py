@@ -32,9 +32,10 @@ R = TypeVar("R")
 MAX_THREADS, MAX_PROCESSES = 4, 16
 """More threads would only wait for the GIL; one process reads and writes for all workers."""
 
-WORTH_SECONDS = 1.0
+WORTH_SECONDS, QUICK_SECONDS = 1.0, 4.0
 """Time of the first worker alone, if `num_workers` is unset, before others are started: each takes
-one to two seconds of a core to load packages and a tokenizer."""
+one to three seconds of a core to load packages and a tokenizer. The quick one is done with 100 MB
+by then, which is mostly all there is."""
 
 WAIT_SECONDS = 60.0
 """Time for which a worker process without a job waits for the next one."""
@@ -60,10 +61,11 @@ def run(work: Callable[[T], R], items: Iterable[T], num_workers: int | None) -> 
     Each worker process gets `work` once and calls ``work.load()``; if it has them, the process runs
     ``work.begin(item)``, and this one ``work.finish`` on the result. `num_workers` counts this
     process, which works until `work` raises :class:`NeedsWorkerProcess`: then one works in its
-    place. None: its threads if ``work.suits_threads``, else a process per core after some time.
+    place. None: a process per core after ``work.alone`` seconds, or threads if that is None.
     """
-    threads = num_workers is None and getattr(work, "suits_threads", False)
-    most = min(_cores(), MAX_THREADS if threads else MAX_PROCESSES)
+    alone = getattr(work, "alone", WORTH_SECONDS)
+    threads = num_workers is None and alone is None
+    most = min(cores(), MAX_THREADS if threads else MAX_PROCESSES)
     if num_workers is not None:
         most = max(num_workers, 1)
     workers = _Workers(work, most if threads else 1)
@@ -73,7 +75,7 @@ def run(work: Callable[[T], R], items: Iterable[T], num_workers: int | None) -> 
             yield from map(workers, items)
             return
         if not threads:
-            workers.add_processes(most - 1, WORTH_SECONDS if num_workers is None else 0)
+            workers.add_processes(most - 1, alone if num_workers is None else 0)
         for item in items:
             pending.append(pool.submit(workers, item))
             if len(pending) > 2 * most:
@@ -88,7 +90,7 @@ def prepare() -> None:
         _keep(_Process())
 
 
-def _cores() -> int:
+def cores() -> int:
     """Returns the number of cores that this process may use."""
     affinity = hasattr(os, "sched_getaffinity")
     return len(os.sched_getaffinity(0)) if affinity else os.cpu_count() or 1
@@ -101,6 +103,7 @@ class _Workers:
         self._work = work
         self._idle: queue.SimpleQueue[Callable[[Any], Any]] = queue.SimpleQueue()
         self._processes: list[_Process] = []
+        self._works_here = True
         self._stopped = threading.Event()
         for _ in range(here):
             self._idle.put(work)
@@ -117,7 +120,8 @@ class _Workers:
                 worker.load(self._work)
                 return worker(item)
         finally:
-            self._idle.put(worker)
+            if worker is not self._work or self._works_here:
+                self._idle.put(worker)
 
     def add_processes(self, number: int, seconds: float) -> None:
         """Starts worker processes after so much time; each is idle once it has loaded the work."""
@@ -132,6 +136,8 @@ class _Workers:
                 return
             process.load(self._work)
             self._idle.put(process)
+            # For several, this process reads 200 MB/s; 80 beside a thread of it that tokenizes.
+            self._works_here = number == 1
 
         for _ in range(number):
             threading.Thread(target=add, daemon=True).start()
