@@ -25,7 +25,7 @@ import numpy as np
 from packstore.config import PackConfig
 from packstore.errors import DatasetExistsError, WrongEngineError, sentence
 from packstore.etl.dedup_and_split import duplicates, parts_of, stored_keys
-from packstore.etl.engines import ENGINES
+from packstore.etl.engines import ENGINES, local
 from packstore.etl.partitions.resume import Partition, Written, check_growth
 from packstore.etl.partitions.slices import MANY_READS, READERS, read_keys, split
 from packstore.etl.partitions.work import PackPartitions, in_task, warm_up
@@ -48,6 +48,11 @@ from packstore.progress import Progress
 from packstore.tokenizer.fastest import misread
 
 log = logging.getLogger("packstore")
+
+TASKS, TASK_BYTES = 8, 1 << 28
+"""Partitions, and workers of this machine, from which on each worker process makes partitions on
+its own, like a task of a cluster, and their least mean size. One process that reads and writes for
+all workers is as fast as about four cores (``benchmarks/scale.py``)."""
 
 
 def pack(
@@ -213,16 +218,19 @@ def _partitions(
         yield from packing(None, known=known).of_parts(reader, totals)
         return
     number = config.partitions or 1
-    on_cluster = number > 1 and config.engine != "local"
-    engine = ENGINES.load(config.engine)
-
-    def run(work: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
-        return engine(work, items, config.num_workers)
-
+    engine, workers = ENGINES.load(config.engine), config.num_workers
     inputs = [replace(i, location=_absolute(i.location)) for i in reader.inputs]
     slices = split(list(zip(inputs, reader.sizes, strict=True)), number)
     reads = sum(map(len, slices)) / len(inputs)
-    if on_cluster and reads > MANY_READS:
+    in_tasks = number > 1 and config.engine != "local"
+    large = sum(reader.sizes) >= number * TASK_BYTES and reads <= MANY_READS
+    if not in_tasks and large and min(number, workers or local.cores()) >= TASKS:
+        in_tasks, workers = True, workers or local.cores()
+
+    def run(work: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
+        return engine(work, items, workers)
+
+    if in_tasks and reads > MANY_READS:
         log.warning(
             "%d partitions take blocks of %d files, so each file is read %.0f times: reading may "
             "take longer than packing. With %d files it would be read %d times",
@@ -232,7 +240,7 @@ def _partitions(
     if config.dedup != "none" and number > 1:
         read = partial(read_keys, reader.tokenize(), config)
         reading = partial(in_task, read)
-        keyed = run(reading, slices) if on_cluster else read(slices, run, totals.keyed)
+        keyed = run(reading, slices) if in_tasks else read(slices, run, totals.keyed)
         keys, ids = zip(*keyed, strict=True)
         there = np.empty(0, np.uint64) if known is None else known
         before = np.full(len(there), -1)
@@ -240,9 +248,9 @@ def _partitions(
         known = None
     items = list(zip(range(number), slices, repeated, strict=True))
     work, taken = packing(reader.tokenize(), known=known), 0
-    done = run(partial(in_task, work), items) if on_cluster else work(items, run, totals)
+    done = run(partial(in_task, work), items) if in_tasks else work(items, run, totals)
     for partition in done:
-        if on_cluster:
+        if in_tasks:
             totals.add_finished(partition.contents, partition.packs)
         taken += partition.resumed
         yield partition

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import logging
+import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from places import Files
 from small_jobs import write_jsonl
 
 import packstore
-from packstore.errors import ConfigError, DatasetNotFoundError
+from packstore.errors import ConfigError, DatasetNotFoundError, InputError
 
 FILES, RECORDS = 5, 2400
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
@@ -69,6 +70,42 @@ def test_partitions_hold_what_one_would(
     assert {s.path.split("-")[1] for s in made.manifest.shards} == {"p00000", "p00001", "p00002"}
     again = packstore.pack(sources, tmp_path / "b", partitions=3, num_workers=2, **SETTINGS)
     assert again.manifest.to_json() == made.manifest.to_json()
+
+
+@pytest.fixture
+def in_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Partitions are made as large ones are where there are many cores."""
+    monkeypatch.setattr("packstore.etl.pipeline.TASKS", 2)
+    monkeypatch.setattr("packstore.etl.pipeline.TASK_BYTES", 0)
+
+
+@pytest.mark.usefixtures("in_tasks")
+def test_worker_processes_that_make_whole_partitions_change_no_byte(
+    sources: list[str], tmp_path: Path
+) -> None:
+    settings = {**SETTINGS, "partitions": 4, "dedup": "pair"}
+    seen: list[tuple[str, int]] = []
+    packstore.pack(
+        sources, tmp_path / "a", num_workers=2,
+        progress=lambda stage, done, *_: seen.append((stage, done)), **settings,
+    )  # fmt: skip
+    packstore.pack(sources, tmp_path / "b", num_workers=0, **settings)
+    assert Files(tmp_path / "a").all() == Files(tmp_path / "b").all()
+    assert [stage for stage, done in seen if done].count("read") == 4 + 1  # whole ones, and the end
+
+
+@pytest.mark.usefixtures("in_tasks")
+def test_a_partition_that_fails_ends_the_others_and_leaves_no_temporary_files(
+    sources: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", tempfile.gettempdir())  # for the processes that will start
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text(Path(sources[0]).read_text().replace('"prompt"', "prompt", 1))
+    with pytest.raises(InputError, match="line 1, column 2: must be valid JSON"):
+        packstore.pack(
+            [*sources, str(broken)], tmp_path / "out", partitions=4, num_workers=3, **SETTINGS
+        )
+    assert not list(Path(tempfile.gettempdir()).glob("packstore-*"))
 
 
 @pytest.mark.parametrize("stage", ["read", "write"])

@@ -153,12 +153,14 @@ class _Workers:
     def close(self) -> None:
         """Ends the processes, whatever they do; items that wait are not worked on."""
         self._stopped.set()
+        if (idle := next((p for p in self._processes if p.is_idle), None)) and not _spare:
+            self._processes.remove(idle)
+            idle.load(None)  # frees the memory of the work
+            _keep(idle)
         for process in self._processes:
-            if process.is_idle and not _spare:
-                process.load(None)  # frees the memory of the work
-                _keep(process)
-            else:
-                process.kill()
+            process.end()
+        for process in self._processes:
+            process.kill()
 
 
 class _Process:
@@ -234,8 +236,15 @@ class _Process:
             remedy = "Look for a slow regular expression in the tokenizer"
         return PackstoreError(f"a worker process died ({cause}); nothing was written. {remedy}.")
 
+    def end(self) -> None:
+        """Asks the process to end, and to remove its files before."""
+        self._process.terminate()
+
     def kill(self) -> None:
-        """Ends the process, whatever it does."""
+        """Ends the process, whatever it does; it has two seconds to remove its files."""
+        self.end()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(2)
         self._process.kill()
         with contextlib.suppress(OSError), self._process:
             pass
@@ -284,6 +293,7 @@ def serve(seconds: float, memory: int) -> None:
     questions, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what prints must not print among the answers
     limits.allow_rendering(seconds, memory)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # removes temporary files
     work: Any = None
     with contextlib.suppress(*_ENDED):
         while True:
@@ -297,7 +307,8 @@ def serve(seconds: float, memory: int) -> None:
                     gc.freeze()  # what is loaded is not searched for garbage again and again
                 else:
                     if hasattr(signal, "setitimer"):
-                        signal.setitimer(signal.ITIMER_PROF, ITEM_SECONDS)
+                        most = ITEM_SECONDS if hasattr(work, "begin") else 0
+                        signal.setitimer(signal.ITIMER_PROF, most)  # 0: a partition, any time
                     result = getattr(work, "begin", work)(item)
                 answer = True, result
             except Exception as error:

@@ -3,8 +3,8 @@
     read -> tokenize -> select -> spill -> plan -> fill -> write -> note
 
 One machine reads a few partitions at once, in one pass over their files, and writes them one after
-another while it reads the next ones. On a cluster, each task makes one. Partitions with a valid
-note of an earlier run are taken over.
+another while it reads the next ones. On a cluster, or many cores, each task makes one. Partitions
+with a valid note of an earlier run are taken over.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from packstore.pack import kernels
 from packstore.pack.fill import fill, gather
 from packstore.pack.layout import sizes
 from packstore.pack.plan import plan
+from packstore.tokenizer.chat import limits
 
 T = TypeVar("T")
 
@@ -213,7 +214,8 @@ class PackPartitions:
 
 
 def in_task(work: Callable[[Any, Run], Iterator[Any]], item: Any) -> Any:
-    """Returns the result of `work` on one item, in this process only."""
+    """Returns the result of `work` on one item, in this process, which can be ended meanwhile."""
+    limits.require_worker()
     with contextlib.closing(iter(work([item], map))) as made:  # type: ignore[type-var]
         return next(made)
 

@@ -23,7 +23,7 @@ SIGNAL: int | None = getattr(signal, "SIGVTALRM", None)
 
 
 class NeedsWorkerProcess(Exception):
-    """A record is to be rendered in a process that may not be ended."""
+    """A record is to be rendered, or a partition made, in a process that may not be ended."""
 
 
 _seconds = 0.0  # of a record in this process, 0: it may not render
@@ -36,6 +36,12 @@ def allow_rendering(seconds: float, memory: int) -> None:
     _seconds, _memory = seconds, memory
 
 
+def require_worker() -> None:
+    """Raises :class:`NeedsWorkerProcess` in a process that may not be ended."""
+    if not _seconds:
+        raise NeedsWorkerProcess
+
+
 @contextlib.contextmanager
 def limited() -> Iterator[None]:
     """Limits what runs inside; :func:`restart_clock` begins the time of each record.
@@ -43,8 +49,7 @@ def limited() -> Iterator[None]:
     Raises:
         TokenizerError: there was not enough memory.
     """
-    if not _seconds:
-        raise NeedsWorkerProcess
+    require_worker()
     try:
         with _memory_limit(_memory):
             restart_clock()
