@@ -15,6 +15,7 @@ import pyarrow as pa
 from packstore.errors import FormatError, UnknownNameError, UnsupportedFormatError, quote, sentence
 from packstore.format.arrays import Bool, Column, Int32, Int64, Packs, signed, to_offsets
 from packstore.format.rules import check_tokens
+from packstore.format.typed_json import UPGRADE
 
 FORMAT_VERSION = 1
 """Highest format version that readers accept."""
@@ -91,14 +92,13 @@ def require_kind(kind: str) -> None:
 
 def check_features(version: object, features: list[str], where: str) -> None:
     """Raises UnsupportedFormatError for a higher version, or an unknown required feature."""
-    upgrade = "Upgrade packstore to read this dataset"
     if not isinstance(version, int) or version < 1 or version > FORMAT_VERSION:
         must = f"the format version must be 1 to {FORMAT_VERSION}"
-        raise UnsupportedFormatError(sentence(where, must, repr(version), upgrade))
+        raise UnsupportedFormatError(sentence(where, must, repr(version), UPGRADE))
     for name in features:
         if name not in FEATURES:
             must = f"required features must be among: {', '.join(FEATURES)}"
-            raise UnsupportedFormatError(sentence(where, must, repr(name), upgrade))
+            raise UnsupportedFormatError(sentence(where, must, repr(name), UPGRADE))
 
 
 def to_arrow(packs: Packs, schema: pa.Schema) -> pa.RecordBatch:

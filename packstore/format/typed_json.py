@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeVar, cast
 import msgspec
 import numpy as np
 
-from packstore.errors import FormatError, quote, sentence
+from packstore.errors import FormatError, UnsupportedFormatError, quote, sentence
 from packstore.format.arrays import Int64
 
 TOP = 2**63 - 1
@@ -23,6 +23,9 @@ Real = Annotated[float, msgspec.Meta(ge=0)]
 Sha256 = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 Checksums = np.ndarray[Any, np.dtype[np.uint32]]
 """uint32 `[G]`; in JSON a text of 8 hexadecimal digits each. (A numpy alias would not compare.)"""
+
+UPGRADE = "Upgrade packstore to read this dataset"
+"""What to do about a dataset of a later release."""
 
 T = TypeVar("T")
 _HEX = re.compile(r"([0-9a-f]{8})*")
@@ -68,11 +71,11 @@ def require_equal(where: str, must: str, **found: object) -> None:
     require(len(set(found.values())) <= 1, where, must, found)
 
 
-def require_choice(where: str, what: str, choices: Collection[str], **found: str) -> None:
-    """Raises :class:`FormatError` unless all values in `found` are in `choices`."""
-    must = f"{what} must be one of: {', '.join(choices)}"
-    for name, value in found.items():
-        require(value in choices, where, must, {name: quote(value)})
+def require_known(where: str, what: str, known: Collection[str], value: str) -> None:
+    """Raises :class:`UnsupportedFormatError` unless this release knows a value of an open list."""
+    if value not in known:
+        must = f"{what} must be one of: {', '.join(known)}"
+        raise UnsupportedFormatError(sentence(where, must, quote(value), UPGRADE))
 
 
 @functools.cache

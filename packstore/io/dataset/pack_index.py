@@ -87,8 +87,9 @@ class PackIndex:
             groups = map(self._metadata.row_group, range(self._metadata.num_row_groups))
             rows = [group.num_rows for group in groups]
             schema = self._metadata.schema.to_arrow_schema()
-        known = schema.equals(SCHEMA) or schema.equals(_WITHOUT_COUNTS)
-        if not known or rows != [s.rows for s in self._shards]:
+        begins = (s for s in (SCHEMA, _WITHOUT_COUNTS) if list(schema)[: len(s)] == list(s))
+        self._columns: list[str] = next((s.names for s in begins), [])  # further ones may follow
+        if not self._columns or rows != [s.rows for s in self._shards]:
             must = f"it must have columns {', '.join(SCHEMA.names)}, and a row group for each shard"
             raise IntegrityError(sentence(self.where, must, f"{quote(schema.names)}, rows {rows}"))
 
@@ -98,7 +99,8 @@ class PackIndex:
             rows = self._shards[number].rows
             check_group(self._metadata.row_group(number), rows, rows)
             source = pa.BufferReader(self._data)
-            batch = read_group(open_parquet(source, self._metadata, page_checksums=True), number)
+            file = open_parquet(source, self._metadata, page_checksums=True)
+            batch = read_group(file, number, self._columns)
             columns = (as_numpy(batch.column(name)).astype(np.int64) for name in _SIZES)
             known, counts = [c for c in batch.columns[len(_SIZES) :] if not c.null_count], None
             if len(known) == len(COUNTS):

@@ -57,7 +57,8 @@ def versions(location: Location, name: str = DATASET) -> dict[int, int]:
     """Maps the committed versions of a dataset to the sizes of their manifests, oldest first."""
     pattern = re.compile(rf"{name}-([0-9]{{6}}|[1-9][0-9]{{6,}})\.json")
     matches = ((pattern.fullmatch(e.name), e.size) for e in location.files(FOLDER))
-    return dict(sorted((int(m.group(1)), size) for m, size in matches if m))
+    found = sorted((int(m.group(1)), size) for m, size in matches if m)
+    return {number: size for number, size in found if number}  # they begin with 1
 
 
 def read_committed(

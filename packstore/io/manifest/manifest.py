@@ -36,8 +36,8 @@ from packstore.format.typed_json import (
     convert,
     decode,
     require,
-    require_choice,
     require_equal,
+    require_known,
 )
 from packstore.io.manifest.commit import read_committed
 from packstore.io.manifest.partition_notes import Finished
@@ -259,7 +259,7 @@ def check_manifest(manifest: Manifest, where: str) -> None:
     """Raises :class:`FormatError` if the parts of a manifest contradict each other."""
     records, totals, shards = manifest.records, manifest.totals, manifest.shards
     for name, choices in {"kind": KINDS, "layout": LAYOUTS, "file_format": FILE_FORMATS}.items():
-        require_choice(where, f"field {name}", choices, **{name: getattr(manifest, name)})
+        require_known(where, f"field {name}", choices, getattr(manifest, name))
     counts = {"read": records.read, "packed": records.packed, "dropped": dict(records.dropped)}
     whole = records.read == records.packed + sum(records.dropped.values())
     require(whole, where, "records read must be those packed and those dropped", counts)
@@ -316,7 +316,7 @@ def check_column(name: str, type_name: str, types: Collection[str], where: str) 
     """Raises :class:`FormatError` unless name and type of a further column are allowed."""
     unused = name not in ("", *COLUMNS)
     require(unused, where, "its name must be its own", {"name": quote(name)})
-    require_choice(where, "its type", types, type=type_name)
+    require_known(where, "its type", types, type_name)
 
 
 def require_different_paths(paths: Sequence[str], where: str) -> None:

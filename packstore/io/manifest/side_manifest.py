@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from packstore.errors import CompatibilityError, UnsupportedFormatError, quote, sentence
 from packstore.format.schema import CARRY_TYPES, KINDS, list_of
-from packstore.format.typed_json import Positive, Sha256, Whole, decode, require, require_choice
+from packstore.format.typed_json import Positive, Sha256, Whole, decode, require, require_known
 from packstore.io.manifest.manifest import (
     Manifest,
     check_column,
@@ -111,7 +111,7 @@ class SideManifest:
             must = f"provenance {quote(name)} must be a text, a number, a boolean or null"
             require(ok, where, must, {"value": quote(value)})
         require_different_paths([s.path for s in self.shards], where)
-        require_choice(where, "field kind", KINDS, kind=self.kind)
+        require_known(where, "field kind", KINDS, self.kind)
 
 
 def check_side(side: SideManifest, data: Manifest, where: str) -> None:

@@ -35,6 +35,9 @@ OPTIONS = {
 _ENCODINGS = {"PLAIN", "RLE", "BIT_PACKED", "DELTA_BINARY_PACKED", "BYTE_STREAM_SPLIT"}
 """Accepted encodings: for texts, only those that decode to no more memory than the stored bytes."""
 
+_CODECS = {"ZSTD", "LZ4", "UNCOMPRESSED"}
+"""Accepted compression, as pyarrow names it: what every reader can read."""
+
 
 class ParquetShard:
     """The verified footer of a Parquet shard; decodes row groups whose bytes callers read.
@@ -94,12 +97,14 @@ def check_group(group: pq.RowGroupMetaData, rows: int, values: int = MAX_VALUES)
     most, limit = max(column.num_values for column in columns), min(values, MAX_VALUES)
     top = MAX_GROUP_BYTES
     encodings = {name for column in columns for name in column.encodings}
+    codecs = {column.compression for column in columns}
     plain = encodings <= _ENCODINGS and not any(column.has_dictionary_page for column in columns)
     for ok, must, declared in (
         (group.num_rows == rows, f"{rows} rows", group.num_rows),
         (0 <= size <= top, f"at most {top} bytes when decompressed", size),
         (most <= limit, f"at most {limit} values a column", most),
         (plain, f"no dictionary, and encodings among {sorted(_ENCODINGS)}", sorted(encodings)),
+        (codecs <= _CODECS, f"compression among {sorted(_CODECS)}", sorted(codecs)),
     ):
         if not ok:
             raise IntegrityError(f"must have {must}; its footer declares {declared}")

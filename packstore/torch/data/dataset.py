@@ -50,7 +50,7 @@ class PackedDataset(IterableDataset[Packs]):
         world_size: number of ranks; default: torch.distributed's, else WORLD_SIZE, else 1.
         storage_options: options of the fsspec filesystem, with a URL.
         reading: how row groups are fetched, and what happens to one that cannot be read.
-        side: side datasets or their URLs, whose columns join the packs by example id.
+        side: a side dataset, its URL, or several, whose columns join the packs by example id.
 
     Raises:
         DatasetNotFoundError: `source` holds no dataset.
@@ -69,12 +69,13 @@ class PackedDataset(IterableDataset[Packs]):
         world_size: int | None = None,
         storage_options: Mapping[str, Any] | None = None,
         reading: ReadConfig | None = None,
-        side: Sequence[Side | str | PathLike[str]] = (),
+        side: Side | str | PathLike[str] | Sequence[Side | str | PathLike[str]] = (),
     ) -> None:
         if isinstance(source, str | os.PathLike):
             source = open_dataset(os.fspath(source), storage_options)
         if isinstance(source, Dataset):
-            columns = SideColumns(source, side) if side else None
+            sides = [side] if isinstance(side, Side | str | os.PathLike) else side
+            columns = SideColumns(source, sides) if sides else None
             source = StoredPacks(source, seed, shuffle, lanes, reading, columns)
         elif side:
             raise ConfigError("side data joins a dataset; give it to the datasets of the stream.")

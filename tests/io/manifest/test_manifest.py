@@ -176,7 +176,10 @@ def test_versions(kit, place):
     assert (len(current), current.version, len(old)) == (30, 2, 20)
     with pytest.raises(DatasetNotFoundError, match="must have version 3; found 1 to 2"):
         packstore.open(place, version=3)
-    Files(place).write("_packstore/manifest-000009.json.tmp", b"")
+    for name in ("000009.json.tmp", "0000009.json", "9.json", "000000.json"):
+        Files(place).write(f"_packstore/manifest-{name}", b"")
+    with pytest.raises(DatasetNotFoundError, match="must have version 0; found 1 to 2"):
+        packstore.open(place, version=0)
     for six in ("٠٠٠٠٠٩", "００００００９", "੦੦੦੦੦੯"):  # digits of other scripts
         # As bytes on a disk: a locale may have no such letters.
         Files(place).write(os.fsdecode(f"_packstore/manifest-{six}.json".encode()), b"{}")

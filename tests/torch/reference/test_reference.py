@@ -74,7 +74,7 @@ def test_precomputed_is_online_to_the_last_bit(
     packs = kit.packed(random_examples(30, kind=kind, seed=1), [3, 1, 4, 2] * 3, layout)
     dataset, model = kit.write(str(tmp_path / "d"), packs, kind, layout), model_of(kit, dtype)
     side = write_ref_logps(model, dataset, str(tmp_path / "ref"), **batching)
-    data = PackedDataset(dataset, shuffle=not batching, side=[side])  # one pack is one in any order
+    data = PackedDataset(dataset, shuffle=not batching, side=side)  # one pack is one in any order
     seen = 0
     for batch in PackedDataLoader(data, tail="pad", **batching):
         with torch.no_grad():
@@ -206,7 +206,7 @@ def test_what_does_not_fit_is_refused(
     packs = kit.packed(random_examples(8), [4, 4], "concat")
     other = kit.write(str(tmp_path / "other"), packs)
     with pytest.raises(CompatibilityError, match="lineage"):
-        PackedDataset(other, side=[side])
+        PackedDataset(other, side=side)
     model.resize_token_embeddings(49)
     with pytest.raises(CompatibilityError, match="vocab_size"):
         write_ref_logps(model, other, "never")
