@@ -1,8 +1,8 @@
 """Yields packs in a given order; threads fetch their row groups ahead.
 
 The order is known, so positions are planned well before their packs are yielded, and their row
-groups are submitted to threads in the order of first use. Each row group is read once, and dropped
-when its lane has moved on to the next one.
+groups are submitted to threads in the order of first use. Each is dropped when its lane has moved
+on to the next one. If another lane ends in it, it is kept till then, within `KEPT_BYTES`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from packstore.errors import IntegrityError, StorageError, sentence, told
 from packstore.format.arrays import TOKEN_BYTES, Int64, Packs
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.dataset.order import PackOrder
-from packstore.io.dataset.reader import Fetched
+from packstore.io.dataset.reader import KEPT_BYTES, Fetched
 from packstore.io.store.retry import retrying
 
 log = logging.getLogger("packstore")
@@ -73,6 +73,10 @@ class ReadAhead:
         self._far = self._ahead = 0
         self._open, self._waiting = dict[int, _OpenGroup](), deque[int]()
         self._of_lane: dict[int, int] = {}
+        last = np.arange(max(len(order) - order.lanes, 0), len(order))
+        groups, lanes = order.locate(last)[0].tolist(), order.lane(last).tolist()
+        self._ends = dict(zip(groups, lanes, strict=True))  # row group -> lane that ends in it
+        self._kept = 0  # bytes
         self._good: Packs | None = None
 
     def __iter__(self) -> Iterator[list[Packs]]:
@@ -112,8 +116,10 @@ class ReadAhead:
         for i in np.argsort(first).tolist():
             group = int(distinct[i])
             if group not in self._open:
-                tokens = int(self._dataset.row_groups.tokens[group])
-                self._open[group] = _OpenGroup(tokens * TOKEN_BYTES)
+                size = int(self._dataset.row_groups.tokens[group]) * TOKEN_BYTES
+                keep = self._kept < KEPT_BYTES and self._ends.get(group, -1) in lanes
+                self._kept += size * keep
+                self._open[group] = _OpenGroup(size, lanes=int(keep))
                 self._waiting.append(group)
             self._open[group].uses += int(counts[i])
         visited, last = np.unique(lanes[::-1], return_index=True)
