@@ -148,7 +148,7 @@ def lengths(profile: str, n: int, longest: int, seed: int = 0) -> np.ndarray:
 
 def batch_of(rows: np.ndarray, layout: str, vocab_size: int) -> Any:
     """One pack of these pairs; the tokens follow from the lengths, the same in every layout."""
-    from packstore.format.arrays import Packs, signed, to_offsets
+    from packstore.format.arrays import Packs, to_offsets
     from packstore.torch import collate
 
     ids, labels, whole = [], [], []
@@ -161,9 +161,9 @@ def batch_of(rows: np.ndarray, layout: str, vocab_size: int) -> Any:
             ids.append(np.concatenate([shared, own])[start:])
             labels.append(np.concatenate([np.full(prompt, -100), own])[start:])
             whole.append(prompt + response)
-    segments, pairs = len(ids), len(rows)
+    segments, pairs, tokens = len(ids), len(rows), np.concatenate(ids)
     packs = Packs(
-        signed_ids=signed(np.concatenate(ids), np.concatenate(labels)).astype(np.int32),
+        signed_ids=np.where(np.concatenate(labels) >= 0, tokens, ~tokens).astype(np.int32),
         reward=np.tile(np.array([1, 0], np.float32), pairs),
         lengths=np.array(whole, np.int32),
         seq_boundaries=to_offsets(np.array([len(x) for x in ids])).astype(np.int32),

@@ -355,13 +355,6 @@ class Tally:
             self.samples.append(Sample(reason, where, detail))
 
 
-def signed(input_ids: Int32, labels: Int32, out: Int32 | None = None) -> Int32:
-    """Returns int32 `[N]`: the id where its label is one, else its bitwise complement."""
-    joint: Int32 = np.right_shift(labels, 31, out=out)
-    joint ^= input_ids
-    return joint
-
-
 def ids_of(signed_ids: Any) -> Any:
     """Returns the token ids of signed ids, an array or a tensor."""
     ids = signed_ids >> 31

@@ -34,8 +34,8 @@ RULES: dict[str, str] = {
 }
 """Rule -> its text in errors."""
 
-_AT_ONCE = 1 << 14
-"""Labels compared at once: to allocate a larger result takes more time than to compare."""
+_AT_ONCE = 1 << 16
+"""Labels compared at once: they stay in the processor's cache till they are signed."""
 
 
 def check_packs(
@@ -74,34 +74,33 @@ def check_packs(
         _check_prefix(packs, starts, supervised, need)
 
 
-def check_tokens(
-    input_ids: Int32,
-    labels: Int32 | None,
-    offsets: Int64,
-    *,
-    vocab_size: int | None = None,
-    where: str = "packs",
-    first_row: int = 0,
+def check_and_sign(
+    ids: Int32, labels: Int32 | None, offsets: Int64, out: Int32, vocab_size: int | None, where: str
 ) -> None:
-    """Checks that ids and labels (None: ids alone), int32 `[N]`, can be joined to signed ids."""
-    need = _Need(where, first_row)
-    _check_ids(input_ids, offsets, vocab_size, need)
+    """Checks ids and labels (None: all -100), int32 `[N]`; writes the signed ids to `out`."""
+    need, known = _Need(where, 0), 0
+    _check_ids(ids, offsets, vocab_size, need)
     if labels is None:
+        np.invert(ids, out=out)
         return
-    known = 0  # no token is counted twice, as ids are not negative
-    for start in range(0, len(labels), _AT_ONCE):
-        some, ids = labels[start : start + _AT_ONCE], input_ids[start : start + _AT_ONCE]
-        known += int(np.count_nonzero(some == ids) + np.count_nonzero(some == IGNORE_INDEX))
+    for start in range(0, len(ids), _AT_ONCE):
+        part = slice(start, start + _AT_ONCE)
+        some, their_ids = labels[part], ids[part]
+        # No token is counted twice, as ids are not negative.
+        known += int(np.count_nonzero(some == their_ids) + np.count_nonzero(some == IGNORE_INDEX))
+        joint = np.right_shift(some, 31, out=out[part])
+        joint ^= their_ids
     if known != len(labels):
-        need("labels-are-ids", (labels == input_ids) | (labels == IGNORE_INDEX), offsets)
+        need("labels-are-ids", (labels == ids) | (labels == IGNORE_INDEX), offsets)
 
 
-def check_structure(packs: Packs, layout: str, pack_size: int, where: str) -> None:
-    """Checks the rules that indexing relies on, without reading tokens; see :func:`check_packs`."""
+def check_structure(packs: Packs, layout: str, pack_size: int, where: str) -> Int32:
+    """Checks the rules that indexing relies on, and no tokens; returns `segment_lengths`."""
     need = _Need(where, 0)
     segments = _check_structure(packs, pack_size, need)
     need("reward-finite", np.isfinite(packs.reward), packs.sequence_offsets)
     _check_lengths(packs, segments, layout, need)
+    return segments
 
 
 class _Need:

@@ -13,8 +13,8 @@ import numpy as np
 import pyarrow as pa
 
 from packstore.errors import FormatError, UnknownNameError, UnsupportedFormatError, quote, sentence
-from packstore.format.arrays import Bool, Column, Int32, Int64, Packs, signed, to_offsets
-from packstore.format.rules import check_tokens
+from packstore.format.arrays import Bool, Column, Int32, Int64, Packs, to_offsets
+from packstore.format.rules import check_and_sign
 from packstore.format.typed_json import UPGRADE
 
 FORMAT_VERSION = 1
@@ -160,14 +160,13 @@ def from_arrow(
     else:
         num_responses = np.full(len(example_ids), fixed, np.int32)
     carried = [name for name in batch.schema.names if name not in COLUMNS]
+    signed_ids = allocate(len(ids))
     if "labels" in batch.schema.names:
         labels = column("labels", pa.int32(), "columns-agree", tokens)
-        check_tokens(ids, labels, tokens, vocab_size=vocab_size, where=where)
-        signed_ids = signed(ids, labels, allocate(len(ids)))
+        check_and_sign(ids, labels, tokens, signed_ids, vocab_size, where)
     else:
         runs = _runs(*flat_column(batch, "label_spans", pa.int32()), tokens)
-        check_tokens(ids, None, tokens, vocab_size=vocab_size, where=where)
-        signed_ids = np.invert(ids, out=allocate(len(ids)))
+        check_and_sign(ids, None, tokens, signed_ids, vocab_size, where)
         np.copyto(signed_ids, ids, where=np.repeat(np.arange(len(runs)) % 2 == 1, runs))
     return Packs(
         signed_ids=signed_ids,
@@ -223,12 +222,12 @@ def flat_column(batch: pa.RecordBatch, name: str, value: pa.DataType | None) -> 
     if position < 0:
         raise FormatError(sentence(f"column {name!r}", "every shard must have it", "none"))
     column = batch.column(position)
-    type_ = column.type
     # Types of few kinds: comparing numbers is faster than comparing types.
-    if type_.id not in _LISTS or (value is not None and type_.value_type.id != value.id):
-        expected = f"list<{value}>" if value is not None else "a list"
-        raise FormatError(sentence(f"column {name!r}", f"its type must be {expected}", str(type_)))
-    child, offsets = column.values, as_numpy(column.offsets).astype(np.int64)
+    child = column.values if column.type.id in _LISTS else None
+    if child is None or (value is not None and child.type.id != value.id):
+        must = f"its type must be list<{value}>" if value is not None else "its type must be a list"
+        raise FormatError(sentence(f"column {name!r}", must, str(column.type)))
+    offsets = as_numpy(column.offsets).astype(np.int64)
     first, last = int(offsets[0]), int(offsets[-1])
     # Arrow's own check covers the first and last offset only.
     if first < 0 or last > len(child) or np.count_nonzero(offsets[1:] < offsets[:-1]):

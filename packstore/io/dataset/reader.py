@@ -157,9 +157,9 @@ class ShardReader:
             if sizes != expected:
                 what = "(rows, examples, tokens)"
                 raise IntegrityError(f"must have {what} {expected}; found {sizes}")
-            check_structure(packs, manifest.layout, manifest.pack_size, self.where)
+            segments = check_structure(packs, manifest.layout, manifest.pack_size, self.where)
             longest, most = int(groups.longest[group]), manifest.statistics.longest_sequence
-            found = int(packs.segment_lengths.max()), int(packs.lengths.max())
+            found = int(segments.max()), int(packs.lengths.max())
             if found[0] != longest or found[1] > most:
                 must = f"a longest segment of {longest} tokens, and no sequence over {most}"
                 raise IntegrityError(f"must have {must}, as the manifest says; found {found}")
