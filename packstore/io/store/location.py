@@ -151,7 +151,9 @@ class Location:
 
         def read() -> bytes:
             if local.is_local(fs):
-                local.only_regular(full)
+                with open(local.only_regular(full), "rb") as file:
+                    file.seek(start or 0)
+                    return file.read(-1 if end is None else end - (start or 0))
             return bytes(fs.cat_file(full, start=start, end=end))
 
         return self.request("read", path, read)
@@ -226,7 +228,7 @@ class Location:
 
     def guard(self, verb: str, path: str = "") -> contextlib.AbstractContextManager[None]:
         """Turns all errors of a filesystem in this context into a :class:`StorageError`."""
-        return as_storage_errors(verb, self.join(path).url, self.storage_options)
+        return as_storage_errors(verb, lambda: self.join(path).url, self.storage_options)
 
     def filesystem(self, path: str = "") -> tuple[Any, str]:
         """Returns the filesystem of this process, and the full path of `path` in it."""

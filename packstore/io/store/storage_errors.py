@@ -13,7 +13,7 @@ import errno
 import itertools
 import re
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 from urllib.parse import quote as percent
 
@@ -65,16 +65,19 @@ def named_place(url: str) -> str:
 
 
 @contextlib.contextmanager
-def as_storage_errors(verb: str, url: str, options: Mapping[str, Any]) -> Iterator[None]:
+def as_storage_errors(
+    verb: str, place: str | Callable[[], str], options: Mapping[str, Any]
+) -> Iterator[None]:
     """Turns all errors of a filesystem in this context into a :class:`StorageError`.
 
-    `verb` is ``open``, ``read``, ``write``, ``list`` or ``remove``.
+    `verb` is ``open``, ``read``, ``write``, ``list`` or ``remove``; `place` a URL.
     """
     try:
         yield
     except PackstoreError:
         raise
     except Exception as error:
+        url = place if isinstance(place, str) else place()
         secrets, cause, code = Secrets(url, options), _cause_of(error), _code_of(error)
         scheme = url.partition("://")[0]
         if cause is None:
