@@ -1,13 +1,18 @@
-"""A billion pairs on a thousand workers: measured on one machine, then simulated.
+"""One machine of many cores, and a billion pairs on a thousand: measured here, then simulated.
 
-    python benchmarks/scale.py --shared FOLDER       # pairs of about 4 kB; a minute
+    python benchmarks/scale.py --shared FOLDER       # pairs of about 4 kB; two minutes
     python benchmarks/scale.py … --pairs 1e9 --workers 1000 --files 4000
 
-Measured here: CPU of reading (hash, cut) and of packing a MB of text, and the bytes of the manifest
-for a million tokens. Simulated, event by event, as ``engine="ray"`` runs it: tasks start in order,
-two for each worker at most ahead of the oldest unfinished one; a task reads every file of which it
-has a share; it is slower by a random factor, and lost with its machine. Network and stores are
-assumptions, which are printed and recorded.
+Measured here: CPU of each stage for a MB of text, the whole job on one core and on two (`taskset`),
+and the bytes of the manifest for a million tokens. Simulated:
+
+- **one machine**, in three ways: threads of one process, which share the GIL; worker processes
+  that tokenize, while one process does all else, each stage in a thread; worker processes that make
+  whole partitions, and read files several times. A stage in a thread uses one core. Exchange with
+  processes (2 ms for a MB), memory bandwidth and disks are left out;
+- **a cluster**, event by event, as ``engine="ray"`` runs it: tasks start in order, two for each
+  worker at most ahead of the oldest unfinished one; a task reads every file of which it has a
+  share, is slower by a random factor, and lost with its machine. Network and stores are assumed.
 """
 
 from __future__ import annotations
@@ -16,14 +21,18 @@ import argparse
 import heapq
 import json
 import math
+import os
+import subprocess
+import sys
 import tempfile
+import time
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from peers_etl.child import cpu_seconds
 from peers_etl.texts import write_pairs
 from provenance import provenance
 from rich.console import Console
@@ -31,81 +40,137 @@ from rich.table import Table
 
 import packstore
 from packstore.config import PARTITION_BYTES
+from packstore.etl import spill
+from packstore.etl.partitions import work
+from packstore.etl.tokenize import Tokenize
 from packstore.io.inputs.files import InputReader
+from packstore.io.write.shard_writer import ShardFile, ShardWriter
+from packstore.tokenizer import encode
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 RESULTS = Path(__file__).parent / "results" / "scale.json"
-SAMPLE = 6000
+SAMPLE = 18_000
 """Pairs that are packed to measure."""
+
+CORES, WAYS = (1, 2, 3, 4, 8, 16, 64), ("threads", "processes", "partitions")
+READS = 4
+"""Times that a file is read by worker processes that make whole partitions of 64 files or more."""
+
+STAGES: dict[str, tuple[Any, str]] = {
+    "tokenize in Python": (Tokenize, "begin"),
+    "encode texts": (encode, "_encode_mode"),
+    "spill": (work.Spilled, "add"),
+    "plan": (work, "plan"),
+    "gather": (spill.Spill, "_scatter"),
+    "fill": (spill, "fill"),
+    "check": (ShardWriter, "write"),
+    "encode row groups": (ShardFile, "append"),
+    "hash shards": (ShardFile, "finish"),
+}
+"""Name of a stage -> the function that does it."""
+
+HOLDS = {"read": 0.5, "tokenize in Python": 0.9, "encode texts": 0.25, "spill": 0.4}
+"""Stages of reading -> their share of time with the GIL, by `py-spy --gil`."""
 
 COLUMNS = ("pairs", "files", "partitions", "reads", "hours", "ideal", "reading", "manifest MB")
 
 
 @dataclass(frozen=True)
 class Assumed:
-    """Figures that no machine here can measure.
+    """Figures that no machine here can measure."""
 
-    Attributes:
-        request_ms: latency of a request to the store.
-        download_mb: MB/s from the store to one worker.
-        spread: standard deviation of the logarithm of a task's slowness.
-        slow: fraction of tasks on a machine that is five times slower.
-        lost_hours: mean hours of a worker until it is lost (spot machines).
-        restart_s: seconds until a lost worker is replaced.
-    """
-
-    request_ms: float = 30.0
-    download_mb: float = 100.0
-    spread: float = 0.15
-    slow: float = 0.005
-    lost_hours: float = 24.0
-    restart_s: float = 120.0
+    request_ms: float = 30.0  # latency of a request to the store
+    download_mb: float = 100.0  # MB/s from the store to one worker
+    spread: float = 0.15  # standard deviation of the logarithm of a task's slowness
+    slow: float = 0.005  # fraction of tasks on a machine that is five times slower
+    lost_hours: float = 24.0  # mean hours of a worker until it is lost (spot machines)
+    restart_s: float = 120.0  # seconds until a lost worker is replaced
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Figures of this run.
+    """Figures of this run."""
 
-    Attributes:
-        read_s, pack_s: CPU seconds for a MB of text, of reading alone and of all else.
-        pair_bytes, pair_tokens: means of the data.
-        manifest_bytes: of the manifest, for a million tokens.
-    """
-
-    read_s: float
-    pack_s: float
-    pair_bytes: float
+    stages: dict[str, float]  # CPU seconds of each for a MB of text
+    pair_bytes: float  # means of the data
     pair_tokens: float
-    manifest_bytes: float
+    manifest_bytes: float  # for a million tokens
+    cores: dict[int, dict[str, float]]  # number of cores -> seconds of the job on them, by stage
 
 
-def cpu(work: Callable[[], Any]) -> float:
-    begun = cpu_seconds()
-    work()
-    return cpu_seconds() - begun
+def stage_costs(job: Callable[[], Any]) -> Counter[str]:
+    """CPU seconds of each stage of a job, in the threads of this process."""
+    costs = Counter[str]()
+
+    def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            begun = time.thread_time()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                costs[name] += time.thread_time() - begun
+
+        return call
+
+    for name, (owner, function) in STAGES.items():
+        setattr(owner, function, timed(name, getattr(owner, function)))
+    job()
+    costs["tokenize in Python"] -= costs["encode texts"]  # which is a part of it
+    return costs
 
 
 def measure(shared: Path, scratch: Path) -> Measured:
-    """Packs a sample; a small job before it compiles the loops."""
+    """Packs a sample; the job before it loads the compiled loops."""
+    os.environ["RAYON_NUM_THREADS"] = "1"  # else the engine works in threads of its own
     source, first = scratch / "sample.jsonl", scratch / "first.jsonl"
     write_pairs(shared / "pairs", source, SAMPLE, "long")
     first.write_bytes(b"".join(source.read_bytes().splitlines(True)[:100]))
-    settings: dict[str, Any] = {"tokenizer": str(shared / "tokenizers" / "qwen3")}
-    small = packstore.pack(str(first), str(scratch / "small"), num_workers=1, **settings).manifest
+    settings: dict[str, Any] = {"tokenizer": str(shared / "tokenizers" / "qwen3"), "num_workers": 1}
+    small = packstore.pack(str(first), str(scratch / "small"), **settings).manifest
     size = source.stat().st_size / 1e6
-    read = min(cpu(lambda: [None for _ in InputReader(str(source))]) for _ in range(3))
+    packstore.pack(str(source), str(scratch / "before"), **settings)
     out = str(scratch / "ds")
-    whole = cpu(lambda: packstore.pack(str(source), out, num_workers=1, **settings))
+    costs = stage_costs(lambda: packstore.pack(str(source), out, **settings))
+    begun = time.thread_time()
+    deque(InputReader(str(source)), maxlen=0)
+    costs["read"] = time.thread_time() - begun
     manifest = packstore.open(out).manifest
     tokens = manifest.totals.tokens
     more = len(manifest.to_json()) - len(small.to_json())
     return Measured(
-        read_s=read / size,
-        pack_s=(whole - read) / size,
-        pair_bytes=1e6 * size / manifest.records.read,
-        pair_tokens=tokens / manifest.records.read,
+        stages={name: seconds / size for name, seconds in costs.items()},
+        pair_bytes=1e6 * size / SAMPLE,
+        pair_tokens=tokens / SAMPLE,
         manifest_bytes=1e6 * more / (tokens - small.totals.tokens),
+        cores={n: on_cores(n, source, settings["tokenizer"], scratch) for n in (1, 2)},
     )
+
+
+def on_cores(number: int, source: Path, tokenizer: str, scratch: Path) -> dict[str, float]:
+    """Seconds of the job by stage, in a process that may use so many cores."""
+    task = {"contender": "packstore", "source": str(source), "out": str(scratch / f"on-{number}")}
+    task |= {"tokenizer": tokenizer, "pack_size": 8192}
+    child = [sys.executable, "-m", "peers_etl.child", json.dumps(task)]
+    command = ["taskset", "-c", f"0-{number - 1}", *child]
+    done = subprocess.run(command, cwd=Path(__file__).parent, stdout=subprocess.PIPE, check=True)
+    return dict(json.loads(done.stdout.splitlines()[-1])["stages"])
+
+
+def one_machine(stages: dict[str, float], cores: int, way: str) -> tuple[float, str]:
+    """Seconds for a MB of a long job, and the stage that limits it.
+
+    Half of the partitions are read first, the other half while those are written.
+    """
+    if way == "partitions":
+        return (sum(stages.values()) + (READS - 1) * stages["read"]) / cores, "cores"
+    reading = {n: s for n, s in stages.items() if n in HOLDS}
+    writing = {n: s for n, s in stages.items() if n not in HOLDS}
+    here = HOLDS if way == "threads" else {"read": HOLDS["read"], "spill": HOLDS["spill"]}
+    lanes = {"the GIL": sum(here[n] * stages[n] for n in here), "read": stages["read"]}
+    read = max((s, n) for n, s in {**lanes, "cores": sum(reading.values()) / cores}.items())
+    write = max((s, n) for n, s in {**writing, "cores": sum(writing.values()) / cores}.items())
+    both = max(read[0], write[0], sum(stages.values()) / cores)
+    return (read[0] + both + write[0]) / 2, max(read, write)[1]
 
 
 def simulate(pairs: float, workers: int, files: int, m: Measured, a: Assumed) -> dict[str, Any]:
@@ -115,9 +180,10 @@ def simulate(pairs: float, workers: int, files: int, m: Measured, a: Assumed) ->
     partitions = max(1, math.ceil(total * 1e6 / PARTITION_BYTES))
     reads = max(1.0, min(8.0, partitions / files))  # a file is read by at most eight partitions
     per_task = reads * files / partitions
-    reading = per_task * total / files * max(m.read_s, 1 / a.download_mb)
+    reading = per_task * total / files * max(m.stages["read"], 1 / a.download_mb)
     reading += per_task * a.request_ms / 1e3
-    work = total / partitions * m.pack_s + reading + 4 * a.request_ms / 1e3
+    pack_s = sum(m.stages.values()) - m.stages["read"]
+    work = total / partitions * pack_s + reading + 4 * a.request_ms / 1e3
     slow = np.where(rng.random(partitions) < a.slow, 5, 1)
     seconds = work * rng.lognormal(0, a.spread, partitions) * slow
     free = [0.0] * workers
@@ -137,7 +203,7 @@ def simulate(pairs: float, workers: int, files: int, m: Measured, a: Assumed) ->
         "partitions": partitions,
         "reads": reads,
         "hours": done / 3600,
-        "ideal_hours": total * m.pack_s / workers / 3600,
+        "ideal_hours": total * pack_s / workers / 3600,
         "reading_share": reading / work,
         "lost_tasks": lost,
         "manifest_mb": pairs * m.pair_tokens / 1e6 * m.manifest_bytes / 1e6,
@@ -156,7 +222,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         m = measure(args.shared, Path(scratch))
     console, assumed = Console(width=140), Assumed()
-    console.print({k: round(v, 6) for k, v in asdict(m).items()})
+    console.print({k: v if isinstance(v, dict) else round(v, 6) for k, v in asdict(m).items()})
+    machine, table = [], Table("cores", "way", "limit", "GB an hour", "pairs an hour")
+    for cores in CORES:
+        for way in WAYS:
+            seconds, limit = one_machine(m.stages, cores, way)
+            gb, pairs = 3.6 / seconds, 3600e6 / seconds / m.pair_bytes
+            of = {"cores": cores, "way": way, "limit": limit}
+            machine.append(of | {"gb_hour": gb, "pairs_hour": pairs})
+            table.add_row(str(cores), way, limit, f"{gb:,.0f}", f"{pairs:,.0f}")
+    console.print(table)
     table, rows = Table(*COLUMNS), []
     for pairs in args.pairs:
         for files in args.files:
@@ -168,8 +243,8 @@ def main() -> None:
                 f"{row['manifest_mb']:,.0f}",
             )  # fmt: skip
     console.print(table)
-    facts = {"measured": asdict(m), "assumed": asdict(assumed), "jobs": rows}
-    result = {"environment": provenance(), **facts}
+    facts = {"measured": asdict(m), "assumed": asdict(assumed), "machine": machine, "jobs": rows}
+    result = {"environment": provenance("numpy", "pyarrow", "fastokens"), **facts}
     args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 

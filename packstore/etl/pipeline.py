@@ -49,10 +49,10 @@ from packstore.tokenizer.fastest import misread
 
 log = logging.getLogger("packstore")
 
-TASKS, TASK_BYTES = 8, 1 << 28
+TASKS, TASK_BYTES = 4, 1 << 28
 """Partitions, and workers of this machine, from which on each worker process makes partitions on
 its own, like a task of a cluster, and their least mean size. One process that reads and writes for
-all workers is as fast as about four cores (``benchmarks/scale.py``)."""
+all workers is never faster than about three cores (``benchmarks/scale.py``)."""
 
 
 def pack(
