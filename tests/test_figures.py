@@ -89,6 +89,12 @@ def seconds(case: str) -> dict[str, float]:
     return took
 
 
+def test_packing_gives_what_64_cores_make() -> None:
+    rates = {(row["cores"], row["way"]): row["gb_hour"] for row in result("scale")["machine"]}
+    told = f"64 cores make {rates[64, 'partitions'] / 1000:.1f} TB an hour"
+    assert told in (ROOT / "docs/packing.md").read_text(encoding="utf-8")
+
+
 def test_concepts_give_every_set() -> None:
     told = rows("docs/concepts.md")
     for name, way in WAYS.items():

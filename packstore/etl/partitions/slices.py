@@ -31,7 +31,7 @@ but more partitions would read each file."""
 
 MOST_READERS = 8
 """A partition takes fewer shares where each file would else be read by more partitions. Each reads
-it to its end: with 8 reads, two fifths of the time of a cluster (``benchmarks/scale.py``)."""
+it to its end: with 8 reads, half of the time of a cluster (``benchmarks/scale.py``)."""
 
 FILES, READERS = 64, 4
 """A partition takes blocks of `FILES` files, as long as no file is read by more than `READERS`
@@ -44,7 +44,7 @@ mix a sorted file worse; blocks of less than 200 kB take up to a fifth longer to
 MIN_BLOCK_BYTES = 4 << 10
 
 MANY_READS = 8
-"""Reads of each file, by tasks of a cluster, above which two fifths of their time and more are
+"""Reads of each file, by tasks of a cluster, above which more than half of their time is
 reading (``benchmarks/scale.py``)."""
 
 
