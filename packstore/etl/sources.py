@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from os import PathLike
 from typing import Any
 
@@ -78,9 +78,6 @@ class RecordExampleReader:
         storage_options: dict[str, Any],
         block_bytes: int = BLOCK_BYTES,
     ) -> None:
-        self._reference: Tokenizer | None = None
-        if tokenizer is not None:  # records of token ids need none
-            self._reference = load_tokenizer(tokenizer, chat_template=config.chat_template)
         named = isinstance(tokenizer, str | PathLike)
         self._tokenizer_path = {"path": spelled(str(tokenizer))} if named else {}
         parse_carry(config)
@@ -92,6 +89,12 @@ class RecordExampleReader:
         self.is_large = len(first) > 1
         if self.inputs:
             self.is_large = first[0].records * sum(self.sizes) > MANY * block_bytes
+        self._reference: Tokenizer | None = None
+        if tokenizer is not None:  # records of token ids need none
+            pays = partial(_pays, first, blocks)
+            self._reference = load_tokenizer(
+                tokenizer, chat_template=config.chat_template, pays=pays
+            )
         rows = first[0].parse()
         if config.carry:
             config = replace(config, carry=typed_carry(config, rows.values))
@@ -99,21 +102,18 @@ class RecordExampleReader:
         detected = config.kind == "auto"
         self.kind = detect_kind(rows.values[0], config, rows.where(0)) if detected else config.kind
         self._renders = self._reference is not None and self._are_dialogues(rows)
-        if self._reference is not None and self._renders:
-            if config.engine == "local":
-                local.prepare()
-            # Templates that do not compile raise here.
+        if self._renders and config.engine == "local":
+            local.prepare()
+        if self._reference and (self._renders or config.chat_template is not None):
+            # A template that does not compile is refused here.
             _ = self._reference.template, self._reference.tool_use_template
-        self._faster_pays = self._reference is not None and _pays(self._reference, first, blocks)
         self._blocks: Iterable[Block] = itertools.chain(first, blocks)
         self.vocab_size = self._reference.vocab_size if self._reference else None
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer, with the engine that suits the size of the input."""
-        if self._reference is None or not self._faster_pays:
-            return self._reference
-        return fastest(self._reference)
+        return self._reference and fastest(self._reference)
 
     def __iter__(self) -> Iterator[Part]:
         return self.each(self.tokenize())
@@ -195,10 +195,10 @@ def _only_one(config: PackConfig) -> int:
     return 1
 
 
-def _pays(tokenizer: Tokenizer, first: list[Block], blocks: Iterator[Block]) -> bool:
+def _pays(first: list[Block], blocks: Iterator[Block], file: int) -> bool:
     """Returns True if the input is large enough for a faster engine to pay; adds to `first`."""
     number = size = 0
-    while not pays(tokenizer, size):
+    while not pays(file, size):
         if number == len(first):
             if (block := next(blocks, None)) is None:
                 return False

@@ -65,21 +65,21 @@ def misread(sha256: str) -> None:
     _misread.add(sha256)
 
 
-def pays(tokenizer: Tokenizer, size: int) -> bool:
-    """Returns True if the faster engine saves more than it takes to load, for `size` bytes."""
-    return size * LOADING > len(tokenizer.payload)
+def pays(file: int, size: int) -> bool:
+    """Returns True if a faster engine for a file of `file` bytes saves time with `size` of text."""
+    return size * LOADING > file
 
 
 def fastest(tokenizer: Tokenizer) -> Tokenizer:
-    """Returns `tokenizer` with the faster engine if its ids are equal on all probes."""
-    if tokenizer.engine_name != "tokenizers" or tokenizer.sha256 in _misread:
+    """Returns `tokenizer` with the faster engine that was begun, if its ids are equal on probes."""
+    if getattr(tokenizer.engine, "begun", None) is None or tokenizer.sha256 in _misread:
         return tokenizer
     with ThreadPoolExecutor(1, "packstore-tokenizer") as pool:
         expected = pool.submit(_probed, tokenizer)
         try:
             candidate = tokenizer.with_engine(FAST)
             same = all(map(np.array_equal, expected.result(), _probed(candidate)))
-        except (ImportError, PackstoreError) as error:  # not every platform has a wheel of it
+        except PackstoreError as error:
             log.debug("tokenizer engine %s is not used: %s", FAST, error)
             return tokenizer
     if not same:

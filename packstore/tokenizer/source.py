@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from os import PathLike, fspath
 from pathlib import Path
@@ -24,7 +25,7 @@ from packstore.errors import (
 )
 from packstore.tokenizer.chat.builtin_templates import BUILTIN
 from packstore.tokenizer.engines import ENGINES, Engine
-from packstore.tokenizer.tokenizer import Tokenizer
+from packstore.tokenizer.tokenizer import FAST, Tokenizer
 
 log = logging.getLogger("packstore")
 
@@ -94,7 +95,9 @@ class _Files:
             self.templates[path.stem] = self.read(path) or ""
 
 
-def load_tokenizer(source: object, *, chat_template: str | None = None) -> Tokenizer:
+def load_tokenizer(
+    source: object, *, chat_template: str | None = None, pays: Callable[[int], bool] | None = None
+) -> Tokenizer:
     """Loads a tokenizer, with the reference library, and its chat template, if it has one.
 
     Args:
@@ -106,6 +109,7 @@ def load_tokenizer(source: object, *, chat_template: str | None = None) -> Token
         chat_template: ``chatml`` or ``plain``, a Jinja file, Jinja text, or the name of one of the
             tokenizer's templates; None: the tokenizer's default, and for records with tools its
             ``tool_use``, if any.
+        pays: whether a faster library shall load a file of so many bytes at the same time.
     """
     where = "tokenizer"
     if isinstance(source, str | PathLike):
@@ -113,7 +117,12 @@ def load_tokenizer(source: object, *, chat_template: str | None = None) -> Token
     else:
         files = _from_object(source)
     engine_name = "tokenizers" if files.payload.lstrip()[:1] == b"{" else "sentencepiece"
+    begun = None
+    if engine_name == "tokenizers" and pays is not None and pays(len(files.payload)):
+        with contextlib.suppress(ImportError):  # not every platform has a wheel of it
+            begun = ENGINES.load(FAST).begin(files.payload)  # type: ignore[attr-defined]
     engine = ENGINES.load(engine_name)(files.payload, where)
+    engine.begun = begun  # type: ignore[attr-defined]
     if dropout := getattr(engine, "dropout", 0.0):
         text = "%s: its BPE dropout of %g is switched off: the same text always gets the same ids"
         log.warning(text, where, dropout)
@@ -127,10 +136,7 @@ def load_tokenizer(source: object, *, chat_template: str | None = None) -> Token
         **_roles(engine, files.settings),
     )
     engine.register(tokenizer.marks)
-    tokenizer = tokenizer.with_engine(engine_name, engine)
-    if chat_template is not None:
-        _ = tokenizer.template  # a syntax error is raised here
-    return tokenizer
+    return tokenizer.with_engine(engine_name, engine)
 
 
 def recorded_tokenizer(

@@ -68,15 +68,10 @@ class Tokenizer:
         """sha256 (hex) of the tokenizer file."""
         return hashlib.sha256(self.payload).hexdigest()
 
-    @cached_property
+    @property
     def vocab_size(self) -> int:
         """Highest id + 1, added tokens included."""
-        return self.engine.vocab_size()
-
-    @cached_property
-    def vocab_sha256(self) -> str:
-        """Hash of the token of each id; see :mod:`packstore.format.tokenizer_identity`."""
-        return self.engine.vocab_sha256()
+        return self.engine.vocabulary[0]
 
     @property
     def bos_id(self) -> int | None:
@@ -167,10 +162,6 @@ class Tokenizer:
         """Decodes `ids` to text, including control tokens."""
         return self.engine.decode([int(i) for i in ids])
 
-    def id_to_token(self, token_id: int) -> str | None:
-        """Returns the vocabulary entry with this id."""
-        return self.engine.id_to_token(token_id)
-
     def provenance(self) -> dict[str, Any]:
         """Returns the manifest's record of the tokenizer and its chat template, as JSON values."""
         template, for_tools = self.chat_template, self.tool_template
@@ -182,7 +173,7 @@ class Tokenizer:
         return {
             "name": self.name,
             "sha256": self.sha256,
-            "vocab_sha256": self.vocab_sha256,
+            "vocab_sha256": self.engine.vocabulary[1],
             "probe_sha256": probe_sha256(probes),
             "files": dict(self.files),
             "engine": self.engine_name,

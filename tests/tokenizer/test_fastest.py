@@ -14,7 +14,7 @@ import pytest
 import tokenizers
 
 import packstore
-from packstore.errors import WrongEngineError
+from packstore.errors import TokenizerError, WrongEngineError
 
 SETTINGS = {"pack_size": 256, "row_group_tokens": 1024, "num_workers": 0}
 
@@ -50,6 +50,35 @@ def model(tmp_path, request):
     made.decoder = tokenizers.decoders.ByteLevel()
     made.save(str(tmp_path / "tokenizer.json"))
     return str(tmp_path / "tokenizer.json")
+
+
+def test_added_tokens_whose_ids_are_not_those_of_the_file(model, tmp_path):
+    """The reference numbers them anew, behind the vocabulary; the faster library does not."""
+    with open(model, encoding="utf-8") as file:
+        data = json.load(file)
+    added = {"id": 999, "content": "zq", "single_word": False, "lstrip": False, "rstrip": False}
+    data["added_tokens"] = [{**added, "normalized": False, "special": False}]
+    path = tmp_path / "renumbered.json"
+    path.write_text(json.dumps(data), encoding="utf-8")
+    records = records_with(400, bad=390)
+    made = packstore.pack(records, tmp_path / "ds", str(path), **SETTINGS)
+    assert engine_of(made) == "fastokens"
+    ids = np.concatenate([packs.input_ids for packs in made.iter_packs()])
+    assert ids.max() == tokenizers.Tokenizer.from_file(str(path)).token_to_id("zq") == 257
+
+
+def test_huge_ids_do_not_reach_the_faster_engine(model, tmp_path, monkeypatch):
+    """It would make a table of them."""
+    with open(model, encoding="utf-8") as file:
+        data = json.load(file)
+    data["model"]["vocab"]["huge"] = 2**32 - 1
+    path = tmp_path / "huge.json"
+    path.write_text(json.dumps(data), encoding="utf-8")
+    read = []
+    monkeypatch.setattr(fastokens.Tokenizer, "from_json_str", read.append)
+    with pytest.raises(TokenizerError, match="its ids must be below 16777216"):
+        packstore.pack(records_with(400), tmp_path / "ds", str(path), **SETTINGS)
+    assert not read
 
 
 def test_a_platform_without_a_wheel(model, tmp_path, monkeypatch):

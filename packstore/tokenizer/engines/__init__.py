@@ -19,6 +19,7 @@ class Engine(Protocol):
 
     version: str  # of the library
     specials: Mapping[str, int]  # control strings and their ids
+    vocabulary: tuple[int, str]  # highest id + 1, and hash of the token of each id
 
     def register(self, tokens: Sequence[str]) -> None:
         """Makes those of `tokens` that are in the vocabulary control tokens."""
@@ -28,12 +29,6 @@ class Engine(Protocol):
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decodes `ids` to text, including control tokens."""
-
-    def vocab_size(self) -> int:
-        """Returns the highest id + 1."""
-
-    def vocab_sha256(self) -> str:
-        """Returns the hash of the token of each id."""
 
     def id_to_token(self, token_id: int) -> str | None:
         """Returns the vocabulary entry with this id."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import cached_property
 
 import sentencepiece
 
@@ -58,13 +59,10 @@ class SentencePieceEngine:
             for control, run in runs
         )
 
-    def vocab_size(self) -> int:
-        """Returns the highest id + 1."""
-        return self._size
-
-    def vocab_sha256(self) -> str:
-        """Returns the hash of the token of each id."""
-        return vocabulary_sha256(map(self.id_to_token, range(self._size)))
+    @cached_property
+    def vocabulary(self) -> tuple[int, str]:
+        """The highest id + 1, and the hash of the token of each id."""
+        return self._size, vocabulary_sha256(map(self.id_to_token, range(self._size)))
 
     def id_to_token(self, token_id: int) -> str | None:
         """Returns the vocabulary entry with this id."""

@@ -7,7 +7,7 @@ import json
 import threading
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Self
+from typing import Any, Self
 
 import tokenizers
 
@@ -51,20 +51,20 @@ class TokenizersEngine:
     """See :class:`packstore.tokenizer.engines.Engine`."""
 
     version = tokenizers.__version__
-    dropout = 0.0  # BPE dropout of the file, which is disabled
+    begun: Any = None  # future of the file, loaded by a faster library
 
     def __init__(self, payload: bytes, where: str) -> None:
         self._where = where
         self._modes = Modes()
         with inside(where, "it must be a tokenizer.json that the tokenizers library reads"):
-            self._tokenizer = tokenizers.Tokenizer.from_buffer(payload)
+            self._tokenizer = loaded = tokenizers.Tokenizer.from_buffer(payload)
+            self.dropout = float(getattr(loaded.model, "dropout", None) or 0)  # of BPE
+            self._is_file = not (loaded.truncation or loaded.padding or self.dropout)
             # Otherwise these would truncate, pad, and draw other ids at every call, silently.
-            self._tokenizer.no_truncation()
-            self._tokenizer.no_padding()
-            model = self._tokenizer.model
-            if dropout := getattr(model, "dropout", None):
-                self.dropout = float(dropout)
-                model.dropout = None
+            loaded.no_truncation()
+            loaded.no_padding()
+            if self.dropout:
+                loaded.model.dropout = None
             self._find_specials()
             self._check_growth()
         self._load()
@@ -72,13 +72,10 @@ class TokenizersEngine:
     @classmethod
     def beside(cls, other: TokenizersEngine) -> Self:
         """Makes an engine of this class from the loaded file of `other`."""
-        other.vocab_size()  # refuses huge ids, for which a faster library would make a table
+        # Also refuses huge ids, for which a faster library would make a table.
+        loaded = {"_tokenizer": other._tokenizer, "vocabulary": other.vocabulary}
         engine = cls.__new__(cls)
-        engine._where, engine._tokenizer = other._where, other._tokenizer
-        engine._modes = other._modes
-        engine.__dict__["_vocabulary"] = other._vocabulary
-        engine.dropout = other.dropout
-        engine.specials = dict(other.specials)
+        engine.__dict__ |= {**other.__dict__, **loaded}
         engine._load()
         return engine
 
@@ -87,7 +84,8 @@ class TokenizersEngine:
         known = [t for t in tokens if self._tokenizer.token_to_id(t) is not None]
         if new := [t for t in known if t not in self.specials]:
             self._tokenizer.add_special_tokens(new)
-            self.__dict__.pop("_vocabulary", None)
+            self._is_file = False
+            self.__dict__.pop("vocabulary", None)
             self._find_specials()
             self._load()
 
@@ -103,17 +101,9 @@ class TokenizersEngine:
         with inside(self._where, "it must decode ids"):
             return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
-    def vocab_size(self) -> int:
-        """Returns the highest id + 1."""
-        return self._vocabulary[0]
-
-    def vocab_sha256(self) -> str:
-        """Returns the hash of the token of each id."""
-        return self._vocabulary[1]
-
     @cached_property
-    def _vocabulary(self) -> tuple[int, str]:
-        """Size and hash, by one pass over all ids: a call of the library for each."""
+    def vocabulary(self) -> tuple[int, str]:
+        """The highest id + 1, and the hash of the token of each id: a call of the library each."""
         size = self._tokenizer.get_vocab_size(with_added_tokens=True)
         tokens = list(map(self._tokenizer.id_to_token, range(size)))
         if None in tokens:  # ids with gaps: the library has no other way to tell the highest
