@@ -237,6 +237,11 @@ CASES = {
     "rewards that float32 cannot tell apart": case(
         {**P, "chosen_reward": 2**60, "rejected_reward": 2**60 - 1}, PLAIN, "reward_rounded"
     ),
+    "a field that serves as two": case(
+        {"chosen": "c", "rejected": "r"},
+        ["c«c</s>»", "c«r</s>»"],
+        fields={"prompt": "chosen"},
+    ),
     "rewards reversed and alike as stored": case(
         {**P, "chosen_reward": 2**60 - 1, "rejected_reward": 2**60},
         PLAIN,

@@ -42,11 +42,12 @@ def straight_texts(
             first = parse_record(values[records[0]], kind, config)
         except Refused:
             continue
-        if not isinstance(first.prompt, str):
+        number = len(first.responses) + 1  # of texts; a field may serve as two of them
+        if not isinstance(first.prompt, str) or len(first.fields) not in (number, number + 2):
             continue
         columns = {name: [values[i][name] for i in records] for name in meant}
-        *used, prompts = (columns[name] for name in first.fields[: len(first.responses) + 1])
-        rewards = [columns[name] for name in first.fields[len(first.responses) + 1 :]]
+        *used, prompts = (columns[name] for name in first.fields[:number])
+        rewards = [columns[name] for name in first.fields[number:]]
         texts = [columns[name] for name in meant if meant[name] is str]
         suspects = chain(_suspects(prompts, used, hint), _unusual(rewards))
         suspects = chain(suspects, (map(OBJECTS.match, column) for column in texts))
