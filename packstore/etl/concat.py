@@ -24,6 +24,7 @@ from packstore.io.dataset.pack_index import put_index
 from packstore.io.manifest.commit import DATA, FOLDER, too_late
 from packstore.io.manifest.concat import Member, check_members, merge, origins
 from packstore.io.manifest.manifest import Manifest
+from packstore.io.manifest.stored_file import StoredFile
 from packstore.io.shards.shard import ShardInfo
 from packstore.io.store.location import Location
 from packstore.io.store.operations import copy_file, run_parallel
@@ -72,6 +73,7 @@ def append(
         PackstoreError: as :func:`packstore.pack`; the dataset keeps its versions.
     """
     base = dataset if isinstance(dataset, Dataset) else open_dataset(dataset, storage_options)
+    base.manifest.require_writable(base.url)
     options = base.location.storage_options
     if source_storage_options is not None:
         options = source_storage_options
@@ -122,6 +124,7 @@ def concat(
 
     Raises:
         CompatibilityError: the datasets were packed differently; names the differences.
+        UnsupportedFormatError: only a later release can extend one of them.
         DatasetExistsError: a dataset is there, and `overwrite` is False.
         PackstoreError: as :func:`packstore.pack`; `out` keeps its versions.
     """
@@ -205,10 +208,12 @@ def _settings_of(base: Dataset, settings: Mapping[str, Any], packed: bool) -> Pa
 
 def _copied(job: WriteJob, datasets: Sequence[Dataset], run: str) -> Manifest:
     """Copies the shards of all datasets, puts the pack index, and returns the manifest."""
-    number, members = 0, list[Member]()
+    number, members, further = 0, list[Member](), dict[StoredFile, Dataset]()
     with Staging(job.location, (FOLDER, DATA)) as staging:
         copies = list[Callable[[], None]]()
         for dataset in datasets:
+            if not _same_place(dataset.location, job.location):
+                further |= dict.fromkeys(dataset.manifest.further_files, dataset)
             shards = []
             for shard in dataset.manifest.shards:
                 if not _same_place(dataset.location, job.location):
@@ -220,6 +225,9 @@ def _copied(job: WriteJob, datasets: Sequence[Dataset], run: str) -> Manifest:
                 shards.append(shard)
                 number += 1
             members.append(Member(dataset.url, replace(dataset.manifest, shards=tuple(shards))))
+        for file, dataset in further.items():
+            copying = partial(_copy, dataset.location, file, job.location, file.path, staging)
+            copies.append(copying)
         run_parallel(copies, COPIES_AT_ONCE)
         merged = merge(members)
         if not merged.shards:
@@ -233,9 +241,9 @@ def _same_place(a: Location, b: Location) -> bool:
 
 
 def _copy(
-    source: Location, shard: ShardInfo, target: Location, path: str, staging: Staging
+    source: Location, shard: ShardInfo | StoredFile, target: Location, path: str, staging: Staging
 ) -> None:
-    """Copies a shard to `path`, inside the store if possible."""
+    """Copies a file to `path`, inside the store if possible."""
     if copy_file(source, shard.path, target, path):
         same, file = target.size(path) == shard.bytes, None
     else:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import uuid
 from pathlib import Path
 from typing import Any
 
 import pytest
-from places import edit_manifest
+from places import Files, edit_manifest, manifest_path
 from small_jobs import pack, pairs, trained_tokenizer, write_jsonl
 from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -252,6 +254,72 @@ def test_append_refuses_settings_that_it_does_not_know(tmp_path: Path) -> None:
     edit_manifest(base.url, lambda m: m["provenance"]["settings"].update(spelling="old"))
     with pytest.raises(errors.ConfigError, match="all must be known; found 'spelling'"):
         packstore.append(base.url, pairs(3, 9))
+
+
+def later_release(dataset: Dataset, **features: Any) -> tuple[str, bytes]:
+    """Adds what a later release may: a further file and members that are not known yet."""
+    content = f"of {dataset.url}".encode()
+    sha256 = hashlib.sha256(content).hexdigest()
+    path = f"data/0123456789ab-00000-{sha256[:16]}.parquet"
+    Files(dataset.url).write(path, content)
+    file = {"path": path, "bytes": len(content), "sha256": sha256}
+
+    def change(manifest: Any) -> None:
+        manifest |= {"further_files": [file], "deletes": {"path": path}, **features}
+        manifest["provenance"]["licence"] = "CC0"
+        for number, shard in enumerate(manifest["shards"]):
+            shard |= {"zone": {"values": [number, 0.5, "é", None]}, "further": True}
+
+    edit_manifest(dataset.url, change)
+    return path, content
+
+
+@pytest.mark.parametrize("how", ["append", "concat", "elsewhere"])
+def test_what_of_a_later_release_survives(tmp_path: Path, how: str) -> None:
+    """Members of shards and further files do, which writer features may ask for; others do not."""
+    a, b = pack(tmp_path / "a", pairs(30)), pack(tmp_path / "b", pairs(20, 30))
+    added = dict([later_release(a), later_release(b)])
+    if how == "append":
+        whole = packstore.append(a.url, pairs(20, 30))
+        added = dict(list(added.items())[:1])
+    else:
+        out = a.url if how == "concat" else f"memory://{uuid.uuid4().hex}"
+        whole = packstore.concat([a.url, b.url, b.url], out, overwrite=how == "concat")
+    assert whole.verify().ok
+    written = json.loads(Files(whole.url).read(manifest_path(whole.version)))
+    assert {f["path"]: Files(whole.url).read(f["path"]) for f in written["further_files"]} == added
+    assert "deletes" not in written
+    assert written["provenance"]["licence"] == "CC0"
+    old = [json.loads(Files(d.url).read(manifest_path(1)))["shards"] for d in (a, b)]
+    came_from = old[0] if how == "append" else [*old[0], *old[1], *old[1]]
+    for now, before in zip(written["shards"], came_from, strict=False):
+        assert now["zone"] == before["zone"]
+        assert now["further"] is True
+    clean = packstore.clean(whole.url, delete=True, older_than=0, no_writers=True)
+    assert clean.leftovers == []
+
+
+def test_writer_features_stop_only_writers(tmp_path: Path) -> None:
+    place = tmp_path / "ds"
+    path, _ = later_release(pack(place, pairs(30)), writer_features=["deletes"])
+    old = packstore.open(place)
+    assert old.verify().ok
+    assert len(examples(old)) == 30
+    (place / "data" / f"0123456789ab-00000-{'0' * 16}.parquet").write_bytes(b"left over")
+    files = Files(str(place)).names()
+    for change in (
+        lambda: packstore.append(old, pairs(9, 30)),
+        lambda: packstore.concat([old], str(tmp_path / "out")),
+        lambda: packstore.concat([pack(tmp_path / "b", pairs(9)), old], str(tmp_path / "out")),
+        lambda: packstore.clean(str(place)),
+        lambda: packstore.clean(str(place), delete=True, older_than=0, no_writers=True),
+    ):
+        with pytest.raises(errors.UnsupportedFormatError, match="'deletes'. Upgrade packstore"):
+            change()
+    assert Files(str(place)).names() == files
+    assert not (tmp_path / "out").exists()
+    Files(str(place)).write(path, b"others")
+    assert any(path in problem for problem in old.verify().problems)
 
 
 def test_append_refuses_to_compare_prompts(tmp_path: Path) -> None:

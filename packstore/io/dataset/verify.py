@@ -17,6 +17,7 @@ from packstore.format.rules import check_packs
 from packstore.io.dataset.pack_index import PackIndex, require_same
 from packstore.io.dataset.reader import ShardReader, ShardStream
 from packstore.io.manifest.manifest import Manifest
+from packstore.io.manifest.stored_file import check_stored
 from packstore.io.shards.shard import PackCounter, Totals, pack_figures, pack_sizes
 from packstore.io.store.location import Location
 from packstore.progress import Progress
@@ -86,6 +87,9 @@ def verify(
     if manifest.pack_index is not None:
         with whole.noting():
             index = PackIndex(location, manifest, manifest.pack_index)
+    for file in manifest.further_files:
+        with whole.noting():
+            check_stored(location, file)
     numbers, check = range(len(manifest.shards)), partial(_check_shard, location, manifest, index)
     with ThreadPoolExecutor(jobs or min(JOBS, os.cpu_count() or 1)) as pool:
         for done, checked in enumerate(pool.map(check, numbers), 1):

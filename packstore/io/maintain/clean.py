@@ -148,7 +148,7 @@ def clean(
         ConfigError: `keep_versions` below 1; a small `older_than` without `no_writers`.
         DatasetBusyError: `no_writers`, but a job of this machine is writing there.
         DatasetNotFoundError: no dataset is there, nor an unfinished one.
-        FormatError: a manifest is not valid, so its files are not known.
+        FormatError: a manifest is not valid, or of a later release: its files are not known.
         StorageError: the store refuses.
     """
     if keep_versions is not None and keep_versions < 1:
@@ -295,16 +295,18 @@ class _Cleaner:
         """Notes the files of a version, which never change; none if it was removed meanwhile."""
         if (name, number) in self._read:
             return
-        read = SideManifest if name == SIDE else Manifest
         try:
             text, where, _ = read_committed(self._location, number, name, sizes)
-            paths = read.from_json(text, where).files
+            read = SideManifest if name == SIDE else Manifest
+            manifest = read.from_json(text, where)
+            if isinstance(manifest, Manifest):
+                manifest.require_writable(where)
         except PackstoreError:
             if self._location.exists(manifest_path(number, name)):
                 raise
             return
         self._read.add((name, number))
-        for path in paths:
+        for path in manifest.files:
             self._newest[name][path] = max(number, self._newest[name].get(path, 0))
 
     def _spared(self, age: float) -> str:

@@ -60,6 +60,7 @@ def merge(members: Sequence[Member]) -> Manifest:
         },
         shards=tuple(shards),
         pack_index=None,
+        further_files=tuple(dict.fromkeys(file for m in manifests for file in m.further_files)),
     )
     check_manifest(merged, "manifest")
     return merged
@@ -69,7 +70,8 @@ def check_members(members: Sequence[Member]) -> None:
     """Refuses datasets that cannot be merged; raises like :func:`merge`."""
     if not members:
         raise ConfigError("there must be at least one dataset to combine; found none.")
-    for member in members[1:]:
+    for member in members:
+        member.manifest.require_writable(member.url)
         check_alike(members[0], member)
     sources = sum(len(member.manifest.provenance["sources"]) for member in members)
     if sources > MAX_SOURCES:

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import PurePosixPath
 from typing import Any
@@ -17,7 +17,7 @@ import orjson
 import pyarrow as pa
 
 from packstore.config import PackConfig
-from packstore.errors import FormatError, quote, sentence
+from packstore.errors import FormatError, UnsupportedFormatError, quote, sentence
 from packstore.format.arrays import Tally
 from packstore.format.schema import (
     CARRY_TYPES,
@@ -49,6 +49,7 @@ MAX_FOOTER_BYTES, GROUP_FOOTER_BYTES = 1 << 24, 1 << 16
 """Maximum bytes of a footer: a constant part, and a part for each row group."""
 
 FILE_FORMATS = ("parquet", "arrow")
+_SHARD_FIELDS = {f.name for f in dataclasses.fields(ShardInfo)} - {"further"}
 _SUMS = ("examples", "sequences", "tokens", "supervised_tokens", "bytes")
 
 
@@ -84,6 +85,8 @@ class Manifest:
     provenance: Mapping[str, Any]  # `sources`, `tokenizer`, `settings`, `package_version`
     shards: tuple[ShardInfo, ...]  # in dataset order
     pack_index: StoredFile | None = None  # the file with the sizes of every pack, if written
+    further_files: tuple[StoredFile, ...] = ()  # of a later release
+    writer_features: tuple[str, ...] = ()  # who extends or cleans it must support all of them
 
     @property
     def num_responses(self) -> int | None:
@@ -101,10 +104,15 @@ class Manifest:
         return self.totals.examples if self.kind == "preference" else 0
 
     @property
+    def stored(self) -> tuple[ShardInfo | StoredFile, ...]:
+        """Every file that the manifest names."""
+        index = () if self.pack_index is None else (self.pack_index,)
+        return (*self.shards, *self.further_files, *index)
+
+    @property
     def files(self) -> dict[str, int]:
         """Bytes of each file that the manifest names, by path."""
-        files = (*self.shards, *([self.pack_index] if self.pack_index else ()))
-        return {file.path: file.bytes for file in files}
+        return {file.path: file.bytes for file in self.stored}
 
     @property
     def fill_rate(self) -> float:
@@ -148,14 +156,23 @@ class Manifest:
         parts = [*what, *self.features, *(f"{s.sha256}+{s.example_id_base}" for s in self.shards)]
         return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()
 
+    def require_writable(self, where: str) -> None:
+        """Raises UnsupportedFormatError if only a later release can extend or clean it."""
+        if self.writer_features:
+            must = "who extends or cleans it must know its writer_features"
+            do = "Upgrade packstore to change this dataset"
+            found = ", ".join(map(quote, self.writer_features))
+            raise UnsupportedFormatError(sentence(where, must, found, do))
+
     def to_json(self) -> bytes:
         """Returns canonical JSON: fields as declared, a line for each field and shard."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         shards = [_dump_shard(shard) for shard in fields.pop("shards")]
         head = {"format_version": FORMAT_VERSION, "features": fields.pop("features")}
         head |= {"kind": fields.pop("kind"), "num_responses": self.num_responses} | fields
-        if self.pack_index is None:
-            del head["pack_index"]
+        for name in ("pack_index", "further_files", "writer_features"):
+            if not head[name]:
+                del head[name]
         counts, optional = dataclasses.asdict(self.records), ("fields_used", "fields_not_used")
         head["records"] = {n: v for n, v in counts.items() if v or n not in optional}
         lines = [b' "%s": %s' % (name.encode(), dump_json(value)) for name, value in head.items()]
@@ -165,12 +182,18 @@ class Manifest:
 
     @classmethod
     def from_json(cls, data: bytes, where: str = "manifest") -> Manifest:
-        """Parses the manifest in `data`; ignores unknown optional fields."""
+        """Parses the manifest in `data`; keeps unknown fields of shards, ignores others."""
         head = decode(data, _Head, where)
         check_features(head.format_version, head.features, where)
         index = bytes(head.pack_index).decode()
         require(index != "null", where, "pack_index must be a JSON object", {"pack_index": index})
         manifest = decode(data, cls, where)
+        further = [
+            {n: msgspec.json.decode(s[n]) for n in s if n not in _SHARD_FIELDS} for s in head.shards
+        ]
+        if any(further):
+            pairs = zip(manifest.shards, further, strict=True)
+            manifest = replace(manifest, shards=tuple(replace(s, further=f) for s, f in pairs))
         check_manifest(manifest, where)
         return manifest
 
@@ -225,6 +248,7 @@ class _Head(msgspec.Struct):
     format_version: Count
     features: list[str]
     pack_index: msgspec.Raw = msgspec.Raw(b"{}")
+    shards: list[dict[str, msgspec.Raw]] = []
 
 
 class _Source(msgspec.Struct):
@@ -271,16 +295,18 @@ def check_manifest(manifest: Manifest, where: str) -> None:
         real = sum(getattr(s, "rows" if name == "packs" else name) for s in shards)
         must = f"total {name} must be the sum over shards"
         require_equal(where, must, total=getattr(totals, name), sum=real)
-    require_different_paths([s.path for s in shards], where)
+    require_different_paths([file.path for file in manifest.stored], where)
+    for file in manifest.further_files:
+        named = file.sha256[:16] in file.path.rpartition("/")[2]
+        ok = file.path.startswith("data/") and named
+        must = "a further file must lie in data/, and its name hold 16 digits of its sha256"
+        require(ok, where, must, {"path": file.path})
     for shard in shards:
         _check_shard(shard, manifest, f"{where}, shard {shard.path}")
     if (index := manifest.pack_index) is not None:
         place, limit = f"{where}, pack_index", 65536 + 4096 * len(shards) + 32 * totals.packs
         figures = {"bytes": index.bytes, "limit": limit}
         require(index.bytes <= limit, place, "its bytes must be few for its packs", figures)
-        check_relative(index.path, place)
-        alone = index.path not in {s.path for s in shards}
-        require(alone, place, "it must not be a shard", {"path": index.path})
     convert({"provenance": manifest.provenance}, _About, where)
 
 
@@ -323,8 +349,8 @@ def require_different_paths(paths: Sequence[str], where: str) -> None:
     """Raises :class:`FormatError` unless `paths` differ, and are valid in a dataset."""
     for path in paths:
         check_relative(path, where)
-    must = "shards must have different paths"
-    require_equal(where, must, shards=len(paths), paths=len(set(paths)))
+    must = "its files must have different paths"
+    require_equal(where, must, files=len(paths), paths=len(set(paths)))
 
 
 def dump_json(value: Any, where: str = "manifest", option: int = 0) -> bytes:
@@ -337,4 +363,7 @@ def dump_json(value: Any, where: str = "manifest", option: int = 0) -> bytes:
 
 def _dump_shard(shard: ShardInfo) -> bytes:
     crc32 = shard.row_groups.crc32.astype(">u4").tobytes().hex()
-    return dump_json({**vars(shard), "row_groups": {**vars(shard.row_groups), "crc32": crc32}})
+    groups = {**vars(shard.row_groups), "crc32": crc32}
+    fields = {**vars(shard), "row_groups": groups}
+    further = fields.pop("further")
+    return dump_json({**fields, **further})

@@ -35,16 +35,31 @@ class StoredFile:
 
 def read_stored(location: Location, file: StoredFile) -> bytes:
     """Reads a file below `location`; raises IntegrityError for another size or hash."""
-    where = location.join(file.path).display
+    _check_size(location, file)
+    data = location.read_bytes(file.path)
+    _check_hash(location, file, hashlib.sha256(data).hexdigest())
+    return data
+
+
+def check_stored(location: Location, file: StoredFile) -> None:
+    """Raises like :func:`read_stored`, with a file of any size."""
+    _check_size(location, file)
+    with location.open_read(file.path) as stored:
+        _check_hash(location, file, hashlib.file_digest(stored, "sha256").hexdigest())
+
+
+def _check_size(location: Location, file: StoredFile) -> None:
     size = location.size(file.path)  # checked first: a damaged manifest may name any size
     if size != file.bytes:
-        raise IntegrityError(sentence(where, f"must have {file.bytes} bytes", str(size), _REMEDY))
-    data = location.read_bytes(file.path)
-    sha256 = hashlib.sha256(data).hexdigest()
+        where, must = location.join(file.path).display, f"must have {file.bytes} bytes"
+        raise IntegrityError(sentence(where, must, str(size), _REMEDY))
+
+
+def _check_hash(location: Location, file: StoredFile, sha256: str) -> None:
     if sha256 != file.sha256:
+        where = location.join(file.path).display
         must = f"must have sha256 {quote(file.sha256, 80)}, as the manifest says"
         raise IntegrityError(sentence(where, must, quote(sha256, 80), _REMEDY))
-    return data
 
 
 _COMMON = (OSError, ValueError, ArithmeticError, LookupError, SystemError, MemoryError, EOFError)

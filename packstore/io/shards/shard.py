@@ -73,6 +73,7 @@ class ShardInfo:
     footer_sha256: Sha256  # of those bytes; page checksums do not cover them
     example_id_base: Count  # added to the example ids in the file
     row_groups: RowGroups
+    further: Any = field(default_factory=dict)  # members of a later release, name to JSON value
 
 
 @dataclass(frozen=True)
