@@ -109,7 +109,7 @@ def _configure_stats(parser: argparse.ArgumentParser) -> None:
 
 def _stats(args: argparse.Namespace) -> int:
     dataset = common.open_dataset(args)
-    known = [FILE, *dataset.manifest.carry]
+    known = [FILE, *dataset.manifest.carried]
     if args.by not in (None, *known):
         raise ConfigError(f"--by must be one of: {', '.join(known)}; found {quote(args.by)}.")
     if args.html:
@@ -177,7 +177,7 @@ def _grouped(dataset: Dataset, by: str) -> Figures:
     from packstore.io.dataset.scan import scan
 
     examples, key = scan(dataset), pl.col(by)
-    if by == FILE and FILE not in dataset.manifest.carry:
+    if by == FILE and FILE not in dataset.manifest.carried:
         names = dict(enumerate(dataset.manifest.source_names))
         source = pl.col("example_id") // (1 << SOURCE_SHIFT)
         other = pl.concat_str(pl.lit("source "), source)

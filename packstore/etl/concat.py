@@ -74,6 +74,7 @@ def append(
     """
     base = dataset if isinstance(dataset, Dataset) else open_dataset(dataset, storage_options)
     base.manifest.require_writable(base.url)
+    base.manifest.require_readable(base.url)
     options = base.location.storage_options
     if source_storage_options is not None:
         options = source_storage_options

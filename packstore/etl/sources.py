@@ -227,6 +227,7 @@ class DatasetExampleReader:
             must = f"kind must be auto or that of the dataset, {manifest.kind}"
             raise ConfigError(sentence(dataset.url, must, config.kind))
         self.kind = manifest.kind
+        manifest.require_readable(dataset.url)
         self.carry = dict(manifest.carry)
         self.vocab_size = manifest.vocab_size
         self._dataset, self._config = dataset, config

@@ -6,6 +6,7 @@ are in :mod:`packstore.format.rules`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -40,6 +41,9 @@ COLUMNS = (
 )
 """All columns of the format; a carried column must not have any of these names."""
 
+COLUMN_NAME = re.compile("[A-Za-z][A-Za-z0-9_]*")
+"""Names of carried columns and of side data; one that begins with _ is of a later release."""
+
 CARRY_TYPES: dict[str, pa.DataType] = {
     "string": pa.string(),
     "int64": pa.int64(),
@@ -47,6 +51,9 @@ CARRY_TYPES: dict[str, pa.DataType] = {
     "bool": pa.bool_(),
 }
 """Types of carried scalar columns."""
+
+ANY, ANY_LIST = pa.null(), pa.list_(pa.null())
+"""Types of columns of a later release, which readers skip."""
 
 
 def list_of(value: pa.DataType) -> pa.DataType:
@@ -61,7 +68,10 @@ def pack_schema(
     label_spans: bool = False,
     carry: Mapping[str, str] | None = None,
 ) -> pa.Schema:
-    """Returns the Arrow schema of a shard; `carry`: column -> a name in `CARRY_TYPES`."""
+    """Returns the Arrow schema of a shard; `carry`: column -> a name in `CARRY_TYPES`.
+
+    Another name gives the type :data:`ANY_LIST`.
+    """
     int32, int64 = list_of(pa.int32()), list_of(pa.int64())
     columns: dict[str, pa.DataType] = {
         "input_ids": int32,
@@ -74,7 +84,8 @@ def pack_schema(
     if KINDS[kind] is None:
         columns["num_responses"] = int32
     for name, type_name in (carry or {}).items():
-        columns[name] = list_of(CARRY_TYPES[type_name])
+        known = CARRY_TYPES.get(type_name)
+        columns[name] = ANY_LIST if known is None else list_of(known)
     metadata = {
         "packstore.format_version": str(FORMAT_VERSION),
         "packstore.kind": kind,
@@ -82,6 +93,14 @@ def pack_schema(
         "packstore.features": "label_spans" if label_spans else "",
     }
     return pa.schema([pa.field(n, t, nullable=False) for n, t in columns.items()], metadata)
+
+
+def same_schema(found: pa.Schema, expected: pa.Schema) -> bool:
+    """Returns True if a file has the expected columns, which may be :data:`ANY`."""
+    return (found.names, found.metadata) == (expected.names, expected.metadata) and all(
+        b.type == ANY or a.equals(b) or (b.type == ANY_LIST and a.type.id in _LISTS)
+        for a, b in zip(found, expected, strict=True)
+    )
 
 
 def require_kind(kind: str) -> None:

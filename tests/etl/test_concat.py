@@ -314,7 +314,7 @@ def test_writer_features_stop_only_writers(tmp_path: Path) -> None:
         lambda: packstore.clean(str(place)),
         lambda: packstore.clean(str(place), delete=True, older_than=0, no_writers=True),
     ):
-        with pytest.raises(errors.UnsupportedFormatError, match="'deletes'. Upgrade packstore"):
+        with pytest.raises(errors.UnsupportedFormatError, match=r"'deletes'\. Upgrade packstore"):
             change()
     assert Files(str(place)).names() == files
     assert not (tmp_path / "out").exists()

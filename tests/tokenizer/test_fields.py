@@ -177,10 +177,23 @@ def test_carried_columns(pack, byte_level):
     assert packed.dropped == {"wrong_type": 4, "invalid_unicode": 1, "missing_field": 1}
 
 
-@pytest.mark.parametrize("carry", ["x:int", "labels", ":int64", "a,b:nope"])
-def test_columns_that_cannot_be_carried(pack, carry):
-    with pytest.raises(ConfigError, match="setting carry"):
-        pack(None, {"prompt": [1], "chosen": [2], "rejected": [3]}, carry=(carry,))
+@pytest.mark.parametrize(
+    ("carry", "found"),
+    [
+        ("x:int", "type must be one of"),
+        ("labels", "a column of the format"),
+        ("a,b:nope", "type must be one of"),
+        *(
+            (name, "letters a to z, digits and _")
+            for name in (":int64", "a.b", "_day", "été", "2nd")
+        ),
+    ],
+)
+def test_columns_that_cannot_be_carried(pack, carry, found):
+    record = {"prompt": [1], "chosen": [2], "rejected": [3], carry: "x"}
+    with pytest.raises(ConfigError, match=f"setting carry.*{found}") as caught:
+        pack(None, record, carry=(carry,))
+    assert ("Rename the field in the input" in str(caught.value)) == found.startswith("letters")
 
 
 def test_published_dialogues_split_as_the_explicit_prompts(pack, tokenizer, records):

@@ -97,7 +97,7 @@ class PackIndex:
         """Returns the sizes of the packs of a shard, checked. Thread-safe."""
         with decoding(self.where):
             rows = self._shards[number].rows
-            check_group(self._metadata.row_group(number), rows, rows)
+            check_group(self._metadata.row_group(number), rows, rows, self._columns)
             source = pa.BufferReader(self._data)
             file = open_parquet(source, self._metadata, page_checksums=True)
             batch = read_group(file, number, self._columns)

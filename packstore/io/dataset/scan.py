@@ -76,7 +76,7 @@ class ExampleSource:
     def __init__(self, dataset: Dataset, tokens: bool) -> None:
         self._dataset, self._tokens = dataset, tokens
         self._carried = {
-            f"{name}_carried" if name in _OWN else name: name for name in dataset.manifest.carry
+            f"{name}_carried" if name in _OWN else name: name for name in dataset.manifest.carried
         }
 
     @property
@@ -85,7 +85,7 @@ class ExampleSource:
         import polars as pl
 
         types = {"string": pl.String, "int64": pl.Int64, "float64": pl.Float64, "bool": pl.Boolean}
-        carry = self._dataset.manifest.carry
+        carry = self._dataset.manifest.carried
         lists = pl.List(pl.List(pl.Int32))
         return {
             **dict.fromkeys(("example_id", *_PLACES), pl.Int64),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import PurePosixPath
@@ -21,6 +21,7 @@ from packstore.errors import FormatError, UnsupportedFormatError, quote, sentenc
 from packstore.format.arrays import Tally
 from packstore.format.schema import (
     CARRY_TYPES,
+    COLUMN_NAME,
     COLUMNS,
     FORMAT_VERSION,
     KINDS,
@@ -29,6 +30,7 @@ from packstore.format.schema import (
     pack_schema,
 )
 from packstore.format.typed_json import (
+    UPGRADE,
     Count,
     Positive,
     Sha256,
@@ -139,15 +141,23 @@ class Manifest:
         return str(self.provenance.get("lineage", self.fingerprint))
 
     @property
+    def carried(self) -> dict[str, str]:
+        """The carried columns that this release reads, name to type."""
+        return known_columns(self.carry, CARRY_TYPES)
+
+    @property
     def schema(self) -> pa.Schema:
         """The logical Arrow schema, with plain `labels`."""
-        return pack_schema(self.kind, self.layout, carry=self.carry)
+        return pack_schema(self.kind, self.layout, carry=self.carried)
 
     @property
     def stored_schema(self) -> pa.Schema:
-        """The Arrow schema of the shards."""
-        spans = "label_spans" in self.features
-        return pack_schema(self.kind, self.layout, label_spans=spans, carry=self.carry)
+        """The Arrow schema of the shards; others than `carried` have type `ANY_LIST`."""
+        spans, carry = (
+            "label_spans" in self.features,
+            {**dict.fromkeys(self.carry, ""), **self.carried},
+        )
+        return pack_schema(self.kind, self.layout, label_spans=spans, carry=carry)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -163,6 +173,13 @@ class Manifest:
             do = "Upgrade packstore to change this dataset"
             found = ", ".join(map(quote, self.writer_features))
             raise UnsupportedFormatError(sentence(where, must, found, do))
+
+    def require_readable(self, where: str) -> None:
+        """Raises UnsupportedFormatError if a reader skips a column, which nobody may pack anew."""
+        for name in self.carry.keys() - self.carried.keys():
+            must = "carried columns that are packed anew must be known"
+            found = f"{quote(name)} of type {quote(self.carry[name])}"
+            raise UnsupportedFormatError(sentence(where, must, found, UPGRADE))
 
     def to_json(self) -> bytes:
         """Returns canonical JSON: fields as declared, a line for each field and shard."""
@@ -289,8 +306,7 @@ def check_manifest(manifest: Manifest, where: str) -> None:
     require(whole, where, "records read must be those packed and those dropped", counts)
     must = "records packed must be the examples"
     require_equal(where, must, packed=records.packed, examples=totals.examples)
-    for name, type_name in manifest.carry.items():
-        check_column(name, type_name, CARRY_TYPES, f"{where}, carried column {quote(name)}")
+    check_columns(manifest.carry, where)
     for name in ("packs", *_SUMS):
         real = sum(getattr(s, "rows" if name == "packs" else name) for s in shards)
         must = f"total {name} must be the sum over shards"
@@ -338,11 +354,17 @@ def _check_shard(shard: ShardInfo, manifest: Manifest, where: str) -> None:
         require(False, f"{where}, row group {bad}", must, figures)
 
 
-def check_column(name: str, type_name: str, types: Collection[str], where: str) -> None:
-    """Raises :class:`FormatError` unless name and type of a further column are allowed."""
-    unused = name not in ("", *COLUMNS)
-    require(unused, where, "its name must be its own", {"name": quote(name)})
-    require_known(where, "its type", types, type_name)
+def check_columns(names: Iterable[str], where: str) -> None:
+    """Raises :class:`FormatError` unless the names of further columns are allowed."""
+    for name in names:
+        ok = COLUMN_NAME.fullmatch(name.removeprefix("_")) and name not in COLUMNS
+        must = "columns must have names of their own, of letters, digits and _, a letter first"
+        require(bool(ok), where, must, {"name": quote(name)})
+
+
+def known_columns(columns: Mapping[str, str], types: Collection[str]) -> dict[str, str]:
+    """Returns the further columns, name to type, that this release reads; others are skipped."""
+    return {n: t for n, t in columns.items() if t in types and not n.startswith("_")}
 
 
 def require_different_paths(paths: Sequence[str], where: str) -> None:

@@ -12,12 +12,13 @@ import orjson
 import pyarrow as pa
 
 from packstore.errors import CompatibilityError, UnsupportedFormatError, quote, sentence
-from packstore.format.schema import CARRY_TYPES, KINDS, list_of
+from packstore.format.schema import ANY, CARRY_TYPES, KINDS, list_of
 from packstore.format.typed_json import Positive, Sha256, Whole, decode, require, require_known
 from packstore.io.manifest.manifest import (
     Manifest,
-    check_column,
+    check_columns,
     dump_json,
+    known_columns,
     require_different_paths,
 )
 from packstore.io.manifest.stored_file import StoredFile
@@ -62,6 +63,11 @@ class SideManifest:
     shards: tuple[SideShard, ...]  # in any order
 
     @property
+    def known(self) -> dict[str, str]:
+        """The columns that this release reads, name to type."""
+        return known_columns(self.columns, SIDE_TYPES)
+
+    @property
     def examples(self) -> int:
         """Number of examples with values."""
         return sum(s.rows for s in self.shards)
@@ -73,9 +79,11 @@ class SideManifest:
 
     @property
     def schema(self) -> pa.Schema:
-        """The Arrow schema of the shards."""
+        """The Arrow schema of the shards; columns of a later release have type `ANY`."""
         fields = [pa.field("example_ids", pa.int64(), nullable=False)]
-        fields += [pa.field(n, SIDE_TYPES[t], nullable=False) for n, t in self.columns.items()]
+        for name in self.columns:
+            type_ = SIDE_TYPES[self.known[name]] if name in self.known else ANY
+            fields.append(pa.field(name, type_, nullable=type_ == ANY))
         return pa.schema(fields, {"packstore.side_version": str(SIDE_VERSION)})
 
     def to_json(self) -> bytes:
@@ -100,9 +108,9 @@ class SideManifest:
     def check(self, where: str) -> None:
         """Raises :class:`FormatError` if its parts contradict each other."""
         require(bool(self.columns), where, "it must have a column", {"columns": "none"})
+        check_columns(self.columns, where)
         for name, type_name in self.columns.items():
             place = f"{where}, column {quote(name)}"
-            check_column(name, type_name, SIDE_TYPES, place)
             must = f"{REF_LOGPS}, and no other column, must have type list<float32>"
             ok = (name == REF_LOGPS) == (type_name == "list<float32>")
             require(ok, place, must, {"type": quote(type_name)})

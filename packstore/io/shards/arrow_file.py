@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import struct
+from collections.abc import Sequence
 
 import pyarrow as pa
 
@@ -29,7 +30,8 @@ _BLOCK = struct.Struct("<qi4xq")  # offset, bytes of its metadata, bytes of its 
 class ArrowFile:
     """Schema and byte ranges from the verified footer of an Arrow file, from its table on."""
 
-    def __init__(self, footer: bytes, shard: ShardInfo) -> None:
+    def __init__(self, footer: bytes, shard: ShardInfo, names: Sequence[str]) -> None:
+        self.names = names  # of the columns to read
         # The batches of this file cannot be read, but its schema can.
         self.schema = pa.ipc.open_file(pa.BufferReader(_MAGIC + b"\0\0" + footer)).schema
         blocks = _blocks(footer[:-_TAIL])

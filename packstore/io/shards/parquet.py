@@ -45,11 +45,11 @@ class ParquetShard:
     Thread-safe.
     """
 
-    def __init__(self, footer: bytes, shard: ShardInfo) -> None:
+    def __init__(self, footer: bytes, shard: ShardInfo, names: Sequence[str]) -> None:
         self._metadata = pq.read_metadata(pa.BufferReader(b"PAR1" + footer))
         self.schema = self._metadata.schema.to_arrow_schema()
         self.num_groups = self._metadata.num_row_groups
-        self._shard = shard
+        self._shard, self.names = shard, names  # of the columns to read
         self._ranges: dict[int, tuple[int, int]] = {}
         self._lock = threading.Lock()
         self._slice = _FileSlice(shard.bytes)
@@ -63,9 +63,8 @@ class ParquetShard:
         metadata, groups = self._metadata.row_group(group), self._shard.row_groups
         rows, tokens = int(groups.rows[group]), int(groups.tokens[group])
         # Most values: two per token (spans), or one more than tokens in each pack (boundaries).
-        check_group(metadata, rows, rows + 2 * tokens)
-        places = [self.schema.names.index(name) for name in columns or ()]
-        part = byte_range(metadata, self._shard.bytes, places)
+        check_group(metadata, rows, rows + 2 * tokens, self.names)
+        part = byte_range(metadata, self._shard.bytes, columns)
         if columns is None:
             self._ranges[group] = part
         return part
@@ -76,7 +75,7 @@ class ParquetShard:
         with self._lock:
             self._slice.hold(data, start)
             try:
-                return read_group(self._file, group)
+                return read_group(self._file, group, self.names)
             finally:
                 self._slice.hold(b"", 0)
 
@@ -90,9 +89,14 @@ class ParquetShard:
         return read_group(open_parquet(part, self._metadata, page_checksums=True), group, names)
 
 
-def check_group(group: pq.RowGroupMetaData, rows: int, values: int = MAX_VALUES) -> None:
-    """Refuses a row group with other rows, too many values in a column, or a dictionary."""
-    columns = [group.column(i) for i in range(group.num_columns)]
+def check_group(
+    group: pq.RowGroupMetaData,
+    rows: int,
+    values: int = MAX_VALUES,
+    names: Sequence[str] | None = None,
+) -> None:
+    """Refuses a row group with other rows, too many values, or a dictionary, in columns to read."""
+    columns = _chunks(group, names)
     size = sum(column.total_uncompressed_size for column in columns)
     most, limit = max(column.num_values for column in columns), min(values, MAX_VALUES)
     top = MAX_GROUP_BYTES
@@ -111,15 +115,22 @@ def check_group(group: pq.RowGroupMetaData, rows: int, values: int = MAX_VALUES)
 
 
 def byte_range(
-    group: pq.RowGroupMetaData, size: int, columns: Sequence[int] = ()
+    group: pq.RowGroupMetaData, size: int, columns: Sequence[str] | None = None
 ) -> tuple[int, int]:
-    """Returns the bytes, start and end, of contiguous column chunks, default all, in a file."""
-    chunks = [group.column(i) for i in columns or range(group.num_columns)]
+    """Returns the bytes, start and end, of contiguous columns, default all, in a file."""
+    chunks = _chunks(group, columns)
     start = min(c.data_page_offset for c in chunks)
     end = max(c.data_page_offset + c.total_compressed_size for c in chunks)
     if not 0 <= start < end <= min(size, start + MAX_GROUP_BYTES):
         raise IntegrityError(f"its bytes {start} to {end} must lie in the file")
     return start, end
+
+
+def _chunks(group: pq.RowGroupMetaData, names: Sequence[str] | None) -> list[Any]:
+    chunks = [group.column(i) for i in range(group.num_columns)]
+    if names is None:
+        return chunks
+    return [chunk for chunk in chunks if chunk.path_in_schema.partition(".")[0] in names]
 
 
 def open_parquet(

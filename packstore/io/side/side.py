@@ -19,13 +19,26 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from packstore.config import fingerprint
-from packstore.errors import CompatibilityError, ConfigError, FormatError, IntegrityError, sentence
+from packstore.errors import (
+    CompatibilityError,
+    ConfigError,
+    FormatError,
+    IntegrityError,
+    quote,
+    sentence,
+)
 from packstore.format.arrays import Column, Float32, Int64, ragged_indices, to_offsets
-from packstore.format.schema import KINDS, as_numpy
+from packstore.format.schema import KINDS, as_numpy, same_schema
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.manifest.commit import DATA, FOLDER, commit, read_committed, require_committed
 from packstore.io.manifest.manifest import Manifest
-from packstore.io.manifest.side_manifest import REF_LOGPS, SIDE, SideManifest, SideShard
+from packstore.io.manifest.side_manifest import (
+    REF_LOGPS,
+    SIDE,
+    SIDE_TYPES,
+    SideManifest,
+    SideShard,
+)
 from packstore.io.manifest.stored_file import decoding, read_stored
 from packstore.io.shards.parquet import OPTIONS, check_group
 from packstore.io.store.location import Location
@@ -82,6 +95,12 @@ class SideWriter:
         )
         head = self._manifest
         head.check(self._location.display)
+        if later := sorted(columns.keys() - head.known.keys()):
+            must = (
+                f"columns must begin with a letter, and have a type among: {', '.join(SIDE_TYPES)}"
+            )
+            found = f"{quote(later[0])} of type {quote(columns[later[0]])}"
+            raise FormatError(sentence(self._location.display, must, found))
         self._run = fingerprint([head.fingerprint, head.columns, head.provenance])[:12]
         opened = writing(self._location, overwrite, "side data", SIDE)
         with contextlib.ExitStack() as stack:
@@ -207,13 +226,13 @@ class Side:
                 source = pa.BufferReader(data)
                 file = pq.ParquetFile(source, page_checksum_verification=True, pre_buffer=False)
                 rows, schema = file.metadata.num_rows, file.schema_arrow
-                fits = schema.equals(self.manifest.schema, check_metadata=True)
-                if not fits or rows != shard.rows:
+                if not same_schema(schema, self.manifest.schema) or rows != shard.rows:
                     must = f"it must have {shard.rows} rows of the columns that the manifest tells"
                     raise IntegrityError(sentence(where, must, str((rows, schema.names))))
+                names = ["example_ids", *self.manifest.known]
                 for group in map(file.metadata.row_group, range(file.num_row_groups)):
-                    check_group(group, group.num_rows)
-                (batch,) = file.read(use_threads=False).combine_chunks().to_batches()
+                    check_group(group, group.num_rows, names=names)
+                (batch,) = file.read(names, use_threads=False).combine_chunks().to_batches()
                 batch.validate(full=True)
             yield batch
 
@@ -253,7 +272,7 @@ class SideTable:
                 raise IntegrityError(sentence(self.url, "example ids must be distinct", first))
             self._columns: dict[str, Any] = {}
             self._offsets = _NO_IDS
-            for name, type_name in side.manifest.columns.items():
+            for name, type_name in side.manifest.known.items():
                 arrays = [b.column(name) for b in batches]
                 if name == REF_LOGPS:
                     self._load_lists(arrays, order)

@@ -12,7 +12,7 @@ from packstore.config import TokenizeConfig
 from packstore.config.record_shapes import FEEDBACK, ID_SPELLINGS, LABELS, MEANINGFUL, SPELLINGS
 from packstore.errors import ConfigError, quote, sentence
 from packstore.format.arrays import MAX_FIELDS, Column
-from packstore.format.schema import COLUMNS
+from packstore.format.schema import COLUMN_NAME, COLUMNS
 from packstore.tokenizer.chat.messages import is_empty, parsed_json
 from packstore.tokenizer.records.sequences import unwrapped
 from packstore.tokenizer.refusals import Refused
@@ -185,9 +185,13 @@ def parse_carry(config: TokenizeConfig) -> dict[str, str]:
         if written not in TYPES:
             must = f"a type must be one of: {', '.join(TYPES)}"
             raise ConfigError(sentence("setting carry", must, quote(written)))
-        if name in COLUMNS or name in types or not name:
-            must = "a name must not be empty, named twice, or a column of the format"
+        if name in COLUMNS or name in types:
+            must = "a name must not be named twice, or a column of the format"
             raise ConfigError(sentence("setting carry", must, quote(name)))
+        if not COLUMN_NAME.fullmatch(name):
+            must = "a name must be letters a to z, digits and _, and begin with a letter"
+            do = "Rename the field in the input"
+            raise ConfigError(sentence("setting carry", must, quote(name), do))
         types[name] = written
     return types
 

@@ -69,10 +69,10 @@ class SideColumns:
 
     def __init__(self, dataset: Dataset, sides: Sequence[Side | str | PathLike[str]]) -> None:
         self.sides = [s if isinstance(s, Side) else open_side(str(s)) for s in sides]
-        taken = set(dataset.manifest.carry)
+        taken = set(dataset.manifest.carried)
         for side in self.sides:
             check_side(side.manifest, dataset.manifest, side.url)
-            for name in side.manifest.columns:
+            for name in side.manifest.known:
                 if name in taken:
                     raise ConfigError(f"two columns of the joined packs are named {quote(name)}.")
                 taken.add(name)
@@ -93,7 +93,7 @@ class SideColumns:
         sequences = np.cumsum([len(p.lengths) for p in packs])[:-1]
         for side, table in zip(self.sides, self._tables, strict=True):
             rows = table.find(ids)
-            for name in side.manifest.columns:
+            for name in side.manifest.known:
                 if name == REF_LOGPS:
                     values = np.split(table.ref_logps(rows, counts), sequences)
                     pairs = zip(packs, values, strict=True)
@@ -151,7 +151,7 @@ class StoredPacks:
     def columns(self) -> set[str]:
         """Names of the columns that packs carry, and of those that are joined to them."""
         sides = [] if self.side is None else self.side.sides
-        return {*self.dataset.manifest.carry}.union(*(side.manifest.columns for side in sides))
+        return {*self.dataset.manifest.carried}.union(*(side.manifest.known for side in sides))
 
     @property
     def _order(self) -> PackOrder:

@@ -100,7 +100,7 @@ def evaluate(
             with lower():
                 check_arithmetic(joined, model)
     grouped = GroupedMetrics(loss_fn, dataset, by)
-    examples = ExampleRows(loss_fn, dataset.manifest.carry) if rows else None
+    examples = ExampleRows(loss_fn, dataset.manifest.carried) if rows else None
     with evaluating(*models):
         figures = evaluate_batches(policy, loader, grouped, online, device, lower, examples)
     if examples is not None:

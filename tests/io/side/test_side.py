@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from forged import fit
 from places import Files, edit_manifest, manifest_path
 from small_jobs import write_jsonl
 
@@ -168,8 +171,10 @@ def test_the_writer_that_commits_first_wins(ds, place, caplog) -> None:
     ("columns", "provenance", "message"),
     [
         ({}, {}, "it must have a column"),
-        ({"reward": "float32"}, {}, "its name must be its own"),
-        ({"x": "float16"}, {}, "its type must be one of"),
+        ({"reward": "float32"}, {}, "names of their own"),
+        ({"x.y": "float32"}, {}, "names of their own"),
+        ({"x": "float16"}, {}, "a type among: string, int64"),
+        ({"_x": "float32"}, {}, "must begin with a letter"),
         ({"x": "list<float32>"}, {}, "and no other column"),
         ({"ref_logps": "float32"}, {}, "and no other column"),
         ({"x": "float32"}, {"model": object()}, "must be a text, a number, a boolean or null"),
@@ -317,3 +322,26 @@ def test_lineage_of_a_dataset_that_tells_none(ds, tmp_path) -> None:
     once_more = packstore.pack(again, str(tmp_path / "b"), pack_size=64)
     lineages = {d.manifest.lineage for d in (ds, again, once_more)}
     assert lineages == {ds.manifest.fingerprint}
+
+
+def test_columns_of_a_later_release_are_skipped(ds, tmp_path) -> None:
+    """Of a type or under a name that is not known; what is known is joined."""
+    url = derived(str(tmp_path / "side"), ds, {"ref_logps": "list<float32>", "bool": "bool"})
+    place = Path(url)
+    (path,) = place.glob("data/*")
+    table = pq.read_table(path)
+    trees = pa.array([[[1, 2]]] * len(table), pa.list_(pa.list_(pa.int16())))
+    table = table.append_column(pa.field("tree", trees.type, nullable=False), trees)
+    table = table.append_column(pa.field("_kl", pa.bool_(), nullable=False), table["bool"])
+    pq.write_table(table, path, compression="zstd", use_dictionary=False)
+
+    def change(manifest: Any) -> None:
+        manifest["columns"] |= {"tree": "list<list<int16>>", "_kl": "bool"}
+        fit(manifest["shards"][0], path.read_bytes())
+
+    edit_manifest(url, change, manifest_path(1, "side"))
+    for packs in joined(ds, url):
+        expected = values_of(packs.example_ids, packs.num_responses)
+        np.testing.assert_array_equal(packs.ref_logps, expected["ref_logps"])
+        np.testing.assert_array_equal(packs.columns["bool"], expected["bool"])
+        assert packs.columns.keys() == {"bool"}
