@@ -242,6 +242,7 @@ def _partitions(
         reading = partial(in_task, read)
         keyed = run(reading, slices) if in_tasks else read(slices, run, totals.keyed)
         keys, ids = zip(*keyed, strict=True)
+        totals.keyed(sum(map(len, keys)) if in_tasks else 0, 0, last=True)
         there = np.empty(0, np.uint64) if known is None else known
         before = np.full(len(there), -1)
         repeated = list(duplicates([there, *keys], [before, *ids])[1:])

@@ -159,6 +159,11 @@ class RecordExampleReader:
         with ThreadPoolExecutor(SIZES_AT_ONCE) as pool:
             return list(pool.map(lambda item: item.location.size(), self.inputs))
 
+    @property
+    def size(self) -> int | None:
+        """Bytes of the files; the number of records in memory, if known."""
+        return sum(self.sizes) if self.inputs else self._reader.records
+
     @cached_property
     def partitions(self) -> int:
         """Number of partitions: as set, else one per :data:`PARTITION_BYTES` of the files."""
@@ -232,7 +237,8 @@ class DatasetExampleReader:
         self.vocab_size = manifest.vocab_size
         self._dataset, self._config = dataset, config
         self._groups: Sequence[int] = range(len(dataset.row_groups))
-        self.is_large = dataset.row_groups.examples.sum() > MANY
+        self.size = int(dataset.row_groups.examples.sum())
+        self.is_large = self.size > MANY
         self.inputs: tuple[Input, ...] = ()
         self.paths: dict[int, str] = {}
         self.partitions = _only_one(config)

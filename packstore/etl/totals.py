@@ -36,22 +36,37 @@ class Contents:
 
 
 class Counting:
-    """Reports the progress over all partitions: records read, packs written."""
+    """Reports the progress over all partitions: records read, packs written.
 
-    def __init__(self, report: Progress | None = None) -> None:
+    `size`: bytes of the input, or its records, if known; each partition has about the same.
+    """
+
+    def __init__(
+        self, report: Progress | None = None, size: int | None = None, partitions: int = 1
+    ) -> None:
         self._report: Progress = report or (lambda *_: None)
+        self._size, self._each = size or 0, (size or 0) // partitions
         self._total: int | None = None
-        self._keys = self._read = self._written = 0
+        self._keys = self._read = (0, 0)  # records, and their size
+        self._written = 0
 
-    def keyed(self, examples: int) -> None:
-        """Adds examples of the pass that reads only keys."""
-        self._keys += examples
-        self._report("compare", self._keys, None, "records")
+    def keyed(self, examples: int, size: int, last: bool = False) -> None:
+        """Adds examples of the pass that reads only keys, like :meth:`read`."""
+        self._keys = self._sum("compare", self._keys, examples, size, last)
 
-    def read(self, records: int, last: bool = False) -> None:
-        """Adds records; `last`: no more will follow."""
-        self._read += records
-        self._report("read", self._read, self._read if last else None, "records")
+    def read(self, records: int, size: int = 0, last: bool = False) -> None:
+        """Adds records, and their size in the input; `last`: no more will follow."""
+        self._read = self._sum("read", self._read, records, size, last)
+
+    def _sum(
+        self, stage: str, before: tuple[int, int], records: int, size: int, last: bool = False
+    ) -> tuple[int, int]:
+        records, size = before[0] + records, before[1] + size
+        total = records if last else None
+        if not last and self._size and size:  # an estimate never says that it is the end
+            total = max(records + 1, round(records * self._size / size))
+        self._report(stage, records, total, "records")
+        return records, size
 
     def wrote(self, packs: int, left: int | None = None) -> None:
         """Adds packs; `left`: number of packs still to write, if known."""
@@ -66,7 +81,7 @@ class Counting:
 
     def add_finished(self, contents: Contents, packs: int) -> None:
         """Adds a partition that was made elsewhere, or before."""
-        self.read(contents.tally.read)
+        self.read(contents.tally.read, self._each)
         self.add(contents)
         self.wrote(packs)
 
@@ -82,7 +97,7 @@ class RecordTotals(Counting):
         rejects: RejectsFile,
         progress: Progress | None,
     ) -> None:
-        super().__init__(progress)
+        super().__init__(progress, reader.size, config.partitions or 1)
         self._jobs, self._reader, self._config, self._rejects = jobs, reader, config, rejects
         self._kept = dict.fromkeys(jobs, 0)
         self._tally = Tally()

@@ -122,17 +122,18 @@ def blocks_of(
 
 def in_turn(
     work: Callable[[Block], Any], pairs: Iterable[tuple[Owner, Block]], run: Run
-) -> Iterator[tuple[Owner, Any]]:
-    """Yields each owner with the result of `work` on its block."""
-    owners: deque[Owner] = deque()
+) -> Iterator[tuple[Owner, Any, int]]:
+    """Yields each owner with the result of `work` on its block, and the bytes of that."""
+    owners: deque[tuple[Owner, int]] = deque()
 
     def blocks() -> Iterator[Block]:
         for owner, block in pairs:
-            owners.append(owner)
+            owners.append((owner, block.bytes))
             yield block
 
     for result in run(work, blocks()):
-        yield owners.popleft(), result
+        owner, size = owners.popleft()
+        yield owner, result, size
 
 
 def read_keys(
@@ -140,14 +141,14 @@ def read_keys(
     config: PackConfig,
     partitions: Sequence[Sequence[Slice]],
     run: Run,
-    on_keys: Callable[[int], None] = lambda _: None,
+    on_keys: Callable[[int, int], None] = lambda *_: None,
 ) -> Iterator[tuple[U64, Int64]]:
     """Yields the keys that `dedup` compares, uint64 `[n]`, and example ids of each partition."""
     keys = [[np.empty(0, np.uint64)] for _ in partitions]
     ids = [[np.empty(0, np.int64)] for _ in partitions]
     pairs = blocks_of(enumerate(partitions), config)
-    for number, (examples, _) in in_turn(tokenize, pairs, run):
+    for number, (examples, _), size in in_turn(tokenize, pairs, run):
         keys[number].append(dedup_keys(examples, config))
         ids[number].append(examples.example_ids)
-        on_keys(examples.num_examples)
+        on_keys(examples.num_examples, size)
     yield from zip(map(np.concatenate, keys), map(np.concatenate, ids), strict=True)

@@ -92,6 +92,11 @@ class Spilled:
             spill.close()
 
 
+Group = tuple[list[Spilled | Partition], Iterable[tuple[Spilled, Part, int]]]
+"""Partitions that are read together, and the parts of those that are not there yet, with the bytes
+of the input that each part took."""
+
+
 class PackPartitions:
     """Packs and writes partitions. Picklable, for the tasks of a cluster.
 
@@ -120,7 +125,7 @@ class PackPartitions:
         at_once = -(-(self._config.partitions or 1) // PASSES)
         remaining, collects = iter(items), self._config.rejects is not None
 
-        def groups() -> Iterator[tuple[list[Spilled | Partition], Iterable[tuple[Spilled, Part]]]]:
+        def groups() -> Iterator[Group]:
             while batch := list(itertools.islice(remaining, at_once)):
                 group = [
                     taken_over(self._notes, item, self._hashes, collects) or self._begin(item)
@@ -136,11 +141,11 @@ class PackPartitions:
         """Yields the only partition, of examples that come from no files: it cannot be resumed."""
         tokenized = iter(parts)  # refuses settings before there is a folder to remove
         only = self._begin((0, (), None))
-        return self._made([([only], ((only, part) for part in tokenized))], counting)
+        return self._made([([only], ((only, part, part[1].read) for part in tokenized))], counting)
 
     def _made(
         self,
-        groups: Iterable[tuple[list[Spilled | Partition], Iterable[tuple[Spilled, Part]]]],
+        groups: Iterable[Group],
         counting: Counting,
     ) -> Iterator[Partition]:
         """Writes the partitions of each group while those of the next one are read."""
@@ -149,11 +154,11 @@ class PackPartitions:
         def read() -> Iterator[list[Spilled | Partition]]:
             for group, parts in groups:
                 with contextlib.closing(ahead(parts)) as tokenized:
-                    for partition, part in tokenized:
+                    for partition, part, size in tokenized:
                         if stop.is_set():
                             return
                         partition.add(part)
-                        counting.read(part[1].read)
+                        counting.read(part[1].read, size)
                 yield group
 
         try:

@@ -16,7 +16,7 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO
+from typing import Any
 
 import pyarrow as pa
 
@@ -78,6 +78,7 @@ class Block:
     first: int
     records: int
     payload: Any = field(repr=False)
+    bytes: int = 0  # of its file, approximately
 
     def parse(self) -> Rows:
         """Returns its records."""
@@ -92,6 +93,7 @@ class InputReader:
     iterable of records, or an open binary stream of JSON lines. `config`: `fields` and `carry`
     decide which CSV columns are not text.
     `inputs` are its files, `paths` those of each ordinal; `ends`: it is known to be finite;
+    `records`: number of its records if it is not in files and that is known, else None;
     `sources`: path, bytes, sha256 and records of each input read to its end.
     """
 
@@ -130,7 +132,9 @@ class InputReader:
         self.inputs = tuple(inputs)
         paths = [self._memory[0]] if self._memory else [item.path for item in inputs]
         self.paths = dict(enumerate(paths))
-        self.ends = self._memory is None or is_table(source) or hasattr(source, "__len__")
+        sized = self._memory is not None and hasattr(source, "__len__")
+        self.records = len(source) if sized else None
+        self.ends = self._memory is None or is_table(source) or sized
 
     def __iter__(self) -> Iterator[Block]:
         self.sources = []
@@ -153,7 +157,7 @@ class InputReader:
                 form.check(raw, item.path)
                 raw.seek(0)
             hashed = HashedStream(raw)
-            stream: BinaryIO = decompressed(hashed, item.compression, item.path)
+            stream: Any = decompressed(hashed, item.compression, item.path)
             if form.check and (item.compression or item.location.local_path is None):
                 copy = stack.enter_context(tempfile.TemporaryFile())
                 with as_storage_errors("write", tempfile.gettempdir(), {}):
@@ -165,9 +169,15 @@ class InputReader:
                     pass
                 raw.seek(0)
                 stream = raw
+            reached = 0.0
             for piece in form.read(stream, item.path, self._options):
                 records += piece.records
-                yield Block(item.ordinal, item.path, item.format, form.unit, *piece)
+                if piece.share is None:
+                    reached = hashed.bytes * stream.tell() / stream.raw.tell()
+                else:
+                    reached += hashed.bytes * piece.share
+                size = round(reached * piece.records / records)
+                yield Block(item.ordinal, item.path, item.format, form.unit, *piece[:3], size)
         self._note(item.path, hashed.bytes, hashed.hash, records)
 
     def _read_memory(self, path: str, values: Iterable[object]) -> Iterator[Block]:
@@ -176,7 +186,7 @@ class InputReader:
             records += piece.records
             size += len(piece.payload)
             digest.update(piece.payload)
-            yield Block(0, path, "jsonl", UNITS[path], *piece)
+            yield Block(0, path, "jsonl", UNITS[path], *piece[:3])
         self._note(path, size, digest, records)
 
     def _read_stream(self, path: str, stream: Any) -> Iterator[Block]:
@@ -186,7 +196,7 @@ class InputReader:
         lines = decompressed(hashed, COMPRESSIONS.get(suffix_of(raw.peek(8))), path)
         for piece in FORMATS.load("jsonl").read(lines, path, self._options):
             records += piece.records
-            yield Block(0, path, "jsonl", UNITS[path], *piece)
+            yield Block(0, path, "jsonl", UNITS[path], *piece[:3])
         raw.detach()  # otherwise it would close the stream
         self._note(path, hashed.bytes, hashed.hash, records)
 
@@ -204,6 +214,10 @@ class HashedStream(io.RawIOBase):
     def readable(self) -> bool:
         """Always."""
         return True
+
+    def tell(self) -> int:
+        """Returns the number of bytes read."""
+        return self.bytes
 
     def readinto(self, buffer: Any) -> int:
         """Fills the start of `buffer`; returns how much."""

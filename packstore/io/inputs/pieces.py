@@ -21,6 +21,7 @@ class Piece(NamedTuple):
     first: int
     records: int
     payload: Any
+    share: float | None = None  # of a file that is not read from begin to end
 
 
 def cut(records: Iterable[Any], block_bytes: int, size: Callable[[Any], int]) -> Iterator[Piece]:

@@ -7,7 +7,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, BinaryIO
 
 import pyarrow as pa
@@ -89,9 +89,11 @@ def _plain_value(value: Any) -> object:
 
 
 def _read_arrow(stream: BinaryIO, path: str, options: ReadOptions) -> Iterator[Piece]:
+    size = stream.seek(0, os.SEEK_END)
     reader = _arrow(stream, path)
     with _as_input_error(path, _ARROW):
-        yield from _pieces(_batches(reader), path, options.block_bytes)
+        batches = _batches(reader)
+        yield from _pieces(batches, path, options.block_bytes, lambda _: stream.tell() / size)
 
 
 def _arrow(stream: BinaryIO, path: str) -> Any:
@@ -123,7 +125,9 @@ def _read_parquet(stream: BinaryIO, path: str, options: ReadOptions) -> Iterator
         how = {"buffer_size": 1 << 20, "pre_buffer": False}
         file = pq.ParquetFile(stream, metadata=metadata, **how)
         rows = BATCH_BYTES // _largest_dictionary(stream, metadata)
-        yield from _pieces(file.iter_batches(max(rows, 1)), path, options.block_bytes)
+        batches = file.iter_batches(max(rows, 1))
+        reached = (1 / max(metadata.num_rows, 1)).__mul__
+        yield from _pieces(batches, path, options.block_bytes, reached)
 
 
 def _footer(stream: BinaryIO, path: str) -> pq.FileMetaData:
@@ -165,15 +169,24 @@ def _largest_dictionary(stream: BinaryIO, metadata: pq.FileMetaData) -> int:
     return largest
 
 
-def _pieces(batches: Iterable[pa.RecordBatch], path: str, block_bytes: int) -> Iterator[Piece]:
-    """Yields the rows of all batches as pieces of Arrow IPC bytes."""
-    first = 0
+def _pieces(
+    batches: Iterable[pa.RecordBatch], path: str, block_bytes: int, reached: Callable[[int], float]
+) -> Iterator[Piece]:
+    """Yields the rows of all batches as pieces of Arrow IPC bytes.
+
+    `reached` returns the part of the file that was read, for a number of rows.
+    """
+    first, before = 0, 0.0
     for batch in batches:
+        end = reached(first + batch.num_rows)
+        share = (end - before) / max(batch.num_rows, 1)
+        before = end
         for part in _cut(_plain(batch, path), block_bytes):
             sink = pa.BufferOutputStream()
             with pa.ipc.new_stream(sink, part.schema) as writer:
                 writer.write_batch(part)
-            yield Piece(first, part.num_rows, sink.getvalue().to_pybytes())
+            payload = sink.getvalue().to_pybytes()
+            yield Piece(first, part.num_rows, payload, share * part.num_rows)
             first += part.num_rows
 
 
