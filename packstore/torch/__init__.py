@@ -23,7 +23,8 @@ from packstore.torch.logprobs.head import Head, PackedPolicy, find_head, packed_
 from packstore.torch.logprobs.logprobs import segment_logps, segment_token_counts
 from packstore.torch.losses.divisor import StepDivisor
 from packstore.torch.losses.first_step_check import FirstStepCheck
-from packstore.torch.losses.loss import LossOutput, PreferenceLoss, count_step
+from packstore.torch.losses.loss import PreferenceLoss
+from packstore.torch.losses.step_loss import LossOutput, count_step
 from packstore.torch.metrics import Metrics
 from packstore.torch.models.compatibility import check_model, check_tokenizer
 from packstore.torch.models.load import compile_layers

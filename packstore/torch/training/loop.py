@@ -13,7 +13,7 @@ from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.data.loader import PackedDataLoader
 from packstore.torch.losses.figures import GroupedMetrics
 from packstore.torch.losses.first_step_check import FirstStepCheck
-from packstore.torch.losses.loss import count_step
+from packstore.torch.losses.step_loss import count_step
 from packstore.torch.metrics import Metrics, all_reduce_sums
 from packstore.torch.training.checkpoint import best_checkpoint, prune, read_state, save_checkpoint
 from packstore.torch.training.evaluate import evaluate_batches

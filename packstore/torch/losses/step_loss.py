@@ -1,0 +1,224 @@
+"""The base of losses: a sum, divided by its count over the whole optimizer step."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from packstore.errors import ConfigError, quote, sentence
+from packstore.torch.batch.batch import PackedBatch
+from packstore.torch.batch.layout import owners
+from packstore.torch.losses.divisor import StepDivisor, check_accumulation
+from packstore.torch.losses.formulas import is_number
+from packstore.torch.metrics import SumAndCount, all_reduce_sums, distributed
+from packstore.torch.models.routers import carried
+
+Gradients = Literal["mean", "sum"]
+
+PASS_COUNT = "Pass what count_step(batches, loss_fn) gives, or a StepDivisor with examples"
+
+
+@dataclass(frozen=True, eq=False)
+class LossOutput:
+    """The part of an optimizer step's loss that a batch contributes; all tensors are scalars.
+
+    Attributes:
+        loss: ``loss_sum`` plus the weighted SFT term and router losses, each divided by its count
+            over the whole optimizer step, or by the given divisor. Call ``backward()`` on it.
+        loss_sum, count: sum of the losses of all pairs, and their number.
+        sft_sum, sft_count: the same of the SFT term, or None.
+        metrics: name -> (sum, count), without gradient; :class:`~packstore.torch.Metrics` adds
+            them over batches and ranks.
+        router_sum, router_count: sum over examples of the load-balancing loss of experts, each the
+            mean over an example's sequences, and their number; or None.
+    """
+
+    loss: Tensor
+    loss_sum: Tensor
+    count: Tensor
+    sft_sum: Tensor | None
+    sft_count: Tensor | None
+    metrics: Mapping[str, SumAndCount]
+    router_sum: Tensor | None = None
+    router_count: Tensor | None = None
+
+
+class StepLoss(ABC):
+    """A loss that weighs the same in any pack, batch or rank.
+
+    Args:
+        router_aux_loss_coef: weight of the load-balancing loss of experts.
+        gradients: how gradients are reduced over ranks.
+    """
+
+    sft_weight: float = 0.0
+
+    def __init__(self, router_aux_loss_coef: float | None, gradients: Gradients) -> None:
+        check_weight("router_aux_loss_coef", router_aux_loss_coef or 0)
+        self.router_aux_loss_coef = router_aux_loss_coef
+        self.gradients = choice("gradients", gradients, get_args(Gradients))
+
+    @abstractmethod
+    def count(self, batch: PackedBatch) -> StepDivisor:
+        """Counts what a batch adds to the divisor of its optimizer step; needs no log-probs."""
+
+    @abstractmethod
+    def planned(self, batch: PackedBatch) -> StepDivisor | None:
+        """Returns the divisor of the batch's step; None if the loader did not count it."""
+
+    @abstractmethod
+    def by_example(self, batch: PackedBatch) -> bool:
+        """True if the loss of this batch is divided by a number of examples."""
+
+    def _divided(
+        self,
+        logps: Tensor,
+        batch: PackedBatch,
+        divisor: StepDivisor | Tensor | float | None,
+        output: Callable[[Any, Any], LossOutput],
+    ) -> LossOutput:
+        """Adds router losses to `output`, made from the divisors of the loss and its SFT term."""
+        if logps.requires_grad:
+            check_accumulation(batch, divided=divisor is not None)
+        count, sft_count, examples = self._divisors(batch, divisor)
+        out = output(count, sft_count)
+        routers = _router_term(logps, batch, self.router_aux_loss_coef)
+        if routers is None:
+            return replace(out, metrics=_detached(out.metrics))
+        if count is not None and examples is None:
+            if not self.by_example(batch):
+                needed = "router losses are divided by the number of examples"
+                raise ConfigError(sentence("divisor", needed, "another count alone", PASS_COUNT))
+            examples = count
+        coefficient, term = routers
+        added = coefficient * divide(term, examples)
+        total, number = out.metrics["loss"]
+        whole = total + added.detach() * (number.clamp(min=1) if count is None else count)
+        metrics = _detached({**out.metrics, "loss": (whole, number), "aux_loss": term})
+        loss = out.loss + added
+        return replace(out, loss=loss, router_sum=term[0], router_count=term[1], metrics=metrics)
+
+    def _divisors(
+        self, batch: PackedBatch, divisor: StepDivisor | Tensor | float | None
+    ) -> tuple[Any, Any, Any]:
+        """Divisors of the pairs, of the SFT term and of router losses; None: their own counts."""
+        if divisor is None and (step := batch.step) is not None:
+            planned = self.planned(batch)
+            if planned is not None:
+                divisor = planned.averaged(step.ranks if self.gradients == "mean" else 1)
+            elif step.batches * step.ranks > 1:
+                rule = "a loss must be divided by the count of its whole optimizer step"
+                given = f"{step.batches} batches on {step.ranks} ranks that nobody counted"
+                remedy = (
+                    "Pass divisor=count_step(batches, loss_fn).averaged(ranks) with all batches of "
+                    "the step, or pack the data anew: the pack index then counts them"
+                )
+                raise ConfigError(sentence(repr(self), rule, f"a step of {given}", remedy))
+        if divisor is None:
+            return None, None, None
+        if not isinstance(divisor, StepDivisor):
+            divisor = StepDivisor(divisor)  # type: ignore[arg-type]
+        if self.sft_weight and divisor.sft_count is None:
+            rule = "the SFT term needs a count of its own"
+            raise ConfigError(sentence("divisor", rule, "none", PASS_COUNT))
+        return divisor.count, divisor.sft_count, divisor.examples
+
+
+def count_step(
+    batches: Sequence[PackedBatch],
+    loss_fn: StepLoss,
+    *,
+    group: Any = None,
+    device: torch.device | None = None,
+) -> StepDivisor:
+    """Counts an optimizer step, over its batches and all ranks; a collective call.
+
+    Args:
+        batches: this rank's batches of the step, maybe none; one suffices if its loader counted
+            the step.
+        loss_fn: the loss.
+        group: the data-parallel process group; default: all ranks, if torch.distributed runs.
+        device: device that the group communicates from, which with NCCL is the rank's GPU;
+            default: that of the batches. Counting batches on the CPU waits for no device.
+
+    Raises:
+        ConfigError: the batches belong to different steps, or some of an uncounted step are
+            missing.
+    """
+    steps = [batch.step for batch in batches if batch.step is not None]
+    if len(indices := {step.index for step in steps}) > 1:
+        raise ConfigError(
+            f"count_step: batches must be of one optimizer step; found steps {sorted(indices)}."
+        )
+    planned = loss_fn.planned(batches[0]) if batches else None
+    if planned is not None:
+        return planned
+    numbers = {step.batch for step in steps}
+    if steps and numbers != set(range(steps[0].batches)):
+        rule = f"it must get all {steps[0].batches} batches of the step, which nobody counted"
+        remedy = "Collect them until step.last"
+        raise ConfigError(sentence("count_step", rule, str(len(numbers)), remedy))
+    counts = [loss_fn.count(batch) for batch in batches]
+    if not distributed():
+        device = None  # the counts are numbers already
+    elif device is None and batches:
+        device = batches[0].weights.device
+    sums = [sum(x or 0 for x in each) for each in zip(*map(astuple, counts), strict=True)]
+    count, sft_count, examples = all_reduce_sums(sums or [0, 0, 0], group, device)
+    divisor = StepDivisor(count, sft_count if loss_fn.sft_weight else None, examples)
+    return divisor.at_least_one()
+
+
+def divide(term: SumAndCount, divisor: Tensor | float | None) -> Tensor:
+    """Returns sum / count, or sum / divisor; an empty sum gives 0."""
+    total, count = term
+    return total / (count.clamp(min=1) if divisor is None else divisor)
+
+
+def _detached(metrics: Mapping[str, SumAndCount]) -> dict[str, SumAndCount]:
+    return {name: (total.detach(), count.detach()) for name, (total, count) in metrics.items()}
+
+
+def _router_term(
+    logps: Tensor, batch: PackedBatch, coefficient: float | None
+) -> tuple[float, SumAndCount] | None:
+    """Weight and term of the router losses that log-probs carry, if they are to be added."""
+    losses = carried(logps) if logps.requires_grad else None
+    if losses is None:
+        if coefficient and logps.requires_grad:
+            where = f"router_aux_loss_coef {coefficient}"
+            rule = "log-probs of a policy must carry router losses"
+            remedy = "Use packed_logps, with a model whose config has that coefficient above 0"
+            raise ConfigError(sentence(where, rule, "none", remedy))
+        return None
+    if len(losses.values) != batch.num_segments:
+        rule = f"must be one number for each of the batch's {batch.num_segments} segments"
+        raise ConfigError(sentence("router losses", rule, str(len(losses.values))))
+    coefficient = losses.coefficient if coefficient is None else coefficient
+    if not coefficient:
+        return None
+    responses = batch.num_responses.long()
+    example = owners(responses, batch.num_segments)
+    sums = losses.values.new_zeros(len(responses)).index_add(0, example, losses.values)
+    weights = batch.weights.to(sums)
+    return coefficient, ((sums / responses * weights).sum(), weights.sum())
+
+
+def choice(name: str, value: Any, choices: tuple[Any, ...]) -> Any:
+    """Returns the value of a setting; refuses one that is none of the choices."""
+    if value not in choices:
+        raise ConfigError(
+            f"{name} must be one of: {', '.join(map(str, choices))}; found {quote(value)}."
+        )
+    return value
+
+
+def check_weight(name: str, weight: float) -> None:
+    """Refuses a weight of a term that is no number of at least 0."""
+    if not (is_number(weight) and weight >= 0):
+        raise ConfigError(f"{name} must be at least 0; found {quote(weight)}.")
