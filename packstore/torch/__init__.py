@@ -24,6 +24,8 @@ from packstore.torch.logprobs.logprobs import segment_logps, segment_token_count
 from packstore.torch.losses.divisor import StepDivisor
 from packstore.torch.losses.first_step_check import FirstStepCheck
 from packstore.torch.losses.loss import PreferenceLoss
+from packstore.torch.losses.pairs import Pairs
+from packstore.torch.losses.policy import PolicyLoss, Tokens
 from packstore.torch.losses.step_loss import LossOutput, count_step
 from packstore.torch.metrics import Metrics
 from packstore.torch.models.compatibility import check_model, check_tokenizer
@@ -56,9 +58,12 @@ __all__ = [
     "PackedLoss",
     "PackedPolicy",
     "PackedTrainerMixin",
+    "Pairs",
+    "PolicyLoss",
     "PreferenceLoss",
     "SideWriter",
     "StepDivisor",
+    "Tokens",
     "check_isolation",
     "check_model",
     "check_reference",

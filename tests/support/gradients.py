@@ -22,11 +22,16 @@ def take_gradients(model: nn.Module) -> dict[str, Tensor]:
 
 def alone(model: Any, examples: Examples) -> Iterator[tuple[Tensor, int]]:
     """Log-prob and number of supervised tokens of each sequence, fed to the model by itself."""
+    return ((logps.sum(), len(logps)) for logps in tokens_alone(model, examples))
+
+
+def tokens_alone(model: Any, examples: Examples) -> Iterator[Tensor]:
+    """Log-probs of the supervised tokens of each sequence, fed to the model by itself."""
     for first, last in pairwise(examples.sequence_offsets.tolist()):
         ids = torch.from_numpy(examples.input_ids[first:last].astype(np.int64))
         on = torch.from_numpy(examples.supervised[first:last].copy())[1:]
         logps = model(input_ids=ids[None], use_cache=False).logits[0, :-1].log_softmax(-1)
-        yield logps.gather(1, ids[1:, None])[:, 0][on].sum(), int(on.sum())
+        yield logps.gather(1, ids[1:, None])[:, 0][on]
 
 
 def recompute_layers(model: nn.Module, reentrant: bool = False) -> None:

@@ -49,7 +49,8 @@ class StepInfo:
         ranks: number of ranks that share the step.
         packs: packs of the whole step, counted alike; None: unknown.
         counts: other divisors of losses for the whole step, with the names of
-            :data:`packstore.format.arrays.COUNTS`; None: unknown.
+            :data:`packstore.format.arrays.COUNTS`, and of what was packed in memory also
+            `sequences` and their supervised `tokens`; None: unknown.
     """
 
     index: int

@@ -81,6 +81,7 @@ def pack_in_memory(
     if ref_logps is not None:
         packs = replace(packs, ref_logps=ref_logps.reshape(-1, 2)[made.order].reshape(-1))
     counts = dict(zip(COUNTS, count_packs(packs, kind).sum(0).tolist(), strict=True))
+    counts |= {"tokens": int(packs.supervised.sum()), "sequences": len(packs.lengths)}
     batches = -(-len(packs) // world_size)
 
     def batch(number: int) -> PackedBatch:

@@ -133,13 +133,15 @@ def _factors(model: Any) -> tuple[float, float | None]:
 def packed_logps(model: nn.Module, batch: PackedBatch, **settings: Any) -> Tensor:
     """Computes the log-probs of a batch's segments, `[S]` in nats, without making the logits.
 
+    With `per_token`, those of its supervised tokens, `[n]`, in the order of ``batch.target_index``.
+
     With gradients enabled, those of a model whose config asks for a load-balancing loss of its
     experts carry that loss to :class:`~packstore.torch.PreferenceLoss`.
 
     Args:
         model: a Hugging Face causal LM prepared by :func:`use_packed_attention`.
         batch: the batch, on the model's device.
-        settings: `chunk_size`, `keep_logits` and `backend` of :func:`segment_logps`.
+        settings: `chunk_size`, `keep_logits`, `backend`, `per_token` of :func:`segment_logps`.
 
     Raises:
         CompatibilityError: the head is not a plain one, see :func:`find_head`; the routers do not
@@ -160,14 +162,14 @@ def packed_logps(model: nn.Module, batch: PackedBatch, **settings: Any) -> Tenso
 
 
 class PackedPolicy(nn.Module):
-    """A causal LM whose forward call takes a batch and returns its segments' log-probs, `[S]`.
+    """A causal LM whose forward call takes a batch and returns what :func:`packed_logps` does.
 
     Wrap this module in DDP or FSDP, or pass it to Accelerate: the head then runs inside the
     forward call that the wrapper sees, and gradients are reduced as for any other module.
 
     Args:
         model: a Hugging Face causal LM prepared by :func:`use_packed_attention`.
-        settings: `chunk_size`, `keep_logits` and `backend` of :func:`segment_logps`.
+        settings: `chunk_size`, `keep_logits`, `backend`, `per_token` of :func:`segment_logps`.
 
     Raises:
         CompatibilityError: as :func:`packed_logps`; compile this module, not the model.
@@ -187,7 +189,7 @@ class PackedPolicy(nn.Module):
         unwrapped(self.model).tie_weights()
 
     def forward(self, batch: PackedBatch) -> Tensor:
-        """Computes the log-probs `[S]` in nats; the batch may be on any device."""
+        """Computes the log-probs in nats; the batch may be on any device."""
         batch = batch.to(next(self.model.parameters()).device)
         return _logps(self.model, batch, **self.settings)
 

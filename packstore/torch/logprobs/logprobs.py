@@ -1,4 +1,4 @@
-"""Log-probs of segments, from logits, or from hidden states without making the logits.
+"""Log-probs of segments or tokens, from logits, or from hidden states without making the logits.
 
 The logits of 8192 tokens over a vocabulary of 128k are 4 GiB in float32, and autograd keeps about
 three times that. :func:`segment_logps` with `hidden` projects only the tokens that predict a
@@ -32,6 +32,7 @@ def segment_logps(
     chunk_size: int | None = None,
     keep_logits: bool = False,
     backend: str = "eager",
+    per_token: bool = False,
 ) -> Tensor:
     """Sums the log-probs of the supervised tokens of each segment, in nats.
 
@@ -53,10 +54,11 @@ def segment_logps(
             two anyhow.
         backend: with `hidden`, what computes the elementwise passes: `eager` (torch), or `triton`
             on CUDA devices, one kernel a pass; float64 inputs always take `eager`.
+        per_token: return the log-prob of each token of ``batch.target_index`` instead, `[n]`.
 
     Returns:
-        `[S]`, float32 (float64 from float64 inputs). Computed and summed in at least float32; a GPU
-        multiplies half-precision operands, under autocast also for float32 weights.
+        `[S]` or `[n]`, float32 (float64 from float64 inputs). Computed and summed in at least
+        float32; a GPU multiplies half-precision operands, under autocast also for float32 weights.
 
     Raises:
         ConfigError: not exactly one of `logits` and `hidden` with `weight` is given, or shapes do
@@ -95,17 +97,19 @@ def segment_logps(
             raise ConfigError(f"segment_logps: {names} go with hidden only.")
         exact = rows.to(exact_dtype(rows))
         logps = exact.log_softmax(-1).gather(-1, targets.ids[:, None]).squeeze(-1)
+    if per_token:
+        return logps
     # In float32 the sum of 1024 tokens is off by 2e-3; float64 costs nothing at this size.
-    sums = _by_segment(batch, logps.to(wide_dtype(logps.device)))
+    sums = by_segment(batch, logps.to(wide_dtype(logps.device)))
     return sums.to(logps.dtype, copy=True)  # FSDP warns of views
 
 
 def segment_token_counts(batch: TokenRow) -> Tensor:
     """Counts the supervised tokens of each segment, int64 `[S]`: the divisor of averaged losses."""
-    return _by_segment(batch, torch.ones_like(batch.targets.segments))
+    return by_segment(batch, torch.ones_like(batch.targets.segments))
 
 
-def _by_segment(batch: TokenRow, values: Tensor) -> Tensor:
-    """Sums of values of the targets by segment, `[S]`."""
+def by_segment(batch: TokenRow, values: Tensor) -> Tensor:
+    """Sums values of the targets, `[n]`, by segment, `[S]`."""
     zeros = values.new_zeros(batch.num_segments + 1)
     return zeros.index_add(0, batch.targets.segments, values)[:-1]

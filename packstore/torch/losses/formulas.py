@@ -23,7 +23,10 @@ from packstore.errors import ConfigError, UnknownNameError, quote, sentence
 from packstore.registry import Registry
 from packstore.torch.losses.pairs import Pairs
 
-Names = str | Mapping[str, float | Mapping[str, float]]
+Name = str | Callable[..., Tensor]
+"""A loss of this file, or a function ``(pairs, **parameters)`` that returns the losses `[n]`."""
+
+Names = Name | Mapping[Any, float | Mapping[str, float]]
 """One loss; or name -> weight, or name -> ``weight`` (default 1) and parameters of that term."""
 
 
@@ -33,12 +36,12 @@ class Variant:
 
     function: Callable[..., Tensor]
     reference: bool
-    averaged: bool
+    averaged: bool = False
 
     @property
     def defaults(self) -> dict[str, float]:
         """Its parameters."""
-        return self.function.__kwdefaults__ or {}
+        return getattr(self.function, "__kwdefaults__", None) or {}
 
     def __call__(self, pairs: Pairs, **parameters: Any) -> Tensor:
         """Returns the losses, `[n]`."""
@@ -57,12 +60,13 @@ def _bernoulli_kl(p: Tensor, log_q: Tensor | float, log_not_q: Tensor | float) -
     return p.sigmoid() * (logsigmoid(p) - log_q) + (-p).sigmoid() * (logsigmoid(-p) - log_not_q)
 
 
-def _bounded_exp(x: Tensor) -> Tensor:
-    """``e^min(x, 80)``: float32 would overflow above."""
+def bounded_exp(x: Tensor) -> Tensor:
+    """Returns ``e^min(x, 80)``: float32 would overflow above."""
     return x.clamp(max=80).exp()
 
 
-def _between(loss: str, name: str, value: float, low: float, high: float) -> float:
+def between(loss: str, name: str, value: float, low: float, high: float) -> float:
+    """Returns a parameter of a loss; refuses one outside of its range."""
     if not low <= value <= high:
         raise ConfigError(f"loss {loss!r}: {name} must lie in {low}..{high}; found {value}.")
     return value
@@ -87,7 +91,7 @@ def dpo_norm(pairs: Pairs, *, beta: float = 0.1) -> Tensor:
 @_loss()
 def cdpo(pairs: Pairs, *, beta: float = 0.1, label_smoothing: float = 0.1) -> Tensor:
     """``-(1 - e) log s(b d) - e log s(-b d)``, e = `label_smoothing` in 0..0.5."""
-    e = _between("cdpo", "label_smoothing", label_smoothing, 0, 0.5)
+    e = between("cdpo", "label_smoothing", label_smoothing, 0, 0.5)
     x = beta * pairs.d
     return -(1 - e) * logsigmoid(x) - e * logsigmoid(-x)
 
@@ -98,7 +102,7 @@ def robust(pairs: Pairs, *, beta: float = 0.1, label_smoothing: float = 0.1) -> 
 
     Source: Chowdhury et al. 2024, arXiv 2403.00409.
     """
-    e = _between("robust", "label_smoothing", label_smoothing, 0, 0.49)
+    e = between("robust", "label_smoothing", label_smoothing, 0, 0.49)
     x = beta * pairs.d
     return (-(1 - e) * logsigmoid(x) + e * logsigmoid(-x)) / (1 - 2 * e)
 
@@ -210,7 +214,7 @@ def exo_pair(pairs: Pairs, *, beta: float = 0.1, label_smoothing: float = 1e-3) 
 
     Source: Ji et al. 2024, arXiv 2402.00856.
     """
-    e = _between("exo_pair", "label_smoothing", label_smoothing, 1e-12, 0.5)
+    e = between("exo_pair", "label_smoothing", label_smoothing, 1e-12, 0.5)
     return _bernoulli_kl(beta * pairs.d, math.log1p(-e), math.log(e))
 
 
@@ -244,7 +248,7 @@ def discopop(pairs: Pairs, *, beta: float = 0.1, tau: float = 0.05) -> Tensor:
 
     Source: Lu et al. 2024, arXiv 2406.08414, "log ratio modulated loss".
     """
-    tau = _between("discopop", "tau", tau, 1e-3, 1)
+    tau = between("discopop", "tau", tau, 1e-3, 1)
     x = beta * pairs.d
     # w e^-x as one exponential: for very negative x the factors would be 0 and infinity.
     return -(-x / tau).sigmoid() * logsigmoid(x) + (logsigmoid(x / tau) - x).exp()
@@ -256,7 +260,7 @@ def odpo(pairs: Pairs, *, beta: float = 0.1, alpha: float = 1.0) -> Tensor:
 
     Source: Amini et al. 2024, arXiv 2402.10571, with the logarithm as its f.
     """
-    alpha = _between("odpo", "alpha", alpha, 1e-6, 1e6)
+    alpha = between("odpo", "alpha", alpha, 1e-6, 1e6)
     return -logsigmoid(beta * pairs.d - alpha * pairs.dr.clamp(min=0).log())
 
 
@@ -266,7 +270,7 @@ def fdpo_forward_kl(pairs: Pairs, *, beta: float = 0.1) -> Tensor:
 
     Source: Wang et al. 2023, arXiv 2309.16240, table 1.
     """
-    return -logsigmoid(beta * (_bounded_exp(-pairs.v) - _bounded_exp(-pairs.u)))
+    return -logsigmoid(beta * (bounded_exp(-pairs.v) - bounded_exp(-pairs.u)))
 
 
 @_loss()
@@ -285,8 +289,8 @@ def fdpo_alpha(pairs: Pairs, *, beta: float = 0.1, alpha: float = 0.5) -> Tensor
     Source: Wang et al. 2023, arXiv 2309.16240, table 1, whose alpha is 1 - a; a = `alpha` in
     0..0.999, as in TRL.
     """
-    a = _between("fdpo_alpha", "alpha", alpha, 0, 0.999) - 1
-    return -logsigmoid(beta * (_bounded_exp(a * pairs.u) - _bounded_exp(a * pairs.v)) / a)
+    a = between("fdpo_alpha", "alpha", alpha, 0, 0.999) - 1
+    return -logsigmoid(beta * (bounded_exp(a * pairs.u) - bounded_exp(a * pairs.v)) / a)
 
 
 @_loss(reference=False)
@@ -351,28 +355,35 @@ class LossTerm:
 
 
 def make_terms(
-    names: Names, parameters: Mapping[str, float], average_logps: bool
+    names: Names, parameters: Mapping[str, float], average_logps: bool, reference: bool
 ) -> tuple[LossTerm, ...]:
-    """Makes the terms of a loss; at least one of them must take each of the `parameters`."""
-    mix = {names: 1.0} if isinstance(names, str) else names
-    if not isinstance(mix, Mapping) or not mix:
+    """Makes the terms of a loss; at least one of them must take each of the `parameters`.
+
+    `reference`: functions that are not of this file compare with a reference model.
+    """
+    mix = names if isinstance(names, Mapping) else {names: 1.0}
+    if not mix or not all(isinstance(name, str) or callable(name) for name in mix):
         raise ConfigError(
-            f"a loss must be a name, or a mix {{name: weight}}; found {quote(names)}."
+            f"a loss must be a name, a function, or a mix {{name: weight}}; found {quote(names)}."
         )
-    defaults = {name: _variant(name).defaults for name in mix}
-    of_any = {p: v for each in defaults.values() for p, v in each.items()}
-    _check_known(" + ".join(mix), parameters, of_any)
+    variants = {
+        name_of(x): _variant(x) if isinstance(x, str) else Variant(x, reference) for x in mix
+    }
+    if len(variants) < len(mix):
+        raise ConfigError("the functions of a mix must differ in __name__, which names metrics.")
+    of_any = {p: v for each in variants.values() for p, v in each.defaults.items()}
+    _check_known(" + ".join(variants), parameters, of_any)
     terms = []
-    for name, entry in mix.items():
+    for (name, variant), entry in zip(variants.items(), mix.values(), strict=True):
         special = dict(entry) if isinstance(entry, Mapping) else {"weight": entry}
         weight = special.pop("weight", 1.0)
         if not is_number(weight) or weight < 0:
             raise ConfigError(
                 f"loss {name!r}: its weight in a mix must be at least 0; found {quote(weight)}."
             )
-        shared = {p: v for p, v in parameters.items() if p in defaults[name]}
-        terms.append(_term(name, weight, {**shared, **special}, average_logps))
-    if len(terms) > 1 and "sft" in mix:
+        shared = {p: v for p, v in parameters.items() if p in variant.defaults}
+        terms.append(_term(name, variant, weight, {**shared, **special}, average_logps))
+    if len(terms) > 1 and sft in variants.values():
         raise ConfigError("'sft' has a count of its own in a mix: give its weight as sft_weight.")
     return tuple(terms)
 
@@ -389,21 +400,32 @@ def _variant(name: str) -> Variant:
     return LOSSES.load(name)
 
 
-def _term(name: str, weight: float, given: Mapping[str, float], average_logps: bool) -> LossTerm:
-    variant = LOSSES.load(name)
+def _term(
+    name: str, variant: Variant, weight: float, given: Mapping[str, float], average_logps: bool
+) -> LossTerm:
+    parameters = check_parameters(name, variant, given)
+    if average_logps and (variant.averaged or name == "sft"):
+        where, rule = f"loss {name!r}", "average_logps goes with losses on sums over tokens"
+        remedy = "Use sft_average for it" if name == "sft" else "Leave average_logps out"
+        raise ConfigError(sentence(where, rule, "one that says itself how it averages", remedy))
+    variant(Pairs(*[torch.zeros(0)] * 8), **parameters)  # variants check the ranges themselves
+    if getattr(variant.function, "__module__", None) != __name__:
+        draws = torch.rand(8, 3, generator=torch.Generator().manual_seed(0)).double() + 1
+        draws[:4] *= -1  # log-probs
+        rows = [Pairs(*draws[:, [i]]) for i in range(3)]
+        check_function(f"loss {name!r}", lambda x: variant(x, **parameters), Pairs(*draws), rows)
+    return LossTerm(name, variant, parameters, weight, average_logps or variant.averaged)
+
+
+def check_parameters(name: str, variant: Variant, given: Mapping[str, float]) -> dict[str, float]:
+    """Returns all parameters of a loss; refuses unknown ones and what is no number."""
     _check_known(name, given, variant.defaults)
     for parameter, value in given.items():
         if not is_number(value):
             raise ConfigError(f"loss {name!r}: {parameter} must be a number; found {quote(value)}.")
         if parameter == "beta" and value <= 0:
             raise ConfigError(f"loss {name!r}: beta must be above 0; found {value}.")
-    if average_logps and (variant.averaged or name == "sft"):
-        where, rule = f"loss {name!r}", "average_logps goes with losses on sums over tokens"
-        remedy = "Use sft_average for it" if name == "sft" else "Leave average_logps out"
-        raise ConfigError(sentence(where, rule, "one that says itself how it averages", remedy))
-    parameters = {**variant.defaults, **given}
-    variant(Pairs(*[torch.zeros(0)] * 8), **parameters)  # variants check the ranges themselves
-    return LossTerm(name, variant, parameters, weight, average_logps or variant.averaged)
+    return {**variant.defaults, **given}
 
 
 def _check_known(name: str, given: Iterable[str], known: Mapping[str, Any]) -> None:
@@ -413,6 +435,28 @@ def _check_known(name: str, given: Iterable[str], known: Mapping[str, Any]) -> N
                 f"loss {name!r} has no parameter {quote(parameter)}; "
                 f"it takes: {', '.join(known) or 'none'}."
             )
+
+
+def check_function(
+    where: str, function: Callable[[Any], Tensor], whole: Any, parts: Iterable[Any]
+) -> None:
+    """Refuses a function whose values of parts, concatenated, are not its values of the whole."""
+    values, apart = function(whole), [function(part) for part in parts]
+    fit = all(isinstance(x, Tensor) and x.dim() == 1 for x in (values, *apart))
+    if fit and (alone := torch.cat(apart)).shape == values.shape:
+        if torch.allclose(values, alone, equal_nan=True):
+            return
+        rule, value = "a value must not depend on what else is in the batch", "one that does"
+    else:
+        rule, value = "a function must return one value for each row of its input", "another shape"
+    raise ConfigError(
+        sentence(where, rule, value, "Return the losses [n], neither summed nor mean")
+    )
+
+
+def name_of(loss: Name) -> str:
+    """Returns the name of a loss or of a function."""
+    return loss if isinstance(loss, str) else getattr(loss, "__name__", type(loss).__name__)
 
 
 def is_number(value: Any) -> bool:

@@ -29,14 +29,16 @@ Reduction = Literal["sum", "pack_mean"]
 
 
 class PreferenceLoss(StepLoss):
-    """One of the losses of :data:`~packstore.torch.losses.formulas.LOSSES`, or a mix of them.
+    """A loss of :data:`~packstore.torch.losses.formulas.LOSSES`, one of your own, or a mix.
 
     Every pair weighs the same in any pack, batch or rank: each loss is divided by the count of the
     whole optimizer step, which a loader's batch carries.
 
     Args:
-        name: name of the loss; or a mix, name -> weight, as in ``{"dpo": 0.8, "bco_pair": 0.2}``,
-            or name -> ``{"weight": 0.8, "beta": 0.1}`` with parameters for that member alone.
+        name: name of the loss; or a function of :class:`~packstore.torch.Pairs` that returns their
+            losses `[n]`, whose keyword-only arguments are its parameters; or a mix, name or
+            function -> weight, as in ``{"dpo": 0.8, "bco_pair": 0.2}``, or -> ``{"weight": 0.8,
+            "beta": 0.1}`` with parameters for that member alone.
         sft_weight: weight of an added likelihood loss of the best response; 0: none.
         sft_average: how that loss (and the loss ``sft``) averages: ``token``, over all tokens;
             ``sequence_sum`` and ``sequence_mean``, sums or means of sequences, over sequences.
@@ -49,6 +51,7 @@ class PreferenceLoss(StepLoss):
         router_aux_loss_coef: weight of the load-balancing loss of experts, which log-probs of
             :func:`~packstore.torch.packed_logps` carry if the model's config asks for it; default:
             the config's coefficient; 0: none.
+        reference: False if a function of your own needs no reference model.
         gradients: how gradients are reduced over ranks: ``mean``, as in DDP and FSDP, or ``sum``.
             On one rank both are the same.
         parameters: parameters of the loss, such as `beta`; in a mix, of every member that takes
@@ -69,16 +72,17 @@ class PreferenceLoss(StepLoss):
         pairs: PairChoice = "best_vs_rest",
         reduction: Reduction = "sum",
         router_aux_loss_coef: float | None = None,
+        reference: bool = True,
         gradients: Gradients = "mean",
         **parameters: float,
     ) -> None:
         super().__init__(router_aux_loss_coef, gradients)
-        self.terms = make_terms(name, parameters, average_logps)
+        self.terms = make_terms(name, parameters, average_logps, reference)
         self.sft_weight = sft_weight
         self.sft_average = choice("sft_average", sft_average, get_args(SftAverage))
         self.pairs: PairChoice = choice("pairs", pairs, get_args(PairChoice))
         self.reduction = choice("reduction", reduction, get_args(Reduction))
-        self.only_sft = self.terms[0].name == "sft"
+        self.only_sft = self.terms[0].variant is sft
         choice("average_logps", average_logps, (True, False))
         check_weight("sft_weight", sft_weight)
         if not sft_weight + sum(m.weight for m in self.terms):
@@ -98,6 +102,11 @@ class PreferenceLoss(StepLoss):
     def reference(self) -> bool:
         """True if the loss compares with a reference model."""
         return any(member.variant.reference for member in self.terms)
+
+    @property
+    def _beta(self) -> float:
+        """Scale of the implicit rewards; 1 for a function without a beta."""
+        return self.terms[0].parameters.get("beta", 1.0)
 
     def __call__(
         self,
@@ -178,7 +187,7 @@ class PreferenceLoss(StepLoss):
         chosen, rejected, example, _ = self._pairs(batch, logps)
         pairs = sums.take(chosen, rejected)
         losses = self._total([member(pairs) for member in self.terms])
-        beta = self.terms[0].parameters["beta"]
+        beta = self._beta
         values = torch.stack([losses, beta * pairs.u, beta * pairs.v], 1)
         total = values.new_zeros(len(best), 3).index_add(0, example, values)
         count = values.new_zeros(len(best)).index_add(0, example, torch.ones_like(losses))
@@ -274,7 +283,7 @@ class PreferenceLoss(StepLoss):
     def _metrics(self, pairs: Pairs, weights: Tensor) -> dict[str, SumAndCount]:
         """Log-probs and rewards, ``beta * (policy - reference)``; of means too if the loss is."""
         values = {"logps/chosen": pairs.chosen, "logps/rejected": pairs.rejected}
-        seen, beta = {"rewards": pairs}, self.terms[0].parameters["beta"]
+        seen, beta = {"rewards": pairs}, self._beta
         if self.terms[0].averaged:
             seen["rewards_per_token"] = pairs.per_token()
         for name, each in seen.items():

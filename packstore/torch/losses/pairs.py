@@ -81,14 +81,10 @@ class SequenceSums(NamedTuple):
     def of(cls, logps: Tensor, batch: PackedBatch, ref_logps: Tensor | None) -> SequenceSums:
         """Combines log-probs `[S]` of policy and reference with the batch's counts and rewards."""
         for name, values in (("logps", logps), ("ref_logps", ref_logps)):
-            if values is not None and values.dtype.itemsize < 4:
-                rule = "log-probs must be float32, as 16 bits are off by a nat at 300 nats"
-                remedy = (
-                    "Under FSDP2, give fully_shard MixedPrecisionPolicy(param_dtype=torch.bfloat16,"
-                    " reduce_dtype=torch.float32, output_dtype=None, cast_forward_inputs=False)"
-                )
-                raise ConfigError(sentence(name, rule, str(values.dtype), remedy))
-            if values is not None and values.shape != (batch.num_segments,):
+            if values is None:
+                continue
+            check_precision(name, values)
+            if values.shape != (batch.num_segments,):
                 rule = f"must be one number for each of the batch's {batch.num_segments} segments"
                 raise ConfigError(sentence(name, rule, f"shape {tuple(values.shape)}"))
         return cls(
@@ -102,6 +98,18 @@ class SequenceSums(NamedTuple):
     def take(self, chosen: Tensor, rejected: Tensor) -> Pairs:
         """Returns the pairs of segments `chosen` and `rejected`, int64 `[n]` each."""
         return Pairs(*(values[side] for values in self for side in (chosen, rejected)))
+
+
+def check_precision(name: str, logps: Tensor) -> Tensor:
+    """Returns log-probs; refuses those in 16 bits."""
+    if logps.dtype.itemsize < 4:
+        rule = "log-probs must be float32, as 16 bits are off by a nat at 300 nats"
+        remedy = (
+            "Under FSDP2, give fully_shard MixedPrecisionPolicy(param_dtype=torch.bfloat16,"
+            " reduce_dtype=torch.float32, output_dtype=None, cast_forward_inputs=False)"
+        )
+        raise ConfigError(sentence(name, rule, str(logps.dtype), remedy))
+    return logps
 
 
 def index_pairs(batch: PackedBatch, choice: PairChoice) -> tuple[Tensor, Tensor, Tensor]:

@@ -191,7 +191,7 @@ def test_parameters_of_a_mix() -> None:
         ({"dpo": {"weight": "x"}}, {}, "its weight in a mix must be at least 0; found 'x'"),
         ({"dpo": True}, {}, "its weight in a mix must be at least 0; found True"),
         ({"dpo": 0.0}, {}, "weights of a loss must not all be 0"),
-        ({}, {}, r"must be a name, or a mix \{name: weight\}; found \{\}"),
+        ({}, {}, r"must be a name, a function, or a mix \{name: weight\}; found \{\}"),
         ({"dpo": 1, "sft": 1}, {}, "'sft' has a count of its own in a mix"),
         ("dpo", {"sft_weight": 1, "reduction": "pack_mean"}, "'pack_mean' has no token mean"),
     ],
