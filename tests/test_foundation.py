@@ -115,7 +115,7 @@ def test_seeds_are_stable_and_independent() -> None:
     assert abs(np.corrcoef(first, np.arange(1000))[0, 1]) < 0.1
 
 
-@given(st.permutations(range(7)), st.sampled_from(["preference", "sft", "ranked"]))
+@given(st.permutations(range(7)), st.sampled_from(["preference", "sft", "scored"]))
 def test_take_and_concat(order: list[int], kind: str) -> None:
     examples = random_examples(7, kind=kind)
     at = np.array(order, np.int64)

@@ -36,7 +36,7 @@ class SizeConfig(Settings):
 class TokenizeConfig(SizeConfig):
     """Settings by which a record becomes token ids and supervision."""
 
-    kind: Literal["auto", "preference", "sft", "ranked"] = setting(
+    kind: Literal["auto", "preference", "sft", "scored"] = setting(
         "auto", "of the records; auto: by the first"
     )
     fields: Mapping[str, str] = setting(

@@ -11,7 +11,7 @@ from functools import cached_property
 class Shape:
     """A shape of records."""
 
-    kind: str  # `ranked`, `preference` or `sft`
+    kind: str  # `scored`, `preference` or `sft`
     needs: Mapping[str, str]  # canonical field -> form of its value, a key of the forms below
     takes: Mapping[str, str]  # of fields that a record may have; further ones are named as not used
     becomes: str
@@ -41,16 +41,16 @@ def _pair(form: str, **others: str) -> dict[str, str]:
     return {**others, "chosen": form, "rejected": form}
 
 
-def _ranked(prompt: str, responses: str) -> dict[str, str]:
+def _scored(prompt: str, responses: str) -> dict[str, str]:
     return {"prompt": prompt, "responses": responses, "scores": "numbers"}
 
 
 SHAPES = (
-    Shape("ranked", _ranked("text", "texts"), {}, "prompt + response"),
-    Shape("ranked", _ranked("turns", "dialogues"), _CHAT, "the template of prompt + response"),
+    Shape("scored", _scored("text", "texts"), {}, "prompt + response"),
+    Shape("scored", _scored("turns", "dialogues"), _CHAT, "the template of prompt + response"),
     Shape(
-        "ranked",
-        _ranked("token ids", "lists of ids"),
+        "scored",
+        _scored("token ids", "lists of ids"),
         {"response_labels": "lists of labels"},
         "the ids as they are",
     ),

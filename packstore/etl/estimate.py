@@ -78,7 +78,7 @@ class Choice:
 class Estimate:
     """The result of :func:`estimate`."""
 
-    kind: str  # ``preference``, ``sft`` or ``ranked``
+    kind: str  # ``preference``, ``sft`` or ``scored``
     tally: Tally  # of the sample's records, without those too long
     sample: Sampling
     scale: float  # number of all records, divided by those of the sample

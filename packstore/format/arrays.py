@@ -169,7 +169,7 @@ class Packs:
         lengths: int32 `[S]`, logical length of each sequence.
         seq_boundaries: int32 `[S + P]`, each pack's segment offsets, from 0 to its token count.
         example_ids: int64 `[E]`.
-        num_responses: int32 `[E]`, K of each example (stored only for kind ``ranked``).
+        num_responses: int32 `[E]`, K of each example (stored only for kind ``scored``).
         token_offsets: int64 `[P + 1]`, offsets of the packs in `signed_ids`.
         sequence_offsets: int64 `[P + 1]`, offsets of the packs in `lengths`.
         example_offsets: int64 `[P + 1]`, offsets of the packs in `example_ids`.
@@ -395,8 +395,8 @@ def range_indices(starts: Int64, lengths: npt.NDArray[np.integer]) -> Int64:
 COUNTS = ("best_tokens", "pairs_best_vs_rest", "pairs_all", "pairs_adjacent")
 """Divisors of losses, stored so that a loader has those of a step before it reads the packs.
 
-Supervised tokens of each example's best sequence (the first one; for kind ``ranked`` the first of
-highest reward), and numbers of pairs. Pairs are counted for the three choices of kind ``ranked``,
+Supervised tokens of each example's best sequence (the first one; for kind ``scored`` the first of
+highest reward), and numbers of pairs. Pairs are counted for the three choices of kind ``scored``,
 where sequences of equal reward are never compared; 1 per example for kind ``preference``; 0 for
 kind ``sft``.
 """
@@ -412,8 +412,8 @@ def count_packs(packs: Packs, kind: str, segments: Int32 | None = None) -> Int64
     # As bytes to int32: it takes a third of the time.
     on = packs.supervised.view(np.int8)
     supervised = np.add.reduceat(on, edges[:-1], dtype=np.int32).astype(np.int64)
-    if kind == "ranked":
-        counted = _count_ranked(supervised, packs.reward, starts)
+    if kind == "scored":
+        counted = _count_pairs(supervised, packs.reward, starts)
         return np.add.reduceat(counted, firsts[:-1], axis=0)
     counts = np.empty((len(packs), len(COUNTS)), np.int64)
     counts[:, 0] = np.add.reduceat(supervised[starts], firsts[:-1])
@@ -421,14 +421,14 @@ def count_packs(packs: Packs, kind: str, segments: Int32 | None = None) -> Int64
     return counts
 
 
-def _count_ranked(supervised: Int64, rewards: Float32, starts: Int64) -> Int64:
+def _count_pairs(supervised: Int64, rewards: Float32, starts: Int64) -> Int64:
     sequences = np.arange(len(rewards))
     example = np.searchsorted(starts, sequences, side="right") - 1
     order = np.lexsort((-rewards, example))
-    ranked, first = rewards[order], starts[example]
-    falls = (sequences > first) & (ranked < np.roll(ranked, 1))
+    falling, first = rewards[order], starts[example]
+    falls = (sequences > first) & (falling < np.roll(falling, 1))
     # Start of each rank's run of equal rewards: all before it are better.
     runs = np.maximum.accumulate(np.where(falls | (sequences == first), sequences, 0))
-    of_places = np.stack([ranked < ranked[first], runs - first, falls], axis=1).astype(np.int64)
+    of_places = np.stack([falling < falling[first], runs - first, falls], axis=1).astype(np.int64)
     best = supervised[order[starts]]
     return np.column_stack([best, np.add.reduceat(of_places, starts, axis=0)])

@@ -24,7 +24,7 @@ FORMAT_VERSION = 1
 FEATURES = ("label_spans",)
 """Supported required features; a dataset that names another one is refused."""
 
-KINDS: dict[str, int | None] = {"preference": 2, "sft": 1, "ranked": None}
+KINDS: dict[str, int | None] = {"preference": 2, "sft": 1, "scored": None}
 """Kind -> K, the responses per example (None: stored per example in ``num_responses``)."""
 
 LAYOUTS = ("concat", "shared_prefix")

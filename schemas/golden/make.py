@@ -34,7 +34,7 @@ from packstore.pack.fill import fill
 Row = dict[str, Any]
 PACK_SIZE, VOCAB_SIZE = 96, 100
 EXAMPLES_PER_PACK = (3, 1, 2, 4, 1, 3)
-SIDES = ("preference-concat-plain", "ranked-shared_prefix-plain")
+SIDES = ("preference-concat-plain", "scored-shared_prefix-plain")
 CARRY = {"source": "string", "turns": "int64", "weight": "float64", "checked": "bool"}
 
 
@@ -79,7 +79,7 @@ def goldens() -> Iterator[Golden]:
         Golden, *zip(*itertools.product(KINDS, LAYOUTS, ("plain", "spans")), strict=True)
     )
     yield Golden("preference", "concat", "plain", "arrow")
-    yield Golden("ranked", "shared_prefix", "spans", "arrow")
+    yield Golden("scored", "shared_prefix", "spans", "arrow")
 
 
 def example(kind: str, number: int) -> list[Sequence]:
@@ -110,7 +110,7 @@ def row(golden: Golden, numbers: list[int]) -> Row:
     """The pack of these examples, as JSON values, with plain labels."""
     out: Row = {n: [] for n in ("input_ids", "labels", "reward", "lengths")}
     out |= {"seq_boundaries": [0], "example_ids": [ident(n) for n in numbers]}
-    if golden.kind == "ranked":
+    if golden.kind == "scored":
         out["num_responses"] = [len(example(golden.kind, n)) for n in numbers]
     for number in numbers:
         sequences = example(golden.kind, number)

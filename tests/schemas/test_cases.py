@@ -129,10 +129,10 @@ def test_a_column_is_missing_or_holds_nulls_or_has_another_type(
             assert not document.is_valid({**row, name: value})
 
 
-def test_counts_of_responses_are_for_kind_ranked(load: Load, validator: Validator) -> None:
+def test_counts_of_responses_are_for_kind_scored(load: Load, validator: Validator) -> None:
     row = load("cases/valid.json")["cases"][0]["rows"][0]
-    assert not validator("pack#/$defs/ranked").is_valid(row)
-    assert validator("pack#/$defs/ranked").is_valid({**row, "num_responses": [2]})
+    assert not validator("pack#/$defs/scored").is_valid(row)
+    assert validator("pack#/$defs/scored").is_valid({**row, "num_responses": [2]})
     assert not validator("pack#/$defs/preference").is_valid({**row, "num_responses": [2]})
 
 

@@ -60,7 +60,7 @@ def test_columns(prose: str, load: Load, kind: str, spans: bool) -> None:
     properties = load("pack.schema.json")["properties"]
     in_json = {name: p["x-arrow-type"] for name, p in properties.items()}
     del in_json["labels" if spans else "label_spans"]
-    if kind != "ranked":
+    if kind != "scored":
         del in_prose["num_responses"], in_json["num_responses"]
     arrow = schema.pack_schema(kind, "concat", label_spans=spans)
     real = {field.name: described(field) for field in arrow}

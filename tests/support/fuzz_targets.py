@@ -193,7 +193,7 @@ def shard_files(name: str) -> list[bytes]:
 
 
 PARQUET, ARROW = "preference-concat-plain", "preference-concat-plain-arrow"
-SPANS = "ranked-shared_prefix-spans"
+SPANS = "scored-shared_prefix-spans"
 TARGETS: dict[str, Target] = {
     "manifest": Target(read_manifest, lambda: files(f"v1/*/{MANIFEST}"), text=True),
     "side_manifest": Target(

@@ -32,7 +32,7 @@ CARRY = ("source:string", "turns:int64", "weight:float64", "checked:bool")
 SIDE = {"tag": "string", "score": "float64", "ref_logps": "list<float32>", "good": "bool"}
 COMBINATIONS = sorted(
     itertools.product(
-        *(("preference", "sft", "ranked"), ("concat", "shared_prefix"), ("plain", "spans")),
+        *(("preference", "sft", "scored"), ("concat", "shared_prefix"), ("plain", "spans")),
         *(("parquet", "arrow"), (False, True)),
     )
 )
@@ -304,7 +304,7 @@ def other_schema(batch: pa.RecordBatch, at: int, rng: random.Random) -> tuple[pa
         fields.append(fields[other])
         columns.append(columns[other])
     else:
-        metadata[rng.choice(list(metadata))] = rng.choice((b"", b"2", b"ranked", b"\xff"))
+        metadata[rng.choice(list(metadata))] = rng.choice((b"", b"2", b"scored", b"\xff"))
     schema = pa.schema(fields, metadata)
     return pa.RecordBatch.from_arrays(columns, schema=schema), f"{how} {at} {other}"
 

@@ -86,7 +86,7 @@ def as_templates_take(record, field):
 
 @pytest.mark.parametrize(("file", "name"), crossed(TEXT_FILES, [*ENDS]))
 def test_plain_text(tokenizer, records, pack, file, name):
-    some = records(file)[: 40 if "ranked" in file else 150]
+    some = records(file)[: 40 if "scored" in file else 150]
     packed = pack(tokenizer(name), *some)
     kept = [r for r in some if all(text.strip() for text in responses_of(r))]
     assert packed.dropped["empty_side"] == packed.dropped.total() == len(some) - len(kept)

@@ -31,7 +31,7 @@ def case(record: Any, expected: list[str], *noted: str, **settings: Any) -> Case
 
 def kind_of(record: Any) -> str:
     if "responses" in record:
-        return "ranked"
+        return "scored"
     single = {"messages", "completion", "input_ids", "text"}.intersection(record)
     return "sft" if single else "preference"
 
@@ -88,7 +88,7 @@ WITHOUT_SYSTEM = "messages if m.role != 'system'"
 BAD = {"prompt": "p", "completion": "b", "label": False}
 EMPTY_TURN = {"messages": [user("u"), said(""), user("v"), said("b")]}
 MERGED = {"merges": [("Ġ", "x")]}
-RANKED = {"prompt": "p", "responses": ["a", "b", "a"], "scores": [0, 2.5, 0]}
+SCORED = {"prompt": "p", "responses": ["a", "b", "a"], "scores": [0, 2.5, 0]}
 
 CASES = {
     "text": case(P, PLAIN),
@@ -249,14 +249,14 @@ CASES = {
     ),
     "a bad answer kept": case(BAD, ["p«b</s>»"], on={"unpaired_feedback": "keep"}),
     "a label of a pair": case({**P, "label": 0}, PLAIN),
-    "ranked": case(RANKED, ["p«a</s>»", "p«b</s>»", "p«a</s>»"]),
+    "scored": case(SCORED, ["p«a</s>»", "p«b</s>»", "p«a</s>»"]),
     "text under a chat template": case(P, PLAIN, "raw_text", **TURNS),
     "text that shall stay as it is": case(P, PLAIN, as_chat=False, **TURNS),
     "text as a chat": case(P, CHATTED, as_chat=True, **TURNS),
     "text as a chat, with a system turn": case(
         {**P, "system": "S"}, [f"[s]S<e>{turn}" for turn in CHATTED], as_chat=True, **TURNS
     ),
-    "answers as chats": case(RANKED, [f"[u]p<e>[a]«{x}<e>»" for x in "aba"], as_chat=True, **TURNS),
+    "answers as chats": case(SCORED, [f"[u]p<e>[a]«{x}<e>»" for x in "aba"], as_chat=True, **TURNS),
     "hh text as a chat": case(
         {"chosen": hh("q", "a", "r", "b"), "rejected": hh("q", "a", "r", "no", "?", "c")},
         ["[u]q<e>[a]a<e>[u]r<e>[a]«b<e>»", "[u]q<e>[a]a<e>[u]r<e>[a]«no<e>»[u]?<e>[a]«c<e>»"],
@@ -299,7 +299,7 @@ CASES = {
     ),
     "a prompt that ends in white space": case({**CHAT, "prompt": "p \n"}, CHATTED, **TURNS),
     "an empty prompt": case({**CHAT, "prompt": ""}, CHATTED, **TURNS),
-    "ranked responses that are JSON text": case(
+    "scored responses that are JSON text": case(
         {"prompt": "p", "responses": [json.dumps([said(x)]) for x in "cr"], "scores": [1, 0]},
         CHATTED,
         **TURNS,
@@ -363,7 +363,7 @@ REFUSED: dict[str, list[Any]] = {
         {"prompt": [5], "chosen": [7], "rejected": [99999]},  # outside the vocabulary
         ({"prompt": [1], "chosen": [2], "rejected": [3]}, {"as_chat": True}),
         {"prompt": "p", "responses": ["a"], "scores": [1]},
-        {**RANKED, "scores": [1]},
+        {**SCORED, "scores": [1]},
         {"input_ids": [1, 2], "labels": [1]},
         {"input_ids": [1, 2], "labels": [2, -100]},  # shifted
         {**P, "chosen": '[{"role": "assistant", "content": "'},
@@ -436,7 +436,7 @@ REFUSED: dict[str, list[Any]] = {
 }
 """Reason -> records that are refused for it, some with settings."""
 
-GOOD = {"preference": P, "sft": {"prompt": "p", "response": "a"}, "ranked": RANKED}
+GOOD = {"preference": P, "sft": {"prompt": "p", "response": "a"}, "scored": SCORED}
 
 
 STOPS = [name for name, reason in REASONS.items() if reason.answers[:1] == ("error",)]

@@ -51,7 +51,7 @@ ASK, A, B = asked("Q"), said("A"), said("B")
 PAIR = {"prompt": "Q", "chosen": "A", "rejected": "B"}
 CHATS = {"chosen": turns("Q", "A"), "rejected": turns("Q", "B")}
 ONE = {"prompt": "Q", "completion": "A"}
-RANKED = {"prompt": "Q", "responses": ["A", "B"]}
+SCORED = {"prompt": "Q", "responses": ["A", "B"]}
 HH = "\n\nHuman: Q\n\nAssistant: "
 TWO_OF_HH = {"chosen": HH + "A", "rejected": HH + "B"}
 
@@ -178,18 +178,18 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
         "messages are Python text, found … Write messages to a column by json.dumps",
     ),
     "pairs with a number for a prompt": ({**CHATS, "prompt": 3}, "prompt must be text or messages"),
-    # Ranked
-    "ranked": ({**RANKED, "scores": [2, 1]}, TEXTS),
-    "ranked chats": (
+    # Scored
+    "scored": ({**SCORED, "scores": [2, 1]}, TEXTS),
+    "scored chats": (
         {"prompt": [ASK], "responses": [[A], [B]], "scores": [2, 1], "system": "S"},
         AFTER_SYSTEM,
     ),
     "ranks": (
-        {**RANKED, "ranks": [1, 2]},
+        {**SCORED, "ranks": [1, 2]},
         "no field 'scores' among 'prompt', … (--field scores=NAME)",
     ),
     "OpenRLHF, scored": (
-        {**RANKED, "rewards": [0.5, 0.1]},
+        {**SCORED, "rewards": [0.5, 0.1]},
         "no field 'scores' among 'prompt', … (--field scores=NAME)",
     ),
     # Single answers

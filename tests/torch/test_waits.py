@@ -63,12 +63,12 @@ def test_a_planned_step(policy: Any, name: str, layout: Any) -> None:
 
 
 @pytest.mark.parametrize("pairs", ["best_vs_rest", "all", "adjacent"])
-def test_a_ranked_step_that_is_counted_before_it_is_copied(
+def test_a_step_of_scores_that_is_counted_before_it_is_copied(
     kit: SimpleNamespace, policy: Any, pairs: Any
 ) -> None:
     """And the figures of each example."""
     trained, loss_fn = policy("llama"), PreferenceLoss("dpo", pairs=pairs, sft_weight=0.2)
-    on_cpu = kit.row(4, kind="ranked")
+    on_cpu = kit.row(4, kind="scored")
     divisor = count_step([on_cpu], loss_fn, device=torch.device("meta"))
     assert divisor.count > 4
     batch = on_cpu.to("meta")

@@ -239,7 +239,7 @@ def _bounds(sizes: PackSizes, manifest: Manifest) -> Iterator[tuple[str, Int64, 
     most = tokens - examples  # no segment's first token is supervised
     ok = (best >= examples) & (best <= most)
     yield "best_tokens must be 1 to all but one of each example", best, ok
-    if manifest.kind == "ranked":
+    if manifest.kind == "scored":
         ok = (adjacent >= 0) & (adjacent <= rest) & (rest <= every) & (rest <= most)
         ok &= every <= tokens**2
     else:

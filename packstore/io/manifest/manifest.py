@@ -92,7 +92,7 @@ class Manifest:
 
     @property
     def num_responses(self) -> int | None:
-        """Number of sequences K of each example; None for kind ``ranked``, where it varies."""
+        """Number of sequences K of each example; None for kind ``scored``, where it varies."""
         return KINDS[self.kind]
 
     @property

@@ -53,7 +53,7 @@ class _Head(msgspec.Struct):
 class SideManifest:
     """Everything that a reader needs before it opens a shard."""
 
-    kind: str  # of the examples: `preference`, `sft` or `ranked`
+    kind: str  # of the examples: `preference`, `sft` or `scored`
     lineage: Sha256  # of the source dataset; see :attr:`Manifest.lineage`
     fingerprint: Sha256  # of that dataset
     columns: Mapping[str, str]  # name -> a name in `SIDE_TYPES`

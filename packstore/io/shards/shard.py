@@ -36,7 +36,7 @@ def crc32_of(data: Any, before: int = 0) -> int:
 class PackShape:
     """Properties shared by all packs of a dataset."""
 
-    kind: str  # `preference`, `sft` or `ranked`
+    kind: str  # `preference`, `sft` or `scored`
     layout: str  # `concat` or `shared_prefix`
     pack_size: int  # maximum tokens of a pack
     carry: Mapping[str, str]  # carried columns, name -> a name in `schema.CARRY_TYPES`

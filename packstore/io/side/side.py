@@ -129,7 +129,7 @@ class SideWriter:
             example_ids: int64 `[E]`.
             values: of every column: `[E]`, and of ``ref_logps`` float32 `[S]`, the sequences of
                 each example in order.
-            num_responses: int `[E]`, K of each example; needed only for kind ``ranked``.
+            num_responses: int `[E]`, K of each example; needed only for kind ``scored``.
         """
         head = self._manifest
         if values.keys() != head.columns.keys():
@@ -137,7 +137,7 @@ class SideWriter:
             raise ConfigError(f"a side dataset of columns {names} got {', '.join(values)}.")
         k = KINDS[head.kind]
         if num_responses is None and k is None:
-            raise ConfigError("examples of kind ranked need num_responses.")
+            raise ConfigError("examples of kind scored need num_responses.")
         counts = np.full(len(example_ids), k) if num_responses is None else num_responses
         ids = np.asarray(example_ids, np.int64)
         arrays = [pa.array(ids)]

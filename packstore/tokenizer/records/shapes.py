@@ -43,7 +43,7 @@ SHAPES_OF = {
         (shape for shape in SHAPES if shape.kind == kind),
         key=lambda shape: ids and not shape.holds_ids,
     )
-    for kind in ("ranked", "preference", "sft")
+    for kind in ("scored", "preference", "sft")
     for ids in (False, True)
 }
 """The shapes of a kind in order; of records that hold texts and ids, to read the ids."""
@@ -227,11 +227,11 @@ def _parse(fields: Fields, shape: Shape) -> Parsed:
     forms = {*shape.needs.values()}
     sides = [name for name in ("messages", "response", "chosen", "rejected") if name in shape.needs]
     responses = [fields.get(name, ids) for name in sides]
-    if shape.kind == "ranked":
+    if shape.kind == "scored":
         responses = fields.get("responses", ids)
     prompt: Any = fields.get("prompt", ids) if "prompt" in (*shape.needs, *shape.takes) else None
     rest: dict[str, Any] = {"rewards": [1.0]}
-    if shape.kind == "ranked":
+    if shape.kind == "scored":
         scores = _each(fields, "scores", responses)
         rest["rewards"] = [number(score, "a score") for score in scores]
     elif shape.kind == "preference":
@@ -275,7 +275,7 @@ def _ids(fields: Fields, shape: Shape, prompt: Any, responses: list[Any]) -> dic
         else:
             on = supervised_ids(whole, fields.get("labels"), "input_ids")
         return {"prompt": whole[:0], "responses": [whole], "supervised": [on]}
-    if shape.kind == "ranked":
+    if shape.kind == "scored":
         names = [f"response {i + 1}" for i in range(len(responses))]
         labels = _each(fields, "response_labels", responses)
     else:

@@ -81,7 +81,7 @@ class PackedBatch:
     computed on first access, on the device where the batch is by then.
 
     Attributes:
-        kind: ``preference``, ``sft`` or ``ranked``.
+        kind: ``preference``, ``sft`` or ``scored``.
         cu_seqlens: int32 `[S + 1]`, where each segment starts in the row.
         max_seqlen: longest segment.
         max_seqlen_k: longest logical sequence.
@@ -235,7 +235,7 @@ class PackedBatch:
 
     @cached_property
     def ranks(self) -> tuple[Float32, Int32]:
-        """`rewards` and `num_responses` on the CPU, by which ranked responses are compared.
+        """`rewards` and `num_responses` on the CPU, by which scored responses are compared.
 
         Read once; a batch that was copied to a device has brought them along.
         """
@@ -308,7 +308,7 @@ class PackedBatch:
         """Applies `change` to the tensors that exist; others are derived later."""
         # Derived first: the number of targets, derived on a GPU, would force a synchronisation.
         _ = self.target_index, self.weights, self.sources
-        if self.kind == "ranked":
+        if self.kind == "scored":
             _ = self.ranks
         own = {n: x for n, x in vars(self).items() if n != "layout"}
         every = (*own.values(), *self.columns.values())
@@ -345,7 +345,7 @@ def collate(
 
     Args:
         packs: the packs; a sequence of them is joined first.
-        kind: what an example is: ``preference``, ``sft`` or ``ranked``.
+        kind: what an example is: ``preference``, ``sft`` or ``scored``.
         ref_logps: float32 `[S]`, log-probs of a reference model in nats; default: the packs' own.
         sources: int64 `[P]`, the source of each pack in a mix; default: 0.
         step: the optimizer step that the batch belongs to.

@@ -136,7 +136,7 @@ class PackedDataset(IterableDataset[Packs]):
 
     @property
     def kind(self) -> str:
-        """``preference``, ``sft`` or ``ranked``."""
+        """``preference``, ``sft`` or ``scored``."""
         return self.stream.kind
 
     @property

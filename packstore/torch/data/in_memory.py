@@ -43,7 +43,7 @@ def pack_in_memory(
             tensors; or examples. Equal on every rank.
         pack_size: most tokens of a batch.
         layout: ``concat`` or ``shared_prefix``, which stores a prompt once for its responses.
-        kind: ``preference``, ``sft`` or ``ranked``; of records by default that of their fields.
+        kind: ``preference``, ``sft`` or ``scored``; of records by default that of their fields.
         fields: canonical name -> name in the records.
         carry: names of fields to carry into ``batch.columns``.
         rank, world_size: defaults as in :class:`~packstore.torch.PackedDataset`.
@@ -66,7 +66,7 @@ def pack_in_memory(
     if isinstance(records, Examples):
         examples = records
         if kind == "auto":
-            raise ConfigError("the kind of examples must be given: preference, sft or ranked.")
+            raise ConfigError("the kind of examples must be given: preference, sft or scored.")
     else:
         examples, ref_logps, kind = _examples(records, config)
     tokens = sizes(examples, layout)

@@ -35,7 +35,7 @@ class PackStream(Protocol):
 
     @property
     def kind(self) -> str:
-        """``preference``, ``sft`` or ``ranked``."""
+        """``preference``, ``sft`` or ``scored``."""
 
     @property
     def identity(self) -> Identity:

@@ -86,11 +86,11 @@ class PackCollator:
     """Lays packs, or records of token ids, end to end as one batch.
 
     Args:
-        kind: ``preference``, ``sft`` or ``ranked``.
+        kind: ``preference``, ``sft`` or ``scored``.
         config: for records, `layout`, `fields` and `carry`; their shapes are those of
             :func:`~packstore.torch.pack_in_memory`. Limits on number and length do not apply.
         loss_fn: the loss; required if it divides by something other than examples: tokens (`sft`),
-            ranked pairs, or packs.
+            scored pairs, or packs.
         max_length: most tokens of a prompt with one side, of records of pairs: ends are cut off,
             as by TRL's ``truncation_mode="keep_start"``; default: none.
 

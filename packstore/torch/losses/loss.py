@@ -43,7 +43,7 @@ class PreferenceLoss(StepLoss):
         sft_average: how that loss (and the loss ``sft``) averages: ``token``, over all tokens;
             ``sequence_sum`` and ``sequence_mean``, sums or means of sequences, over sequences.
         average_logps: compare means over tokens where the loss compares sums.
-        pairs: kind ``ranked`` only: ``best_vs_rest``, ``all`` pairs, or ``adjacent`` ranks; never
+        pairs: kind ``scored`` only: ``best_vs_rest``, ``all`` pairs, or ``adjacent`` ranks; never
             responses of equal reward. An example with more responses has more pairs.
         reduction: ``sum``; or ``pack_mean``, the mean over the pairs of each pack, averaged over
             packs, which is biased: a pair weighs more, the fewer share its pack (0.5 to 5.6 on real

@@ -115,7 +115,7 @@ def check_precision(name: str, logps: Tensor) -> Tensor:
 def index_pairs(batch: PackedBatch, choice: PairChoice) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the pairs of a batch: chosen and rejected segment, and example, int64 `[n]` each.
 
-    Kind ``preference``: the two sequences of each example, in their order. Kind ``ranked``: by
+    Kind ``preference``: the two sequences of each example, in their order. Kind ``scored``: by
     reward, the best against each other response, or all pairs, or adjacent ranks; responses of
     equal reward are never compared. Every pair weighs the same, so an example of K responses weighs
     K - 1, or K (K - 1) / 2 with ``all``.
@@ -144,9 +144,9 @@ def index_pairs(batch: PackedBatch, choice: PairChoice) -> tuple[Tensor, Tensor,
 
 
 def index_best(batch: PackedBatch) -> Tensor:
-    """Returns each example's best sequence, `[E]` int64: by reward if ranked, else the first."""
+    """Returns each example's best sequence, `[E]` int64: by reward if scored, else the first."""
     device = batch.lengths.device
-    if batch.kind != "ranked":
+    if batch.kind != "scored":
         step = batch.num_segments // batch.num_examples
         return torch.arange(0, batch.num_segments, step, device=device)
     rewards, responses = batch.ranks

@@ -271,4 +271,4 @@ def _batch(ids: Sequence[Any], left_out: Sequence[int], responses: Sequence[int]
         sequence_offsets=np.array([0, len(ids)]),
         example_offsets=np.array([0, len(responses)]),
     )
-    return collate(pack, "ranked")
+    return collate(pack, "scored")

@@ -146,7 +146,7 @@ def pad_batch(
     """Pads the batch to fixed sizes; losses, log-probs and metrics do not change.
 
     With all four sizes every tensor has a fixed shape, except that the number of keys (`kv_index`)
-    varies with shared prefixes, and the number of examples for kind ``ranked``.
+    varies with shared prefixes, and the number of examples for kind ``scored``.
 
     Args:
         batch: the batch; call :func:`pad_segments` before, if segments are to be padded.
@@ -193,7 +193,7 @@ def _add_segments(batch: PackedBatch, lengths: Tensor, tail: int) -> PackedBatch
     T, S = batch.num_tokens + tail, batch.num_segments + len(lengths)
     segment, bounds = owners(lengths, tail), offsets(lengths)
     place = torch.arange(tail, device=lengths.device) - bounds[segment]
-    k = _responses(batch) if batch.kind != "ranked" else len(lengths)
+    k = _responses(batch) if batch.kind != "scored" else len(lengths)
     E = batch.num_examples + len(lengths) // k
 
     def ended(starts: Tensor) -> Tensor:

@@ -50,15 +50,15 @@ def counted(dataset: Dataset) -> list[tuple[int, ...]]:
             ends = np.cumsum(pack.num_responses)
             for first, last in zip(ends - pack.num_responses, ends, strict=True):
                 rewards = pack.reward[first:last].tolist()
-                ranked = sorted(rewards, reverse=True)
-                best = first + (rewards.index(ranked[0]) if kind == "ranked" else 0)
+                best_first = sorted(rewards, reverse=True)
+                best = first + (rewards.index(best_first[0]) if kind == "scored" else 0)
                 cut = slice(*pack.seq_boundaries[best : best + 2])
                 pairs = [int(kind == "preference")] * 3
-                if kind == "ranked":
+                if kind == "scored":
                     pairs = [
-                        sum(r < ranked[0] for r in ranked),
-                        sum(a > b for a, b in combinations(ranked, 2)),
-                        sum(a > b for a, b in pairwise(ranked)),
+                        sum(r < best_first[0] for r in best_first),
+                        sum(a > b for a, b in combinations(best_first, 2)),
+                        sum(a > b for a, b in pairwise(best_first)),
                     ]
                 total += [(pack.labels[cut] != -100).sum(), *pairs]
             out.append(tuple(total.tolist()))
@@ -90,7 +90,7 @@ def test_it_lies_beside_the_manifest(ds):
 
 @pytest.mark.parametrize("file_format", ["parquet", "arrow"])
 @pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
-@pytest.mark.parametrize("kind", ["preference", "sft", "ranked"])
+@pytest.mark.parametrize("kind", ["preference", "sft", "scored"])
 def test_sizes_are_those_of_the_packs(kit, tmp_path, kind, layout, file_format):
     how = {"format": file_format, "layout": layout, "strategy": "pool", "pack_size": 200}
     ds = kit.made(tmp_path / "ds", 90, kind, labels="spans", row_group_tokens=600, **how)
@@ -173,7 +173,7 @@ IMPOSSIBLE = {
 }
 
 
-@pytest.mark.parametrize("kind", ["preference", "sft", "ranked"])
+@pytest.mark.parametrize("kind", ["preference", "sft", "scored"])
 def test_sizes_that_no_pack_has_are_refused(kit, tmp_path, kind):
     """Loaders allocate, plan and divide losses by them."""
     ds = kit.made(tmp_path / "ds", 60, kind)
@@ -185,12 +185,12 @@ def test_sizes_that_no_pack_has_are_refused(kit, tmp_path, kind):
             index_path(ds).write_bytes(stored)
 
 
-@pytest.mark.parametrize("kind", ["preference", "sft", "ranked"])
+@pytest.mark.parametrize("kind", ["preference", "sft", "scored"])
 def test_a_loader_compares_the_index_with_the_packs(kit, tmp_path, kind):
     ds = kit.made(tmp_path / "ds", 60, kind, pack_size=200, strategy="pool", row_group_tokens=600)
     assert sum(len(batch.num_responses) for batch in loader(ds)) == 60
     stored = index_path(ds).read_bytes()
-    for name in (*SIZES, *(COUNTS if kind == "ranked" else COUNTS[:1])):
+    for name in (*SIZES, *(COUNTS if kind == "scored" else COUNTS[:1])):
         # A difference of one keeps to all bounds, but in packs of one example.
         change = moved(1) if name in ("tokens", "examples") else one_more
         wrong = lying(ds, with_column(name, change))

@@ -19,7 +19,7 @@ from packstore.errors import DatasetNotFoundError, IntegrityError
 KINDS: dict[str, Callable[[int], dict[str, Any]]] = {
     "preference": lambda i: {"prompt": [5, 6, i], "chosen": [7] * (1 + i % 5), "rejected": [9, i]},
     "sft": lambda i: {"input_ids": [1, 2, i, 4], "labels": [-100, 2, -100, 4]},
-    "ranked": lambda i: {
+    "scored": lambda i: {
         "prompt": [5, 6, i],
         "responses": [[10 + k] * (1 + i % 3) for k in range(2 + i % 3)],
         "scores": [float(k) for k in range(2 + i % 3)],

@@ -87,7 +87,7 @@ DAMAGES = {
     "the vocabulary": edit(lambda m: m["provenance"].update(tokenizer={"vocab_size": 40})),
     "the longest sequence": edit(lambda m: m["statistics"].update(longest_sequence=99)),
     "the layout": edit(lambda m: m.update(layout="shared_prefix")),
-    "the kind": edit(lambda m: m.update(kind="ranked")),
+    "the kind": edit(lambda m: m.update(kind="scored")),
     "statistics": edit(lambda m: m["statistics"].update(most_segments=1)),
     "the histogram": edit(lambda m: m["statistics"]["length_histogram"].update({"2": 1})),
 }

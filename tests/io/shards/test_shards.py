@@ -23,7 +23,7 @@ LABELS = pytest.mark.parametrize("labels", ["plain", "spans"])
 
 @FORMATS
 @LABELS
-@pytest.mark.parametrize("kind", ["preference", "sft", "ranked"])
+@pytest.mark.parametrize("kind", ["preference", "sft", "scored"])
 def test_round_trip(kit, place, format_, labels, kind):
     records = kit.records(80, kind)
     ds = kit.made(place, records, kind, format=format_, labels=labels, shard_tokens=1)
@@ -65,8 +65,8 @@ def test_row_groups_and_shards_end_where_tokens_say(kit, tmp_path, format_):
 
 
 def test_totals_and_statistics_are_those_counted_by_hand(kit, tmp_path):
-    records = kit.records(31, "ranked")
-    ds = kit.made(tmp_path / "ds", records, "ranked", strategy="pool", pack_size=150)
+    records = kit.records(31, "scored")
+    ds = kit.made(tmp_path / "ds", records, "scored", strategy="pool", pack_size=150)
     packs, totals, statistics = kit.rows(ds), ds.manifest.totals, ds.manifest.statistics
     lengths = [n for row in packs for n in row["lengths"]]
     sizes = [len(row["input_ids"]) for row in packs]

@@ -87,7 +87,7 @@ def ds(kit: Any, tmp_path: Path) -> Dataset:
 
 @pytest.mark.parametrize("mapped", [True, False])
 @pytest.mark.parametrize("shard_rows", [1, 7, 50])
-@pytest.mark.parametrize("kind", ["preference", "sft", "ranked"])
+@pytest.mark.parametrize("kind", ["preference", "sft", "scored"])
 def test_there_and_back(kit, tmp_path, monkeypatch, kind, shard_rows, mapped) -> None:
     monkeypatch.setattr(SHARD_ROWS, shard_rows)
     monkeypatch.setattr("packstore.io.side.side.MAPPED_BYTES", 0 if mapped else 1 << 20)
@@ -210,7 +210,7 @@ def test_values_that_do_not_fit(ds, tmp_path, columns, values, error, message) -
 
 
 def test_examples_of_several_responses_need_their_counts(kit, tmp_path) -> None:
-    ds = kit.made(tmp_path / "ds", 9, "ranked")
+    ds = kit.made(tmp_path / "ds", 9, "scored")
     writer = SideWriter(str(tmp_path / "side"), ds, {"x": "int64"})
     with pytest.raises(ConfigError, match="need num_responses"):
         writer.write(np.array([0]), {"x": np.array([1])})

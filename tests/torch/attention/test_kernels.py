@@ -198,7 +198,7 @@ def test_the_call_means_the_same_as_reference(
     attend = stand_in(backend)
     for kind, heads, window in (
         *(("preference", 2, window) for window in (None, 3)),
-        *(("ranked", heads, None) for heads in (1, 4)),
+        *(("scored", heads, None) for heads in (1, 4)),
     ):
         segments, settings = kit.row(5, layout, kind).layout, Settings(0.3, window, softcap)
         if backend == "torch_varlen" and softcap is not None:

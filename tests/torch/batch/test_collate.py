@@ -38,7 +38,7 @@ def assert_batches_equal(a: PackedBatch, b: PackedBatch) -> None:
 @settings(max_examples=30, deadline=None)
 @given(
     seed=st.integers(0, 1000),
-    kind=st.sampled_from(["preference", "sft", "ranked"]),
+    kind=st.sampled_from(["preference", "sft", "scored"]),
     layout=st.sampled_from(["concat", "shared_prefix"]),
     sizes=st.lists(st.integers(1, 3), min_size=1, max_size=4),
 )
@@ -86,7 +86,7 @@ def test_derived_columns(
     assert type(batch.max_seqlen) is type(batch.max_seqlen_k) is int
 
 
-@pytest.mark.parametrize("kind", ["preference", "ranked"])
+@pytest.mark.parametrize("kind", ["preference", "scored"])
 @pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
 def test_rows_of_row_groups(kit: SimpleNamespace, kind: str, layout: str) -> None:
     """Fields that are computed later: the same batch, however it travels."""
@@ -130,7 +130,7 @@ def test_fillers_and_reference(kit: SimpleNamespace) -> None:
     assert batch.ref_logps.tolist() == list(range(12))
     with pytest.raises(ConfigError, match="12 sequences; found 3"):
         collate(packs, "preference", ref_logps=np.zeros(3, np.float32))
-    with pytest.raises(UnknownNameError, match="'dpo'; choose from: preference, sft, ranked"):
+    with pytest.raises(UnknownNameError, match="'dpo'; choose from: preference, sft, scored"):
         collate(packs, "dpo")
     with pytest.raises(UnknownNameError, match="unknown kind 'pairs'"):
         PackCollator("pairs")

@@ -127,13 +127,13 @@ def test_logits_of_supervised_tokens_only(kit: SimpleNamespace, tmp_path: Path) 
     [
         ("sft", {}),
         pytest.param("sft", {"sft_average": "sequence_mean"}, marks=pytest.mark.slow),
-        ("ranked", {"pairs": "all"}),
+        ("scored", {"pairs": "all"}),
     ],
 )
 def test_it_divides_by_what_the_loss_counts(
     kit: SimpleNamespace, tmp_path: Path, kind: str, settings: Any
 ) -> None:
-    """Tokens of `sft`, pairs of ranked responses: the logged loss is that of the whole step."""
+    """Tokens of `sft`, pairs of scored responses: the logged loss is that of the whole step."""
     data = stored(kit, tmp_path, kind)
     name = "sft" if kind == "sft" else "simpo"
     loss_fn = PreferenceLoss(name, **settings)
@@ -199,11 +199,11 @@ def test_every_setting_of_its_arguments_was_reviewed() -> None:
 
 
 def test_refusals(kit: SimpleNamespace, tmp_path: Path) -> None:
-    data = stored(kit, tmp_path, "ranked")
+    data = stored(kit, tmp_path, "scored")
     model = use_packed_attention(kit.tiny_model())
     loss = PackedLoss(PreferenceLoss("simpo"))
-    trainer = make_trainer(model, data, loss, tmp_path / "run", PackCollator("ranked"))
-    with pytest.raises(ConfigError, match=r"Make it PackCollator\('ranked', loss_fn=loss_fn\)"):
+    trainer = make_trainer(model, data, loss, tmp_path / "run", PackCollator("scored"))
+    with pytest.raises(ConfigError, match=r"Make it PackCollator\('scored', loss_fn=loss_fn\)"):
         trainer.train()
     part = PackedDataset(data, rank=1, world_size=2)
     with pytest.raises(ConfigError, match=r"rank 1 of 2\. Make it with rank=0, world_size=1"):

@@ -31,7 +31,7 @@ from packstore.torch import (
     use_packed_attention,
 )
 
-KINDS = {"ranked": 7, "preference": 14, "sft": 28}
+KINDS = {"scored": 7, "preference": 14, "sft": 28}
 EXAMPLES = {k: random_examples(n, seed=5, kind=k) for k, n in KINDS.items()}
 LAYOUTS: tuple[Any, ...] = ("concat", "shared_prefix")
 SIZES = (110, 200, 10_000)
@@ -136,15 +136,15 @@ def test_loss_and_gradients_are_those_of_sequences_alone(
 
 
 def test_tokens_are_in_the_order_of_the_targets(kit: SimpleNamespace) -> None:
-    model, examples = kit.tiny_model(), EXAMPLES["ranked"]
+    model, examples = kit.tiny_model(), EXAMPLES["scored"]
     with torch.no_grad():
         alone = list(tokens_alone(model, examples))
     use_packed_attention(model)
     for layout in LAYOUTS:
-        (batch,) = pack_in_memory(examples, 10_000, layout, kind="ranked")
+        (batch,) = pack_in_memory(examples, 10_000, layout, kind="scored")
         for how in ({}, {"chunk_size": 64}, {"chunk_size": 64, "keep_logits": True}):
             found = packed_logps(model, batch, per_token=True, **how)
-            assert (found - Given("ranked").of(batch, alone)).abs().max() < 1e-10
+            assert (found - Given("scored").of(batch, alone)).abs().max() < 1e-10
         logits = model(**batch.model_inputs()).logits
         assert (segment_logps(batch, logits=logits, per_token=True) - found).abs().max() < 1e-10
 

@@ -49,9 +49,9 @@ LOSSES: dict[str, tuple[str, dict[str, Any]]] = {
     "sft term of means": ("preference", {"sft_weight": WEIGHT, "sft_average": "sequence_mean"}),
     "sft": ("sft", {}),
     "sft of means": ("sft", {"sft_average": "sequence_mean"}),
-    "best": ("ranked", {"pairs": "best_vs_rest", "sft_weight": WEIGHT}),
-    "all": ("ranked", {"pairs": "all"}),
-    "adjacent": ("ranked", {"pairs": "adjacent"}),
+    "best": ("scored", {"pairs": "best_vs_rest", "sft_weight": WEIGHT}),
+    "all": ("scored", {"pairs": "all"}),
+    "adjacent": ("scored", {"pairs": "adjacent"}),
 }
 
 PACK_MEANS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -69,7 +69,7 @@ def loss_of(name: str) -> PreferenceLoss:
 
 def examples_of(kind: str) -> Examples:
     examples = random_examples(sum(SIZES), seed=11, kind=kind)
-    if kind == "ranked":  # some of equal reward, which are never compared
+    if kind == "scored":  # some of equal reward, which are never compared
         examples.reward[:] = np.random.default_rng(0).integers(0, 3, len(examples.reward))
     return examples
 
@@ -88,7 +88,7 @@ def unpacked(model: Any, examples: Examples, chosen: list[int], name: str) -> di
         own = examples.take(np.array([e]))
         logps, tokens = zip(*alone(model, own), strict=True)
         order = list(range(len(logps)))
-        if kind == "ranked":
+        if kind == "scored":
             order.sort(key=lambda i: -float(own.reward[i]))
         couples = {
             "best_vs_rest": [(order[0], i) for i in order[1:]],
@@ -153,7 +153,7 @@ def on_rank(task: dict[str, Any]) -> dict[tuple[str, str], list[Any]]:
 def test_a_loop_takes_the_steps_of_unpacked_training(
     kit: SimpleNamespace, tmp_path: Path, world: int
 ) -> None:
-    urls = {kind: stored(kit, tmp_path, kind).url for kind in ("preference", "sft", "ranked")}
+    urls = {kind: stored(kit, tmp_path, kind).url for kind in ("preference", "sft", "scored")}
     task = {"model": kit.tiny_model(), "urls": urls}
     ranks = launch(__file__, task, world, tmp_path) if world > 1 else [on_rank(task)]
     plain = kit.tiny_model()

@@ -1,4 +1,4 @@
-"""PreferenceLoss on batches: sums, counts, divisors, the SFT term, ranked pairs, metrics."""
+"""PreferenceLoss on batches: sums, counts, divisors, the SFT term, scored pairs, metrics."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_a_mix(kit: SimpleNamespace) -> None:
 
 
 def test_losses_of_examples_are_means_over_their_pairs(kit: SimpleNamespace) -> None:
-    batch, logps, ref = make(kit, [2, 4], "ranked")
+    batch, logps, ref = make(kit, [2, 4], "scored")
     loss_fn = PreferenceLoss("dpo", pairs="all")
     losses, _ = loss_fn.per_example(logps, batch, ref)
     for weights, loss in zip(torch.eye(len(losses)), losses, strict=True):
@@ -113,8 +113,8 @@ def test_losses_of_examples_are_means_over_their_pairs(kit: SimpleNamespace) -> 
     assert loss_fn(logps, batch, ref).count > len(losses)
 
 
-def test_ranked_without_any_gap_gives_zero(kit: SimpleNamespace) -> None:
-    batch, logps, ref = make(kit, [3], "ranked")
+def test_scores_without_any_gap_gives_zero(kit: SimpleNamespace) -> None:
+    batch, logps, ref = make(kit, [3], "scored")
     batch.rewards.zero_()
     out = PreferenceLoss("dpo")(logps, batch, ref)
     out.loss.backward()

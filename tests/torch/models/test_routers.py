@@ -152,10 +152,10 @@ def test_padding_does_not_count(kit: SimpleNamespace) -> None:
     ("kind", "loss_fn"),
     [
         ("sft", PreferenceLoss("sft")),
-        ("ranked", PreferenceLoss("cpo", pairs="all", sft_weight=0.3)),
+        ("scored", PreferenceLoss("cpo", pairs="all", sft_weight=0.3)),
         ("preference", PreferenceLoss("cpo", reduction="pack_mean")),
     ],
-    ids=["sft", "ranked", "pack_mean"],
+    ids=["sft", "scored", "pack_mean"],
 )
 def test_each_example_weighs_the_same_whatever_the_loss_counts(
     kit: SimpleNamespace, exact: None, kind: str, loss_fn: PreferenceLoss

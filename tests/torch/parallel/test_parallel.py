@@ -34,7 +34,7 @@ from packstore.torch import (
 )
 from packstore.torch.attention import ATTENTION, Settings
 
-KINDS = st.sampled_from(["preference", "sft", "ranked"])
+KINDS = st.sampled_from(["preference", "sft", "scored"])
 LAYOUTS = st.sampled_from(["concat", "shared_prefix"])
 SEEDS = st.integers(0, 1000)
 
@@ -201,7 +201,7 @@ SIZES = {"num_tokens": 500, "num_segments": 40, "max_seqlen": 60, "num_targets":
 
 
 @pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
-@pytest.mark.parametrize("kind", ["preference", "sft", "ranked"])
+@pytest.mark.parametrize("kind", ["preference", "sft", "scored"])
 def test_losses_do_not_see_what_fills_up(kit: SimpleNamespace, kind: str, layout: str) -> None:
     """Loss, metrics and gradients of logits or of hidden states."""
     batch = make(kit, 1, kind, layout)
@@ -242,7 +242,7 @@ def test_losses_do_not_see_what_fills_up(kit: SimpleNamespace, kind: str, layout
 
 @pytest.mark.parametrize(
     ("kind", "multiple", "layout"),
-    [("preference", 1, "concat"), ("sft", 8, "concat"), ("ranked", 8, "shared_prefix")],
+    [("preference", 1, "concat"), ("sft", 8, "concat"), ("scored", 8, "shared_prefix")],
 )
 def test_sizes_from_the_manifest(
     kit: SimpleNamespace, tmp_path: Path, kind: str, multiple: int, layout: str

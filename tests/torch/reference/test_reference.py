@@ -64,7 +64,7 @@ def files(folder: str) -> dict[str, bytes]:
         ("preference", "concat", torch.bfloat16, {"packs_per_batch": 3}),
         ("preference", "concat", torch.float32, {"tokens_per_batch": 200}),
         ("sft", "concat", torch.float32, {}),
-        ("ranked", "shared_prefix", torch.float32, {"packs_per_batch": 2}),
+        ("scored", "shared_prefix", torch.float32, {"packs_per_batch": 2}),
     ],
     ids=str,
 )

@@ -51,7 +51,7 @@ def made(kit: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> Simp
             url = str(folder / f"{name}-{layout}")
             kit.write(url, kit.packed(examples, sizes, layout), layout=layout)
             urls[name, layout] = url
-    others = {kind: random_examples(N, seed=4, kind=kind) for kind in ("sft", "ranked")}
+    others = {kind: random_examples(N, seed=4, kind=kind) for kind in ("sft", "scored")}
     for kind, of_kind in others.items():
         urls[kind, "concat"] = str(folder / kind)
         packs = kit.packed(of_kind, PACKS["mixed"], "concat")
@@ -186,15 +186,15 @@ def test_validation_is_of_every_pair_once(made: SimpleNamespace, tmp_path: Path)
             "loss_parameters": {"sft_weight": 0.5, "sft_average": "sequence_mean"},
         },
         {"loss": "simpo", "reference_model": "mine"},
-        {"dataset": "ranked", "loss_parameters": {"pairs": "all"}},
+        {"dataset": "scored", "loss_parameters": {"pairs": "all"}},
     ],
-    ids=["mix", "no reference", "ranked"],
+    ids=["mix", "no reference", "scored"],
 )
 def test_other_losses_run(
     made: SimpleNamespace, tmp_path: Path, others: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    if others.get("dataset") == "ranked":
-        others = {**others, "dataset": made.urls["ranked", "concat"]}
+    if others.get("dataset") == "scored":
+        others = {**others, "dataset": made.urls["scored", "concat"]}
     result = train(**settings(made, tmp_path, max_steps=3, **others))
     assert result.step == 3
     assert math.isfinite(result.metrics["loss"])
