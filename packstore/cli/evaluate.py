@@ -61,11 +61,10 @@ def _ref_logps(args: argparse.Namespace) -> int:
 def _configure_evaluate(parser: argparse.ArgumentParser) -> None:
     common.add_dataset(parser, versions=True)
     add_model(parser)
-    references = {
-        "--reference-model PATH": "reference model, or a LoRA adapter",
-        "--ref-logps SIDE": "side dataset from `packstore ref-logps`",
-    }
-    common.add_flags(parser.add_mutually_exclusive_group(), references)
+    references = parser.add_mutually_exclusive_group()
+    common.add_flags(references, {"--reference-model PATH": "reference model, or a LoRA adapter"})
+    help = "side dataset from `packstore ref-logps` (repeatable: of each part)"
+    references.add_argument("--ref-logps", metavar="SIDE", action="append", default=[], help=help)
     flags = {
         "--loss NAME": "default: dpo, or sft for kind sft",
         "--beta X": "beta of the loss",
@@ -101,14 +100,14 @@ def _evaluate(args: argparse.Namespace) -> int:
         if loss.reference and not (args.reference_model or args.ref_logps):
             remedy = "give --reference-model or --ref-logps"
             raise ConfigError(f"loss {name!r} compares with a reference: {remedy}.")
-        tell_unused(loss, args.reference_model, args.ref_logps)
+        tell_unused(loss, args.reference_model, *args.ref_logps)
         wanted = loss.reference and args.reference_model
         result: Any = evaluate(
             loaded(args, args.model, args.adapter, device),
             dataset,
             loss=loss,
             reference=loaded(args, args.reference_model, None, device) if wanted else None,
-            side=[args.ref_logps] if args.ref_logps else (),
+            side=args.ref_logps,
             rows=bool(args.html or args.examples),
             mixed_precision=args.mixed_precision,
             packs_per_batch=args.packs_per_batch,
@@ -133,8 +132,8 @@ def _page(
     metrics: dict[str, float],
     rows: pa.Table,
 ) -> str:
-    reference = args.reference_model or args.ref_logps
-    against = f" against {display(reference)}" if reference and loss.reference else ""
+    references = map(display, [args.reference_model] if args.reference_model else args.ref_logps)
+    against = f" against {', '.join(references)}" if loss.reference else ""
     note, pictures = "", []
     for name in MARGINS:
         if name in rows.column_names:

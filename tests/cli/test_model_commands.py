@@ -105,6 +105,25 @@ def test_from_end_to_end(
     assert sft["metrics"]["perplexity"] > 1
 
 
+def test_log_probs_of_what_was_appended(
+    made: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those of the old version stay valid, beside those of the new part."""
+    rows = [{"prompt": [2, i], "chosen": [3], "rejected": [i, 4], "source": "c"} for i in range(9)]
+    more = packstore.pack(rows, str(tmp_path / "m"), pack_size=40, carry=("source:string",))
+    grown = packstore.append(packstore.concat([made.pairs], str(tmp_path / "ds")), rows)
+    sides = [str(tmp_path / name) for name in ("ref-pairs", "ref-more")]
+    for dataset, side in zip((made.pairs, more.url), sides, strict=True):
+        assert main(["ref-logps", dataset, side, "--model", made.reference]) == 0
+    policy = [grown.url, "--model", made.policy]
+    online = figures(capsys, *policy, "--reference-model", made.reference)
+    stored = figures(capsys, *policy, "--ref-logps", sides[1], "--ref-logps", sides[0])
+    assert stored == online
+    assert online["metrics"]["examples"] == 29
+    assert main(["evaluate", *policy, "--ref-logps", sides[0]]) == 1
+    assert "none from source 1 on" in capsys.readouterr().err
+
+
 def test_an_adapter(
     made: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,8 +6,9 @@ the sources of the parts before it, and ``provenance.sources`` lists all sources
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
@@ -118,6 +119,21 @@ def origins(member: Member) -> list[dict[str, Any]]:
         return list(about["combined_from"])
     ids = {"path": member.url, "fingerprint": m.fingerprint, "lineage": m.lineage}
     return [{**ids, "sources": len(about["sources"]), "shards": len(m.shards)}]
+
+
+def runs(parts: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, int, str]]:
+    """Yields first, end (exclusive) and lineage of each part, and of each run of parts as one."""
+    for first, part in enumerate(parts):
+        yield first, first + 1, part["lineage"]
+        text = hashlib.sha256(
+            b'{"parts":['
+        )  # as `fingerprint` in `merge`, without its quadratic cost
+        for end, other in enumerate(parts[first:], first + 1):
+            comma = "," if end > first + 1 else ""
+            text.update(f'{comma}["{other["lineage"]}",{other["sources"]}]'.encode())
+            whole = text.copy()
+            whole.update(b"]}")
+            yield first, end, whole.hexdigest()
 
 
 def _records(parts: Sequence[Records]) -> Records:

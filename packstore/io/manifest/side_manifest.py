@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from itertools import accumulate
+from typing import NamedTuple, Self
 
 import msgspec
 import orjson
 import pyarrow as pa
 
-from packstore.errors import CompatibilityError, UnsupportedFormatError, quote, sentence
+from packstore.errors import (
+    CompatibilityError,
+    ConfigError,
+    UnsupportedFormatError,
+    quote,
+    sentence,
+)
+from packstore.format.arrays import SOURCE_SHIFT
 from packstore.format.schema import ANY, CARRY_TYPES, KINDS, list_of
-from packstore.format.typed_json import Positive, Sha256, Whole, decode, require, require_known
+from packstore.format.typed_json import TOP, Positive, Sha256, Whole, decode, require, require_known
+from packstore.io.manifest.concat import runs
 from packstore.io.manifest.manifest import (
     Manifest,
     check_columns,
@@ -122,14 +131,51 @@ class SideManifest:
         require_known(where, "field kind", KINDS, self.kind)
 
 
-def check_side(side: SideManifest, data: Manifest, where: str) -> None:
-    """Raises CompatibilityError for a side dataset that was not derived from these examples."""
+class Span(NamedTuple):
+    """Example ids of a dataset, both ends included; in a side dataset they count from `first`."""
+
+    first: int
+    last: int
+
+
+def covered(side: SideManifest, data: Manifest, where: str) -> list[Span]:
+    """Returns the ids that a side dataset covers: all, or those of a part of a combined dataset.
+
+    Raises CompatibilityError for one that was not derived from these examples.
+    """
     do = "Make it anew from this dataset"
-    for name in ("kind", "lineage"):
-        source, derived = getattr(data, name), getattr(side, name)
-        if source != derived:
-            must = f"its {name} must be that of the dataset, {quote(source, 80)}"
-            raise CompatibilityError(sentence(where, must, quote(derived, 80), do))
-    if side.examples < data.totals.examples:
-        must = f"it must have values for each of {data.totals.examples} examples"
-        raise CompatibilityError(sentence(where, must, f"{side.examples}", do))
+    if side.kind != data.kind:
+        must = f"its kind must be that of the dataset, {quote(data.kind)}"
+        raise CompatibilityError(sentence(where, must, quote(side.kind), do))
+    if side.lineage == data.lineage:
+        if side.examples < data.totals.examples:
+            must = f"it must have values for each of {data.totals.examples} examples"
+            raise CompatibilityError(sentence(where, must, f"{side.examples}", do))
+        return [Span(0, TOP)]
+    parts, spans, done = data.provenance.get("combined_from", ()), list[Span](), 0
+    starts = [n << SOURCE_SHIFT for n in accumulate((p["sources"] for p in parts), initial=0)]
+    for first, end, lineage in runs(parts):
+        if lineage == side.lineage and first >= done:
+            spans.append(Span(starts[first], starts[end] - 1))
+            done = end
+    if not spans:
+        must = f"its lineage must be that of the dataset, {quote(data.lineage, 80)}"
+        must += ", or of a part of it" if parts else ""
+        raise CompatibilityError(sentence(where, must, quote(side.lineage, 80), do))
+    return spans
+
+
+def require_covered(name: str, spans: Sequence[Span], data: Manifest) -> None:
+    """Raises unless each id of a dataset is in one of the spans that have column `name`."""
+    done, sources = 0, len(data.provenance["sources"])
+    for span in sorted(spans):
+        if span.first > done:
+            break
+        if span.first < done:
+            raise ConfigError(f"two columns of the joined packs are named {quote(name)}.")
+        done = span.last + 1
+    if done < sources << SOURCE_SHIFT:
+        must = f"side data {quote(name)} must cover all {sources} sources of the dataset"
+        found = f"none from source {done >> SOURCE_SHIFT} on"
+        do = "Join the side data of every part, or make one anew from this dataset"
+        raise CompatibilityError(sentence("side data", must, found, do))

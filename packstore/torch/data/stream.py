@@ -15,12 +15,12 @@ import fsspec.implementations.local  # noqa: F401  (taking longer than opening a
 import numpy as np
 
 from packstore.config import ReadConfig
-from packstore.errors import ConfigError, quote
-from packstore.format.arrays import Int64, Packs, PackSizes
+from packstore.errors import CompatibilityError, ConfigError, quote
+from packstore.format.arrays import Int64, Packs, PackSizes, ragged_indices, to_offsets
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.dataset.order import LANES, PackOrder
 from packstore.io.dataset.read_ahead import ReadAhead
-from packstore.io.manifest.side_manifest import REF_LOGPS, check_side
+from packstore.io.manifest.side_manifest import REF_LOGPS, covered, require_covered
 from packstore.io.side.side import Side, SideTable, open_side
 
 Identity = dict[str, int | str | bool]
@@ -64,18 +64,22 @@ class PackStream(Protocol):
 class SideColumns:
     """The columns of side datasets, by example id; ``ref_logps`` has one value per sequence.
 
-    A side dataset is read whole with the first pack; each batch of packs is then one lookup.
+    A side dataset is read whole with the first pack; each batch of packs is then one lookup. For a
+    combined dataset, several may have a column together, each for some of its parts.
     """
 
     def __init__(self, dataset: Dataset, sides: Sequence[Side | str | PathLike[str]]) -> None:
         self.sides = [s if isinstance(s, Side) else open_side(str(s)) for s in sides]
-        taken = set(dataset.manifest.carried)
-        for side in self.sides:
-            check_side(side.manifest, dataset.manifest, side.url)
+        manifest = dataset.manifest
+        self._spans = [covered(side.manifest, manifest, side.url) for side in self.sides]
+        self.columns: dict[str, list[int]] = {}  # name -> the sides that have it
+        for number, side in enumerate(self.sides):
             for name in side.manifest.known:
-                if name in taken:
-                    raise ConfigError(f"two columns of the joined packs are named {quote(name)}.")
-                taken.add(name)
+                self.columns.setdefault(name, []).append(number)
+        for name, numbers in self.columns.items():
+            if name in manifest.carried:
+                raise ConfigError(f"two columns of the joined packs are named {quote(name)}.")
+            require_covered(name, [span for n in numbers for span in self._spans[n]], manifest)
         self._tables: list[SideTable] = []
 
     def __getstate__(self) -> dict[str, Any]:
@@ -91,18 +95,31 @@ class SideColumns:
         counts = np.concatenate([p.num_responses for p in packs])
         examples = np.cumsum([len(p.example_ids) for p in packs])[:-1]
         sequences = np.cumsum([len(p.lengths) for p in packs])[:-1]
-        for side, table in zip(self.sides, self._tables, strict=True):
-            rows = table.find(ids)
-            for name in side.manifest.known:
-                if name == REF_LOGPS:
-                    values = np.split(table.ref_logps(rows, counts), sequences)
-                    pairs = zip(packs, values, strict=True)
-                    packs = [replace(p, ref_logps=x) for p, x in pairs]
-                else:
-                    values = np.split(table.column(name, rows), examples)
-                    pairs = zip(packs, values, strict=True)
-                    packs = [replace(p, columns={**p.columns, name: x}) for p, x in pairs]
+        found = [self._find(number, ids) for number in range(len(self.sides))]
+        for name, numbers in self.columns.items():
+            parts = [(self._tables[n], *part) for n in numbers for part in found[n]]
+            places = np.concatenate([at for _, at, _ in parts])
+            if len(places) < len(ids):
+                other = np.setdiff1d(np.arange(len(ids)), places)
+                must = f"side data {quote(name)} must have every example"
+                raise CompatibilityError(f"{must}; found no part with example {ids[other[0]]}.")
+            order = np.argsort(places)
+            if name == REF_LOGPS:
+                flat = np.concatenate([t.ref_logps(rows, counts[at]) for t, at, rows in parts])
+                values = flat[ragged_indices(to_offsets(counts[places]), order)]
+                pairs = zip(packs, np.split(values, sequences), strict=True)
+                packs = [replace(p, ref_logps=x) for p, x in pairs]
+            else:
+                values = np.concatenate([t.column(name, rows) for t, _, rows in parts])[order]
+                pairs = zip(packs, np.split(values, examples), strict=True)
+                packs = [replace(p, columns={**p.columns, name: x}) for p, x in pairs]
         return packs
+
+    def _find(self, number: int, ids: Int64) -> list[tuple[Int64, Int64]]:
+        """Returns, of each span of a side, the places of its examples in `ids`, and their rows."""
+        places = [np.flatnonzero((ids >= s.first) & (ids <= s.last)) for s in self._spans[number]]
+        pairs = zip(places, self._spans[number], strict=True)
+        return [(at, self._tables[number].find(ids[at] - span.first)) for at, span in pairs]
 
 
 class StoredPacks:
@@ -150,8 +167,7 @@ class StoredPacks:
     @property
     def columns(self) -> set[str]:
         """Names of the columns that packs carry, and of those that are joined to them."""
-        sides = [] if self.side is None else self.side.sides
-        return {*self.dataset.manifest.carried}.union(*(side.manifest.known for side in sides))
+        return {*self.dataset.manifest.carried, *([] if self.side is None else self.side.columns)}
 
     @property
     def _order(self) -> PackOrder:
