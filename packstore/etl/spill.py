@@ -76,6 +76,7 @@ class Spill:
             for first in range(0, len(offsets) - 1, step):
                 cut = offsets[first : first + step + 1]
                 yield fill(examples, cut - cut[0], config.layout, order[cut[0] : cut[-1]])
+            del examples  # before those of the next bucket are read
 
     def _buckets(self, order: Int32, offsets: Int64) -> Iterator[tuple[Examples, Int32, Int64]]:
         """Yields examples of neighbouring packs, their order in these, and the packs' offsets."""
