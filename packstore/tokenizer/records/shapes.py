@@ -119,8 +119,10 @@ def detect_kind(record: object, config: TokenizeConfig, where: str = "the first 
     """Returns the kind of the settings, or else of the record's fields."""
     if config.kind != "auto":
         return config.kind
-    written, names = quote(record), "chosen=NAME --field rejected=NAME"
-    if isinstance(record, dict):
+    names = "chosen=NAME --field rejected=NAME"
+    if not isinstance(record, dict):
+        written = quote(record)
+    else:
         fields = Fields(record, config)
         for shape in SHAPES:
             if any(fields.has(name, shape.holds_ids) for name in shape.tells):

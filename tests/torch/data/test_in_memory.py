@@ -102,6 +102,71 @@ def test_shapes_of_records(record: dict[str, Any], ids: list[int], labels: list[
     assert (batch.input_ids[first].tolist(), batch.labels[first].tolist()) == (ids, labels)
 
 
+def rollouts() -> list[tuple[Any, Any, Any]]:
+    """Groups of 1 to 4 responses, as lists, arrays and tensors; one prompt is empty."""
+    rng = np.random.default_rng(0)
+    made: list[tuple[Any, Any, Any]] = []
+    for i in range(N):
+        k = int(rng.integers(1, 5))
+        sides = [rng.integers(0, 50, rng.integers(2, 9)) for _ in range(k)]
+        prompt = rng.integers(0, 50, int(rng.integers(1, 12)) if i else 0)
+        form: Any = (np.asarray, np.ndarray.tolist, torch.from_numpy)[i % 3]
+        made.append((form(prompt), [form(side) for side in sides], rng.normal(size=k)))
+    return made
+
+
+@pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
+def test_rollouts_are_laid_out_as_examples(layout: Any) -> None:
+    seen, batches = [], pt.pack_in_memory(rollouts(), 90, layout, rank=0, world_size=1)
+    for average in ("token", "sequence", "group"):
+        loss_fn = pt.PolicyLoss(average=average)  # type: ignore[arg-type]
+        uncounted = [batch.replace(step=None) for batch in batches]
+        assert pt.count_step(batches, loss_fn) == pt.count_step(uncounted, loss_fn)
+    for batch in batches:
+        assert batch.num_tokens <= 90
+        s, starts = 0, batch.cu_seqlens_k.tolist()
+        index = batch.kv_index
+        rows = torch.arange(batch.num_tokens) if index is None else index
+        targets = set(batch.target_index.tolist())
+        for i in batch.example_ids.tolist():
+            prompt, sides, rewards = rollouts()[i]
+            for side, reward in zip(sides, rewards, strict=True):
+                places = rows[starts[s] : starts[s + 1]].tolist()
+                assert batch.input_ids[places].tolist() == [*map(int, prompt), *map(int, side)]
+                learned = [place in targets for place in places]
+                first = max(len(prompt), 1)
+                assert learned == [False] * first + [True] * (len(places) - first)
+                assert batch.rewards[s] == np.float32(reward)
+                s += 1
+            seen.append(i)
+    assert sorted(seen) == list(range(N))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "given"),
+    [
+        (([1], [[2], [3]]), {}),
+        (([1], [[2], [3]], [1.0]), {}),
+        (([1, 2], [[2], []], [1.0, 0.0]), {}),
+        (([], [[2], [3]], [1.0, 0.0]), {}),
+        (([1], [[2], [-3]], [1.0, 0.0]), {}),
+        (([1], [[2], [1 << 31]], [1.0, 0.0]), {}),
+        (([1], [[2], [0.5]], [1.0, 0.0]), {}),
+        (([1], [[2], [3]], [1.0, np.nan]), {}),
+        (([1], [[2], "ab"], [1.0, 0.0]), {}),
+        (([1], [], []), {}),
+        (([1], [[2], [3], [4]], [1.0, 0.0, 0.0]), {"kind": "preference"}),
+    ],
+)
+def test_rollouts_that_are_refused(wrong: Any, given: Any) -> None:
+    good = ([1], [[2], [3]], [1.0, 0.0])
+    assert len(pt.pack_in_memory([good, good], 90, **given)) == 1
+    with pytest.raises(RecordError, match=r"record 1: it must be \(prompt, responses, rewards\)"):
+        pt.pack_in_memory([good, wrong], 90, **given)
+    with pytest.raises(ConfigError, match="fields and carry are settings of records that are dic"):
+        pt.pack_in_memory([good], 90, carry=["x"])
+
+
 PAIR = {"prompt": [1], "chosen": [2], "rejected": [3]}
 
 
