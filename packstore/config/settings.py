@@ -61,8 +61,9 @@ class Settings:
         hints = _hints(kind)
         for item in dataclasses.fields(self):
             value, hint = getattr(self, item.name), hints[item.name]
-            if isinstance(value, list) and typing.get_origin(hint) is tuple:
-                value = tuple(value)
+            if typing.get_origin(hint) is tuple:
+                one = isinstance(value, str) and "place" in item.metadata
+                value = (value,) if one else tuple(value) if isinstance(value, list) else value
                 object.__setattr__(self, item.name, value)
             if not _fits(value, hint):
                 rule = _spell(hint)
@@ -102,7 +103,7 @@ class Settings:
         """Returns all settings but the secret ones as JSON values, as :meth:`of` takes them."""
         items = ((item, getattr(self, item.name)) for item in dataclasses.fields(self))
         return {
-            item.name: display(value) if value and "place" in item.metadata else _plain(value)
+            item.name: _plain(value, display if "place" in item.metadata else spelled)
             for item, value in items
             if "secret" not in item.metadata
         }
@@ -164,9 +165,9 @@ def kind_of(value: object) -> str:
     return "nothing" if value is None else next(found, "another value")
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, spell: Callable[[str], str] = spelled) -> Any:
     if isinstance(value, Mapping):
         return {key: _plain(entry) for key, entry in value.items()}
     if isinstance(value, str):
-        return spelled(value)  # it may be the path of a file
-    return [_plain(entry) for entry in value] if isinstance(value, tuple | list) else value
+        return spell(value)  # it may be the path of a file
+    return [_plain(entry, spell) for entry in value] if isinstance(value, tuple | list) else value

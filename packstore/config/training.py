@@ -25,8 +25,10 @@ class TrainDataConfig(Settings):
 
     dataset: str = setting(..., "folder or URL of the packed dataset", **_PATH)
     validation: str | None = setting(None, "packed dataset to validate on", **_PATH)
-    ref_logps: str | None = setting(None, "side dataset, in place of a reference model", **_SIDE)
-    validation_ref_logps: str | None = setting(None, "the same for the validation set", **_SIDE)
+    ref_logps: tuple[str, ...] = setting(
+        (), "side dataset, in place of a reference model (repeatable: of each part)", **_SIDE
+    )
+    validation_ref_logps: tuple[str, ...] = setting((), "the same for the validation set", **_SIDE)
     storage_options: Mapping[str, str] = setting(
         dict, "for fsspec, e.g. endpoint_url=… (repeatable)", flag="storage-option", secret=True
     )
@@ -111,11 +113,11 @@ class TrainConfig(
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in self.names():
-            if getattr(self, name) == "":
+            if getattr(self, name) in ("", ("",)):
                 raise ConfigError(f"setting {name} must not be empty; leave it out.")
         if self.validation is None:
             for name in ("eval_every", "validation_ref_logps"):
-                if getattr(self, name) is not None:
+                if getattr(self, name):
                     rule, remedy = "it needs a validation set", "Give validation, or leave it out"
                     raise ConfigError(sentence(f"setting {name}", rule, "none", remedy))
         if self.lora:

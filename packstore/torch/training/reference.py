@@ -62,7 +62,7 @@ def check_precomputed(
     config: TrainConfig,
     policy: Any,
     before: Mapping[str, Any] | None,
-    sides: Sequence[tuple[str | None, Dataset | None]],
+    sides: Sequence[tuple[str, Dataset]],
     accelerator: Any,
 ) -> None:
     """Refuses precomputed log-probs that are not those of the reference; a collective call.
@@ -70,7 +70,8 @@ def check_precomputed(
     A run that resumes with those of its checkpoint, `before`, only logs a difference in numerics.
     """
     names = ("ref_logps", "validation_ref_logps")
-    known = before is not None and all(before.get(n) == getattr(config, n) for n in names)
+    now = config.recorded()
+    known = before is not None and all(before.get(n) == now[n] for n in names)
     device = accelerator.device
 
     def check() -> None:
@@ -78,8 +79,6 @@ def check_precomputed(
         if not known and (config.reference_model is not None or before is not None):
             reference = load_reference(config)
         for url, dataset in sides:
-            if url is None or dataset is None:
-                continue
             side = open_side(url, dict(config.storage_options) or None)
             with accelerator.autocast():
                 if known:
@@ -87,5 +86,5 @@ def check_precomputed(
                 else:
                     check_reference(side, reference, dataset, adapter=adapter, device=device)
 
-    if any(url is not None for url, _ in sides):
+    if sides:
         run_on_rank_zero(check)

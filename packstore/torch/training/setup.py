@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -90,10 +92,11 @@ class Run:
         _seed(config.seed)
         model = self._load_model(checkpoint)
         self._check_model(model, both)
-        given = (config.reference_model, config.ref_logps, config.validation_ref_logps)
-        tell_unused(self.loss_fn, *given)
+        stored = [config.ref_logps, config.validation_ref_logps][: len(both)]
+        tell_unused(self.loss_fn, config.reference_model, *itertools.chain(*stored))
         if self.loss_fn.reference:
-            sides = [(config.ref_logps, self.dataset), (config.validation_ref_logps, held_out)]
+            pairs = zip(stored, both, strict=True)
+            sides = [(url, dataset) for urls, dataset in pairs for url in urls]
             known = None if self.start is None else self.start.config
             check_precomputed(config, model, known, sides, accelerator)
         self.loader = self._loader(self.dataset, config.ref_logps, config.examples_per_step)
@@ -112,7 +115,7 @@ class Run:
         done = self.start.step if self.start else 0
         self.total_steps = count_steps(config, self.loader, done)
         self.schedule = make_schedule(self.optimizer.optimizer, config, self.total_steps, done)
-        self._make_references([config.ref_logps, config.validation_ref_logps][: len(both)])
+        self._make_references(stored)
         if checkpoint is None or self.start is None:
             _seed(config.seed, accelerator.process_index)
         else:
@@ -158,11 +161,10 @@ class Run:
             probe_model(model)
 
     def _loader(
-        self, dataset: Dataset, ref_logps: str | None, examples_per_step: int | None
+        self, dataset: Dataset, ref_logps: Sequence[str], examples_per_step: int | None
     ) -> PackedDataLoader:
-        config, side = self.config, []
-        if ref_logps is not None and self.loss_fn.reference:
-            side.append(open_side(ref_logps, dict(config.storage_options) or None))
+        config, urls = self.config, ref_logps if self.loss_fn.reference else ()
+        side = [open_side(url, dict(config.storage_options) or None) for url in urls]
         return PackedDataLoader(
             PackedDataset(dataset, seed=config.seed, side=side),
             packs_per_batch=config.packs_per_batch,
@@ -171,7 +173,7 @@ class Run:
             examples_per_step=examples_per_step,
         )
 
-    def _make_references(self, stored: list[str | None]) -> None:
+    def _make_references(self, stored: Sequence[Sequence[str]]) -> None:
         """Sets what computes log-probs of the reference; `stored`: side data of each dataset."""
         online: Reference = of_the_batch
         if self.loss_fn.reference and not all(stored):

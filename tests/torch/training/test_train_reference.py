@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,9 +14,11 @@ import torch
 pytest.importorskip("accelerate", reason="training needs accelerate")
 pytest.importorskip("peft", reason="LoRA needs peft")
 
+from places import edit_manifest
 from train_runs import records
 from transformers import AutoModelForCausalLM
 
+import packstore
 from packstore import open as open_dataset
 from packstore.errors import CompatibilityError
 from packstore.torch import SideWriter, open_side, train, use_packed_attention, write_ref_logps
@@ -104,6 +107,29 @@ def test_the_reference_is_the_one_that_the_settings_name(
     adapted = precompute(adapter, made["dataset"], str(tmp_path / "adapted"))
     own = dict.fromkeys(("ref_logps", "validation_ref_logps"), adapted)
     train(**{**further, **own}, output=str(tmp_path / "e"))
+
+
+def test_of_each_part_of_a_dataset_that_grew(made: dict[str, Any], tmp_path: Path) -> None:
+    """Several side datasets: none may be left out, and each is checked; also if it goes on."""
+    source = {"sources": [{"path": "pairs", "records": 99}]}
+    parts = [str(shutil.copytree(made["dataset"], tmp_path / name)) for name in "ab"]
+    for part, told in zip(parts, (source, {**source, "lineage": "0" * 64}), strict=True):
+        edit_manifest(part, lambda m, told=told: m["provenance"].update(told))
+    other, whole = parts[1], packstore.concat(parts, str(tmp_path / "whole")).url
+    both = [made["ref_logps"], precompute(made["model"], other, str(tmp_path / "ref"))]
+    settings = {**made, "dataset": whole, "ref_logps": both, "max_steps": 2, "save_every": 1}
+    train(**settings, output=str(tmp_path / "stored"))
+    online = {**settings, "ref_logps": [], "validation_ref_logps": []}
+    train(**online, output=str(tmp_path / "online"))
+    found = [[r["loss"] for r in records(tmp_path / n, "loss")] for n in ("stored", "online")]
+    assert found[0] == found[1]
+    assert train(**{**settings, "max_steps": 3}, output=str(tmp_path / "stored")).step == 3
+    with pytest.raises(CompatibilityError, match="none from source 1 on"):
+        train(**{**settings, "ref_logps": both[0]}, output=str(tmp_path / "a"))
+    wrong = another_side(made, tmp_path / "wrong", head_dtype="float64")
+    for refs in ([wrong, both[1]], [both[1], wrong]):
+        with pytest.raises(CompatibilityError, match="its head_dtype must be that"):
+            train(**{**settings, "ref_logps": refs}, output=str(tmp_path / "b"))
 
 
 def test_a_run_that_goes_on_looks_again_only_at_what_is_new(
