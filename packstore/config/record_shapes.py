@@ -45,6 +45,10 @@ def _scored(prompt: str, responses: str) -> dict[str, str]:
     return {"prompt": prompt, "responses": responses, "scores": "numbers"}
 
 
+def _judged(form: str) -> dict[str, str]:
+    return {"prompt": form, "response": form, "score": "score"}
+
+
 SHAPES = (
     Shape("scored", _scored("text", "texts"), {}, "prompt + response"),
     Shape("scored", _scored("turns", "dialogues"), _CHAT, "the template of prompt + response"),
@@ -87,6 +91,16 @@ SHAPES = (
         "the ids as they are, split by their labels",
         without=("prompt",),
     ),
+    Shape("scored", _judged("text"), {}, "prompt + response"),
+    Shape("scored", _judged("turns"), _CHAT, "the template of prompt + response"),
+    Shape("scored", _judged("token ids"), {}, "the ids as they are"),
+    Shape(
+        "scored",
+        {"messages": "messages", "score": "score"},
+        _CHAT,
+        "the template of the messages; what follows the last question is the answer",
+        without=("prompt", "response"),
+    ),
     Shape(
         "sft", {"input_ids": "token ids", "labels": "labels"}, {}, "the ids; -100: not supervised"
     ),
@@ -114,11 +128,12 @@ FORMS: Mapping[str, str] = {
     "HH text": "text of turns that begin with Human: and Assistant:",
     "messages": "a list of messages, or its JSON text",
     "turns": "text or messages",
-    "texts": "a list of at least 2 texts",
-    "dialogues": "a list of at least 2 texts or lists of messages",
+    "texts": "a list of texts",
+    "dialogues": "a list of texts or lists of messages",
     "token ids": "token ids",
-    "lists of ids": "a list of at least 2 lists of token ids",
+    "lists of ids": "a list of lists of token ids",
     "number": "number",
+    "score": "a number, or true or false, which are 1 and 0",
     "numbers": "a list of numbers, higher for better responses",
     "labels": "a list of numbers, one for each id",
     "lists of labels": "a list of lists of labels",
@@ -142,6 +157,9 @@ NOT_TEXT = tuple(
 )
 """Fields whose values are never text: their CSV cells are parsed as JSON."""
 
+LABELS = ("label", "kto_tag", "is_chosen", "desirable", "is_desirable")
+"""Names of fields that say of a single answer whether it is good."""
+
 _REWARD = ("{}_reward", "reward_{}", "{}_score", "score_{}", "{}_rating", "rating_{}", "{}-rating")
 
 _SPELLINGS: Mapping[str, tuple[str, ...]] = {
@@ -149,6 +167,7 @@ _SPELLINGS: Mapping[str, tuple[str, ...]] = {
     "rejected": ("rejected", "rejected_response"),
     "messages": ("messages", "conversations"),
     "response": ("response", "completion"),
+    "score": (*LABELS, "score", "reward"),
     "mask": ("loss_mask", "completion_mask", "assistant_masks"),
     "chosen_reward": tuple(name.format("chosen") for name in _REWARD),
     "rejected_reward": tuple(name.format("rejected") for name in _REWARD),
@@ -165,9 +184,6 @@ ID_SPELLINGS = {
 
 REWARD_FIELDS = frozenset(SPELLINGS["chosen_reward"] + SPELLINGS["rejected_reward"])
 """Names of the fields that may hold the reward of a side."""
-
-LABELS = ("label", "kto_tag", "is_chosen", "desirable", "is_desirable")
-"""Names of fields that say of a single answer whether it is good."""
 
 FEEDBACK = (
     *LABELS,

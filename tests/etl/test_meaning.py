@@ -56,10 +56,43 @@ def test_a_mapped_field_that_no_record_has_is_an_error(do_pack: Pack, partitions
 def test_what_is_left_out_by_its_label_does_not_count_as_dropped(do_pack: Pack) -> None:
     records = [{"prompt": "p", "completion": f" {i}", "label": i % 2 == 0} for i in range(8)]
     with pytest.raises(RecordError, match="--on unpaired_feedback=drop"):
-        do_pack(records)
-    found = do_pack(records, on={"unpaired_feedback": "drop"}).manifest
+        do_pack(records, kind="sft")
+    found = do_pack(records, kind="sft", on={"unpaired_feedback": "drop"}).manifest
     assert (found.kind, found.records.packed) == ("sft", 4)
     assert found.records.dropped == {"unpaired_feedback": 4}
+
+
+LABELED = {"prompt": "p", "completion": " a"}
+CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+
+
+@pytest.mark.parametrize(
+    ("records", "rewards", "settings"),
+    [
+        ([LABELED | {"label": x} for x in (True, False)], [1, 0], {}),
+        ([LABELED | {"desirable": x} for x in ("true", "False", "0")], [1, 0, 0], {}),
+        ([{"messages": CHAT, "kto_tag": x} for x in (0, 1)], [0, 1], {"chat_template": "plain"}),
+        ([LABELED | {"label": x} for x in (-1.0, 1.0)], [-1, 1], {}),
+        ([LABELED | {"score": x} for x in (0.25, 3)], [0.25, 3], {"kind": "scored"}),
+        ([LABELED | {"stars": x} for x in (5, 1)], [5, 1], {"fields": {"score": "stars"}}),
+        ([LABELED | {"label": True, "reward": 7}], [1], {}),
+        ([{"prompt": "p", "responses": [" a"], "scores": [0.5]}], [0.5], {}),
+        ([{"prompt": [1], "response": [2], "reward": 0.5}], [0.5], {"kind": "scored"}),
+    ],
+)
+def test_single_answers_with_a_label_or_score_are_packed_with_their_reward(
+    do_pack: Pack, records: list[Any], rewards: list[float], settings: dict[str, Any]
+) -> None:
+    dataset = do_pack(records, **settings)
+    assert dataset.verify().ok
+    assert dataset.manifest.kind == "scored"
+    frame = packstore.scan(dataset).collect().sort("example_id")
+    assert frame["rewards"].to_list() == [[reward] for reward in rewards]
+
+
+@pytest.mark.parametrize("settings", [{}, {"kind": "sft"}])
+def test_a_score_without_a_wish_is_no_kind(do_pack: Pack, settings: dict[str, Any]) -> None:
+    assert do_pack([LABELED | {"score": 0.5}], **settings).manifest.kind == "sft"
 
 
 @pytest.mark.parametrize("partitions", [1, 3])

@@ -66,7 +66,7 @@ CALLED = ['[u]Q<e>[a]«!add{"x": 1}<e>»[t]2<e>[a]«A<e>»']
 # What a refusal says, around each …
 SIDES = "(--field chosen=NAME --field rejected=NAME)"
 BEGINS = "what follows the prompt does not begin with it … Leave the prompt out"
-BY_PROMPT = "Pair good and bad answers by their prompt (kind"
+AS_SCORED = "Pack good and bad ones (--kind scored --field score="
 
 
 def dialogue(*messages: dict[str, Any]) -> dict[str, Any]:
@@ -119,7 +119,7 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     ),
     "HelpSteer 2": (
         {"prompt": "Q", "response": "A", "helpfulness": 3, "correctness": 4},
-        f"helpfulness 3 … {BY_PROMPT}",
+        f"helpfulness 3 … {AS_SCORED}",
     ),
     "HelpSteer 3": (
         {"context": [ASK], "response1": "A", "response2": "B", "overall_preference": -2},
@@ -277,12 +277,19 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
         "text 'instruction', 'output' … (--field prompt=NAME --field response=NAME)",
     ),
     "raw text": ({"text": "Once"}, f"text 'text' … {SIDES}"),
-    "KTO": ({**ONE, "label": False}, f"label False … {BY_PROMPT}"),
-    "KTO, words": ({**ONE, "label": "good"}, f"label 'good' … {BY_PROMPT}"),
-    "KTO, plus and minus one": ({**ONE, "label": -1.0}, f"label -1.0 … {BY_PROMPT}"),
-    "KTO of LLaMA-Factory": (dialogue(ASK, A) | {"kto_tag": False}, f"kto_tag False … {BY_PROMPT}"),
-    "KTO, thumbs": ({**ONE, "feedback": "thumbs_down"}, f"feedback 'thumbs_down' … {BY_PROMPT}"),
-    "a rating of one": ({"prompt": "Q", "response": "A", "rating": 1}, f"rating 1 … {BY_PROMPT}"),
+    "KTO": ({**ONE, "label": False}, TEXTS[:1]),
+    "KTO, words": ({**ONE, "label": "good"}, f"label 'good' … {AS_SCORED}"),
+    "KTO, plus and minus one": ({**ONE, "label": -1.0}, TEXTS[:1]),
+    "KTO of LLaMA-Factory": (
+        dialogue(ASK, B, ASK, A) | {"kto_tag": False},
+        ["[u]Q<e>[a]B<e>[u]Q<e>[a]«A<e>»"],
+    ),
+    "KTO, a question at the end": (
+        dialogue(ASK, A, ASK) | {"label": True},
+        "messages must end with an answer",
+    ),
+    "KTO, thumbs": ({**ONE, "feedback": "thumbs_down"}, f"feedback 'thumbs_down' … {AS_SCORED}"),
+    "a rating of one": ({"prompt": "Q", "response": "A", "rating": 1}, f"rating 1 … {AS_SCORED}"),
     "token ids and labels": ({"input_ids": [81, 65], "labels": [-100, 65]}, ["r«b»"]),
     "a good answer": ({**ONE, "label": True}, TEXTS[:1]),
     # Calls, reasoning, images

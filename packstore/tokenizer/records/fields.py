@@ -28,8 +28,8 @@ TYPES: dict[str, tuple[type, Any]] = {
 LARGEST_REWARD = float(np.finfo(np.float32).max)
 """Rewards are stored as float32."""
 
-_GOOD = (True, "1", "true", "True")
-"""Values of a label that an answer is good; 1 equals True, and CSV has text only."""
+_GOOD, _BAD = (True, "1", "true", "True"), (False, "0", "false", "False")
+"""Values of a label that an answer is good, or not; 1 equals True, and CSV has text only."""
 
 _IGNORE = 'say that it means something else (on={"unpaired_feedback": "keep"})'
 
@@ -90,6 +90,17 @@ class Fields:
         if value is not None:
             self.used[at] = None
         return value
+
+    def is_judged(self) -> bool:
+        """Returns True if a label says whether the answer is good, or its score is mapped."""
+        at, value = self.find("score")
+        return (at in LABELS or "score" in self.config.fields) and is_score(value)
+
+    def score(self) -> float:
+        """Returns the reward of the only answer."""
+        at, value = self.find("score")
+        self.used[at] = None
+        return float(value in _GOOD) if value in (*_GOOD, *_BAD) else number(value, at)
 
     def reward(self, name: str) -> float | None:
         """Returns the reward of a side, or None.
@@ -152,8 +163,13 @@ def check_feedback(record: object) -> None:
         good = isinstance(verdict, int | float | str) and verdict in _GOOD
         if verdict is None or (good and name in LABELS):
             continue
-        remedy = f"Pair good and bad answers by their prompt (kind preference), {_IGNORE}"
+        remedy = f"Pack good and bad ones (--kind scored --field score={name}), {_IGNORE}"
         raise Refused("unpaired_feedback", f"{name} {quote(verdict)}", remedy)
+
+
+def is_score(value: object) -> bool:
+    """Returns True for a number, and for what says whether an answer is good."""
+    return isinstance(value, int | float) or (isinstance(value, str) and value in (*_GOOD, *_BAD))
 
 
 def is_number(value: object) -> bool:

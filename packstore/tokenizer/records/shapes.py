@@ -26,7 +26,7 @@ from packstore.tokenizer.chat.messages import (
 )
 from packstore.tokenizer.chat.sandbox import as_json
 from packstore.tokenizer.chat.template import Message, Tools
-from packstore.tokenizer.records.fields import Fields, number
+from packstore.tokenizer.records.fields import Fields, is_score, number
 from packstore.tokenizer.records.sequences import (
     as_ids,
     holds_ids,
@@ -73,7 +73,7 @@ class Parsed(NamedTuple):
 
 
 def _list_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, list) and len(value) >= 2 and all(map(fits, value))
+    return lambda value: isinstance(value, list) and bool(value) and all(map(fits, value))
 
 
 def _is_text(value: object) -> bool:
@@ -109,6 +109,7 @@ _FITS: Mapping[str, Callable[[Any], bool]] = {
     "token ids": holds_ids,
     "lists of ids": _list_of(holds_ids),
     "numbers": _is_list,
+    "score": is_score,
     "labels": _is_list,
     "lists of labels": _is_list,
 }
@@ -125,7 +126,8 @@ def detect_kind(record: object, config: TokenizeConfig, where: str = "the first 
     else:
         fields = Fields(record, config)
         for shape in SHAPES:
-            if any(fields.has(name, shape.holds_ids) for name in shape.tells):
+            told = any(fields.has(name, shape.holds_ids) for name in shape.tells)
+            if told and ("score" not in shape.needs or fields.is_judged()):
                 return shape.kind
         texts, chats = fields.free(_is_text), fields.free(lambda value: _role(value, 0) is not None)
         if len(chats) == 1 and (not texts or _role(record[chats[0]], -1) == "assistant"):
@@ -229,13 +231,15 @@ def _parse(fields: Fields, shape: Shape) -> Parsed:
     forms = {*shape.needs.values()}
     sides = [name for name in ("messages", "response", "chosen", "rejected") if name in shape.needs]
     responses = [fields.get(name, ids) for name in sides]
-    if shape.kind == "scored":
+    if "responses" in shape.needs:
         responses = fields.get("responses", ids)
     prompt: Any = fields.get("prompt", ids) if "prompt" in (*shape.needs, *shape.takes) else None
     rest: dict[str, Any] = {"rewards": [1.0]}
-    if shape.kind == "scored":
+    if "scores" in shape.needs:
         scores = _each(fields, "scores", responses)
         rest["rewards"] = [number(score, "a score") for score in scores]
+    elif "score" in shape.needs:
+        rest["rewards"] = [fields.score()]
     elif shape.kind == "preference":
         given = fields.rewards()
         rest |= {"rewards": [*(given or DEFAULT_REWARDS)], "scored": given is not None}
@@ -258,7 +262,12 @@ def _parse(fields: Fields, shape: Shape) -> Parsed:
         dialogue = _with_system(fields, _turns(fields, responses[0]))
         if prompt:
             _check_begins(_turns(fields, prompt), dialogue)
-        prompt, responses = [], [dialogue]
+        asked = 0  # number of turns before the answer
+        if shape.kind == "scored":
+            asked = 1 + max((i for i, m in enumerate(dialogue) if m["role"] == "user"), default=-1)
+            if asked == len(dialogue):
+                raise Refused("wrong_type", "messages must end with an answer, found a question")
+        prompt, responses = dialogue[:asked], [dialogue[asked:]]
     else:
         prompt, responses = _as_dialogue(fields, prompt, responses)
         prompt = _with_system(fields, prompt)
@@ -277,7 +286,7 @@ def _ids(fields: Fields, shape: Shape, prompt: Any, responses: list[Any]) -> dic
         else:
             on = supervised_ids(whole, fields.get("labels"), "input_ids")
         return {"prompt": whole[:0], "responses": [whole], "supervised": [on]}
-    if shape.kind == "scored":
+    if "responses" in shape.needs:
         names = [f"response {i + 1}" for i in range(len(responses))]
         labels = _each(fields, "response_labels", responses)
     else:
