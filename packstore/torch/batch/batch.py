@@ -122,6 +122,19 @@ class PackedBatch:
         """Makes a batch, as :func:`collate` does, from the fields that are not computed."""
         vars(self).update(fields)
 
+    def __repr__(self) -> str:
+        return (
+            f"PackedBatch({self.kind}: {self.num_packs} packs, {self.num_examples} examples, "
+            f"{self.num_segments} segments, {self.num_tokens} tokens on {self.lengths.device})"
+        )
+
+    def __getitem__(self, name: str) -> Any:
+        """Returns a field by its name, as a mapping does."""
+        names = [n for n in dir(self) if n[:1] != "_" and not callable(getattr(type(self), n, 0))]
+        if name not in names:
+            raise KeyError(f"a batch has no field {name!r}; it has: {', '.join(names)}")
+        return getattr(self, name)
+
     @cached_property
     def input_ids(self) -> Tensor:
         """int64 `[T]`."""

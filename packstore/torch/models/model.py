@@ -55,6 +55,7 @@ NOT_SUPPORTED = ("sinks", "position_bias", "indices", "block_indices")
 
 CALL = "Call the model with **batch.model_inputs()"
 GENERATE = "; to generate, give it back its own attention: model.set_attn_implementation('sdpa')"
+OWN_MODEL = "Any other module trains on packs as docs/own-model.md shows"
 UNPACKED = "Train it unpacked, with batch.model_inputs(style='padded')"
 
 
@@ -90,7 +91,7 @@ def use_packed_attention(
     where = f"use_packed_attention({type(model).__name__})"
     if config is None or not hasattr(inner, "set_attn_implementation"):
         raise BackendError(
-            f"{where}: it must be a Hugging Face model; found none of its methods. {UNPACKED}."
+            f"{where}: it must be a Hugging Face model; found none of its methods. {OWN_MODEL}."
         )
     if getattr(config, "is_encoder_decoder", False):
         raise BackendError(

@@ -22,7 +22,7 @@ from packstore.format.arrays import Packs, to_offsets
 from packstore.format.seeds import keys
 from packstore.torch.batch.batch import PackedBatch, collate
 from packstore.torch.models.mask import PREFIX
-from packstore.torch.models.model import use_packed_attention
+from packstore.torch.models.model import OWN_MODEL, use_packed_attention
 from packstore.torch.models.unwrap import by_length, evaluating, rope_kinds, rope_parts, unwrapped
 
 logger = logging.getLogger("packstore")
@@ -94,7 +94,7 @@ def check_isolation(
     if inner is None:
         raise BackendError(
             f"check_isolation({type(model).__name__}): it must be a Hugging Face model; "
-            "found none of its methods."
+            f"found none of its methods. {OWN_MODEL}."
         )
     previous = inner.config._attn_implementation
     if backend is not None:
@@ -169,7 +169,8 @@ def _failure(
         more = (
             ". If backend='reference' fails as well, the model mixes tokens outside of attention "
             "(a convolution, a recurrent layer), counts positions itself, or has a mask of its "
-            "own: use backend='per_sequence'. If not, the backend is wrong."
+            "own: use backend='per_sequence'. If not, the backend is wrong. "
+            "docs/own-model.md says what a model must do."
         )
     return error(
         f"{where}: a sequence must have the logits that the model's own attention ({attention}) "

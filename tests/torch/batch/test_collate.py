@@ -207,6 +207,19 @@ def test_padded_inputs_are_the_sequences(kit: SimpleNamespace, layout: str) -> N
         assert torch.equal(batch.unpad(padded["input_ids"]), batch.input_ids)
 
 
+def test_a_batch_shows_what_it_holds(kit: SimpleNamespace) -> None:
+    batch = collate(kit.packed(random_examples(5), [2, 3], "shared_prefix"), "preference")
+    size = f"2 packs, 5 examples, 10 segments, {batch.num_tokens} tokens on cpu"
+    assert repr(batch) == f"PackedBatch(preference: {size})"
+    fields = "input_ids labels position_ids segment_ids cu_seqlens cu_seqlens_k kv_index weights"
+    for name in [*fields.split(), "kind", "num_tokens", "rewards", "columns", "step"]:
+        assert name in dir(batch)
+        assert batch[name] is getattr(batch, name)
+    for name in ("input_id", "to", "_signed_ids", "model_inputs"):
+        with pytest.raises(KeyError, match=f"no field '{name}'; it has: .*input_ids.*, weights"):
+            batch[name]
+
+
 def test_refusals(kit: SimpleNamespace) -> None:
     batch = collate(kit.packed(EXAMPLES, [6], "shared_prefix"), "preference")
     for style in ("flash", "megatron"):

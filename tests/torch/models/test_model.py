@@ -6,6 +6,7 @@ import copy
 import inspect
 import re
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -120,11 +121,14 @@ def test_refused_models(kit: SimpleNamespace) -> None:
         use_packed_attention(kit.tiny_model(), "spda")
     seq2seq = T5ForConditionalGeneration(T5Config(vocab_size=50, d_model=32, d_ff=32))
     for model, message in (
-        (nn.Linear(2, 2), "must be a Hugging Face model"),
-        (seq2seq, "must be a decoder alone; found an encoder and a decoder"),
+        (nn.Linear(2, 2), "must be a Hugging Face model.*docs/own-model.md"),
+        (seq2seq, "must be a decoder alone; found an encoder and a decoder. Train it unpacked"),
     ):
-        with pytest.raises(BackendError, match=f"{message}.*Train it unpacked"):
+        with pytest.raises(BackendError, match=message):
             use_packed_attention(model)
+    with pytest.raises(BackendError, match=r"must be a Hugging Face model.*docs/own-model\.md"):
+        check_isolation(nn.Linear(2, 2))
+    assert Path(__file__).parents[3].joinpath("docs", "own-model.md").exists()
     looks_ahead = use_packed_attention(kit.tiny_family("bert", torch.float32))
     with pytest.raises(BackendError, match="must be causal; found a model that looks ahead"):
         looks_ahead(**kit.row().model_inputs())
