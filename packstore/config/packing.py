@@ -25,7 +25,7 @@ RESERVED_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 class SizeConfig(Settings):
     """Size of a pack, and layout of the sequences in it."""
 
-    pack_size: int = setting(8192, "most tokens of a pack", low=2)
+    pack_size: int = setting(8192, "most tokens of a pack", low=2, high=2**31 - 1)
     layout: Literal["concat", "shared_prefix"] = setting(
         "concat", "sequences whole, or prompts once"
     )

@@ -17,6 +17,7 @@ from packstore.format.arrays import Int64
 TOP = 2**63 - 1
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=TOP)]
+Int31 = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 Positive = Annotated[int, msgspec.Meta(ge=1, le=TOP)]
 Whole = Annotated[int, msgspec.Meta(ge=-TOP - 1, le=TOP)]
 Real = Annotated[float, msgspec.Meta(ge=0)]

@@ -14,9 +14,16 @@ import pytest
 from packstore import config
 from packstore.format import IGNORE_INDEX, RULES, SOURCE_SHIFT, schema
 from packstore.io.dataset import pack_index
+from packstore.io.dataset.verify import TOLERANCE
 from packstore.io.manifest.commit import FOLDER, MAX_MANIFEST_BYTES, manifest_path
-from packstore.io.manifest.manifest import FILE_FORMATS, Manifest
+from packstore.io.manifest.manifest import (
+    FILE_FORMATS,
+    GROUP_FOOTER_BYTES,
+    MAX_FOOTER_BYTES,
+    Manifest,
+)
 from packstore.io.manifest.side_manifest import SIDE, SIDE_TYPES, SIDE_VERSION
+from packstore.io.shards.parquet import MAX_GROUP_BYTES, MAX_VALUES
 from packstore.io.side.side import SHARD_ROWS
 from packstore.io.write.shard_writer import DATA
 
@@ -124,6 +131,11 @@ def test_constants(prose: str) -> None:
     assert f"├── {FOLDER}/" in prose
     assert f"└── {DATA}/" in prose
     assert f"at most {MAX_MANIFEST_BYTES >> 20} MiB" in prose
+    assert f"at most {MAX_GROUP_BYTES >> 20} MiB (2^29 bytes), stored and decompressed" in prose
+    assert f"at most 2^{MAX_VALUES.bit_length() - 1} values" in prose
+    part, more = MAX_FOOTER_BYTES >> 20, GROUP_FOOTER_BYTES >> 10
+    assert f"at most {part} MiB (2^24) and {more} KiB (2^16) for each row group" in prose
+    assert f"within {TOLERANCE:g} of the exact value".replace("e-06", "e-6") in prose
     assert f"(n << {SOURCE_SHIFT}) + m" in prose
     assert f"{IGNORE_INDEX} elsewhere" in prose
     defaults = config.WriteConfig()

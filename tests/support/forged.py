@@ -15,6 +15,33 @@ import pyarrow.parquet as pq
 MANIFEST = "_packstore/manifest-000001.json"
 
 
+def read_shard(path: Path) -> pa.Table:
+    """All packs of a shard, as any reader of Parquet or Arrow sees them."""
+    if path.suffix == ".arrow":
+        return pa.ipc.open_file(path.read_bytes()).read_all()
+    return pq.ParquetFile(path).read()
+
+
+def shard_bytes(table: pa.Table, rows: list[int], file_format: str, **how: Any) -> bytes:
+    """The file of a shard whose row groups have so many packs, as another writer may make it."""
+    sink, parts, at = io.BytesIO(), [], 0
+    for n in rows:
+        parts.append(table.slice(at, n).combine_chunks())
+        at += n
+    if file_format == "arrow":
+        with pa.ipc.new_file(sink, table.schema, **how) as writer:
+            for part in parts:
+                writer.write_batch(part.to_batches()[0])
+        return sink.getvalue()
+    how = {"compression": "zstd", "use_dictionary": False, "write_statistics": False, **how}
+    with pq.ParquetWriter(sink, table.schema, **how) as writer:
+        for part in parts:
+            writer.write_table(part)
+        if not how.get("store_schema", True):
+            writer.add_key_value_metadata(table.schema.metadata)
+    return sink.getvalue()
+
+
 def ranges(data: bytes) -> list[tuple[int, int]]:
     """First and last byte of each row group of a Parquet file."""
     metadata, found = pq.read_metadata(io.BytesIO(data)), []

@@ -30,6 +30,7 @@ from packstore.errors import (
 from packstore.format.arrays import Int32, Packs
 from packstore.format.rules import check_structure
 from packstore.format.schema import ANY_LIST, from_arrow, same_schema
+from packstore.format.typed_json import TOP
 from packstore.io.dataset.cache import Cache
 from packstore.io.manifest.manifest import Manifest
 from packstore.io.manifest.stored_file import DECODER_ERRORS
@@ -163,7 +164,15 @@ class ShardReader:
             if found[0] != longest or found[1] > most:
                 must = f"a longest segment of {longest} tokens, and no sequence over {most}"
                 raise IntegrityError(f"must have {must}, as the manifest says; found {found}")
-            packs.example_ids += self.shard.example_id_base
+            first, last, base = (
+                packs.example_ids.min(),
+                packs.example_ids.max(),
+                self.shard.example_id_base,
+            )
+            if first < 0 or last > TOP - base:
+                must = f"must have example ids of at least 0, and below 2^63 with the base {base}"
+                raise IntegrityError(f"{must}; found {first} to {last}")
+            packs.example_ids += base
             return packs
 
     def _batch(self, group: int, data: Fetched) -> pa.RecordBatch:

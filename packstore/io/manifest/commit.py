@@ -86,6 +86,7 @@ def read_committed(
         do += ", or write another version (overwrite=True, --overwrite)"
     try:
         msgspec.json.decode(data, type=msgspec.Raw)
+        _check_names(data, where)
     except (msgspec.DecodeError, RecursionError) as error:  # torn, where no file is made at once
         found = f"{len(data)} bytes: {error}"
         raise IntegrityError(sentence(where, "must be valid JSON", found, do)) from error
@@ -225,6 +226,28 @@ def _check_cost(data: bytes, where: str) -> None:
         found = f"{cost} from {len(data)}"
         do = "Write larger row groups (row_group_tokens)"
         raise FormatError(sentence(where, must, found, do))
+
+
+def _check_names(data: bytes, where: str) -> None:
+    """Refuses valid JSON in which an object has two members of one name: readers would differ."""
+    # No text of valid JSON holds the bytes 0 and 1, so they can stand for what is escaped.
+    parts = data.replace(rb"\\", b"\0").replace(rb"\"", b"\1").split(b'"')
+    objects = [set[bytes]()]
+    for between, text, after in zip(parts[::2], parts[1::2], parts[2::2], strict=False):
+        for brace in between.translate(None, _NO_BRACES):
+            objects.append(set()) if brace == ord("{") else objects.pop()
+        if after.lstrip()[:1] == b":":
+            if _ESCAPED.search(text):
+                whole = text.replace(b"\0", rb"\\").replace(b"\1", rb"\"")
+                text = msgspec.json.decode(b'"%s"' % whole).encode()
+            if text in objects[-1]:
+                must = "an object must not have two members of one name"
+                raise FormatError(sentence(where, must, quote(text.decode())))
+            objects[-1].add(text)
+
+
+_ESCAPED = re.compile(rb"[\0\1\\]")
+_NO_BRACES = bytes(set(range(256)) - set(b"{}"))
 
 
 def too_large(where: str, found: str) -> FormatError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,7 +33,7 @@ from packstore.format.schema import (
 from packstore.format.typed_json import (
     UPGRADE,
     Count,
-    Positive,
+    Int31,
     Sha256,
     Whole,
     convert,
@@ -74,7 +75,7 @@ class Manifest:
 
     kind: str
     layout: str
-    pack_size: Positive
+    pack_size: Int31
     strategy: str
     seed: Whole
     pack_order: str
@@ -202,6 +203,7 @@ class Manifest:
         """Parses the manifest in `data`; keeps unknown fields of shards, ignores others."""
         head = decode(data, _Head, where)
         check_features(head.format_version, head.features, where)
+        check_last(head.sha256, where)
         index = bytes(head.pack_index).decode()
         require(index != "null", where, "pack_index must be a JSON object", {"pack_index": index})
         manifest = decode(data, cls, where)
@@ -212,6 +214,9 @@ class Manifest:
             pairs = zip(manifest.shards, further, strict=True)
             manifest = replace(manifest, shards=tuple(replace(s, further=f) for s, f in pairs))
         check_manifest(manifest, where)
+        responses, k = bytes(head.num_responses).decode(), json.dumps(manifest.num_responses)
+        must = f"num_responses must be {k}, as the kind is {manifest.kind}"
+        require(responses == k, where, must, {"num_responses": responses})
         return manifest
 
 
@@ -264,6 +269,8 @@ def read_manifest(location: Location, version: int | None = None) -> tuple[Manif
 class _Head(msgspec.Struct):
     format_version: Count
     features: list[str]
+    num_responses: msgspec.Raw
+    sha256: msgspec.Raw = msgspec.Raw(b"")
     pack_index: msgspec.Raw = msgspec.Raw(b"{}")
     shards: list[dict[str, msgspec.Raw]] = []
 
@@ -283,11 +290,15 @@ class _Origin(msgspec.Struct):
     shards: Count
 
 
+class _Tokenizer(msgspec.Struct):
+    vocab_size: Int31 = 1
+
+
 class _Provenance(msgspec.Struct):
     sources: list[_Source]
     settings: dict[str, Any]
     package_version: str
-    tokenizer: dict[str, Any] | None = None
+    tokenizer: _Tokenizer | None = None
     lineage: Sha256 = ""
     combined_from: list[_Origin] = []
 
@@ -323,6 +334,8 @@ def check_manifest(manifest: Manifest, where: str) -> None:
         place, limit = f"{where}, pack_index", 65536 + 4096 * len(shards) + 32 * totals.packs
         figures = {"bytes": index.bytes, "limit": limit}
         require(index.bytes <= limit, place, "its bytes must be few for its packs", figures)
+        plain = not index.path.endswith(".parquet")
+        require(plain, place, "its name must not end in .parquet", {"path": index.path})
     convert({"provenance": manifest.provenance}, _About, where)
 
 
@@ -365,6 +378,11 @@ def check_columns(names: Iterable[str], where: str) -> None:
 def known_columns(columns: Mapping[str, str], types: Collection[str]) -> dict[str, str]:
     """Returns the further columns, name to type, that this release reads; others are skipped."""
     return {n: t for n, t in columns.items() if t in types and not n.startswith("_")}
+
+
+def check_last(sha256: msgspec.Raw, where: str) -> None:
+    """Raises :class:`FormatError` for a hash of the manifest that is not its last field."""
+    require(not bytes(sha256), where, "sha256 must be the last field", {"another": "follows it"})
 
 
 def require_different_paths(paths: Sequence[str], where: str) -> None:

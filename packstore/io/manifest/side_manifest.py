@@ -26,6 +26,7 @@ from packstore.io.manifest.concat import runs
 from packstore.io.manifest.manifest import (
     Manifest,
     check_columns,
+    check_last,
     dump_json,
     known_columns,
     require_different_paths,
@@ -56,6 +57,7 @@ class SideShard(StoredFile):
 class _Head(msgspec.Struct):
     side_version: Whole
     features: list[str]
+    sha256: msgspec.Raw = msgspec.Raw(b"")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +112,7 @@ class SideManifest:
             other = f"version {head.side_version}, features {quote(head.features)}"
             remedy = "Upgrade packstore to read this side dataset"
             raise UnsupportedFormatError(sentence(where, must, other, remedy))
+        check_last(head.sha256, where)
         manifest = decode(data, cls, where)
         manifest.check(where)
         return manifest

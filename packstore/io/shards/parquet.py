@@ -55,6 +55,7 @@ class ParquetShard:
         self._slice = _FileSlice(shard.bytes)
         # One file object for all row groups: opening one costs a tenth of decoding a row group.
         self._file = open_parquet(self._slice, self._metadata)
+        check_lists(self._metadata, names)
 
     def range(self, group: int, columns: Sequence[str] | None = None) -> tuple[int, int]:
         """Returns the byte range of a row group, or some of its columns: start, end (exclusive)."""
@@ -112,6 +113,14 @@ def check_group(
     ):
         if not ok:
             raise IntegrityError(f"must have {must}; its footer declares {declared}")
+
+
+def check_lists(metadata: pq.FileMetaData, names: Sequence[str]) -> None:
+    """Refuses lists whose levels have other names: the stored Arrow schema would hide them."""
+    paths = [metadata.schema.column(i).path for i in range(metadata.num_columns)]
+    for name, _, levels in (path.partition(".") for path in paths):
+        if name in names and levels not in ("", "list.element"):
+            raise IntegrityError(f"its lists must be named list.element; found {levels}")
 
 
 def byte_range(

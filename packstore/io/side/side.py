@@ -40,7 +40,7 @@ from packstore.io.manifest.side_manifest import (
     SideShard,
 )
 from packstore.io.manifest.stored_file import decoding, read_stored
-from packstore.io.shards.parquet import OPTIONS, check_group
+from packstore.io.shards.parquet import OPTIONS, check_group, check_lists
 from packstore.io.store.location import Location
 from packstore.io.store.staging import Staging
 from packstore.io.write.write_job import writing
@@ -230,6 +230,7 @@ class Side:
                     must = f"it must have {shard.rows} rows of the columns that the manifest tells"
                     raise IntegrityError(sentence(where, must, str((rows, schema.names))))
                 names = ["example_ids", *self.manifest.known]
+                check_lists(file.metadata, names)
                 for group in map(file.metadata.row_group, range(file.num_row_groups)):
                     check_group(group, group.num_rows, names=names)
                 (batch,) = file.read(names, use_threads=False).combine_chunks().to_batches()

@@ -107,6 +107,18 @@ def test_damage_is_found(stored: Dataset, name: str) -> None:
     assert main(["verify", stored.url, "--jobs", "2"]) == 1
 
 
+@pytest.mark.parametrize(("change", "ok"), [(5e-7, True), (-5e-7, True), (2e-6, False)])
+@pytest.mark.parametrize("name", ["fill_rate", "mean"])
+def test_fractions_may_be_rounded(stored: Dataset, name: str, change: float, ok: bool) -> None:
+    def move(m: Any) -> None:
+        statistics = m["statistics"]
+        place = statistics if name == "fill_rate" else statistics["examples_per_pack"]
+        place[name] += change
+
+    edit(move)(stored)
+    assert open_dataset(stored.url).verify().ok == ok
+
+
 @pytest.mark.parametrize("name", ["the longest segment", "the longest sequence"])
 def test_lengths_that_models_are_checked_by_are_compared(stored: Dataset, name: str) -> None:
     """By the longest sequence, training refuses a model with fewer positions."""

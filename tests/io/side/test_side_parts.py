@@ -102,7 +102,7 @@ def test_after_concat(tmp_path: Path) -> None:
 
 def test_answers_of_any_number(kit: Any, tmp_path: Path) -> None:
     """Log-probs of the sequences of each example, in packs that mix examples of both parts."""
-    parts = [pack(tmp_path / n, kit.records(30, "ranked", seed)) for seed, n in enumerate("ab")]
+    parts = [pack(tmp_path / n, kit.records(30, "scored", seed)) for seed, n in enumerate("ab")]
     sides = [side_of(part) for part in parts]
     whole = packstore.concat(parts, str(tmp_path / "ab"))
     mixed = packstore.pack(whole, tmp_path / "mixed", pack_size=200)
