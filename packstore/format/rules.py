@@ -59,19 +59,12 @@ def check_packs(
     """
     need = _Need(where, first_row)
     segments = _check_structure(packs, pack_size, need)
-    supervised = packs.supervised
     _check_ids(packs.input_ids, packs.token_offsets, vocab_size, need)
     need("reward-finite", np.isfinite(packs.reward), packs.sequence_offsets)
-    starts = to_offsets(segments)[:-1]
-    need("first-unsupervised", ~supervised[starts], packs.sequence_offsets)
-    need(
-        "supervised-nonempty",
-        np.logical_or.reduceat(supervised, starts) if len(starts) else np.ones(0, np.bool_),
-        packs.sequence_offsets,
-    )
+    _check_supervision(packs, segments, need)
     _check_lengths(packs, segments, layout, need)
     if layout == "shared_prefix":
-        _check_prefix(packs, starts, supervised, need)
+        _check_prefix(packs, to_offsets(segments)[:-1], packs.supervised, need)
 
 
 def check_and_sign(
@@ -95,10 +88,11 @@ def check_and_sign(
 
 
 def check_structure(packs: Packs, layout: str, pack_size: int, where: str) -> Int32:
-    """Checks the rules that indexing relies on, and no tokens; returns `segment_lengths`."""
+    """Checks the rules that cost little, of tokens only labels; returns `segment_lengths`."""
     need = _Need(where, 0)
     segments = _check_structure(packs, pack_size, need)
     need("reward-finite", np.isfinite(packs.reward), packs.sequence_offsets)
+    _check_supervision(packs, segments, need)
     _check_lengths(packs, segments, layout, need)
     return segments
 
@@ -151,6 +145,14 @@ def _check_structure(packs: Packs, pack_size: int | None, need: _Need) -> Int32:
 
 def _steps(offsets: Any) -> Any:
     return offsets[1:] - offsets[:-1]  # as np.diff, in a fifth of the time for few values
+
+
+def _check_supervision(packs: Packs, segments: Int32, need: _Need) -> None:
+    """Checks which tokens are supervised: those whose signed ids are not negative."""
+    if len(segments):
+        starts, rows = to_offsets(segments)[:-1], packs.sequence_offsets
+        need("first-unsupervised", packs.signed_ids[starts] < 0, rows)
+        need("supervised-nonempty", np.maximum.reduceat(packs.signed_ids, starts) >= 0, rows)
 
 
 def _check_lengths(packs: Packs, segments: Int32, layout: str, need: _Need) -> None:

@@ -144,3 +144,29 @@ def test_example_ids_of_63_bits(kit: Any, tmp_path: Path, file_format: str) -> N
         )
         with pytest.raises(IntegrityError, match="example ids of at least 0"):
             list(PackedDataset(dataset.url))
+
+
+@pytest.mark.parametrize("rule", ["first-unsupervised", "supervised-nonempty"])
+@pytest.mark.parametrize("file_format", ["parquet", "arrow"])
+@pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
+def test_loaders_check_what_is_learned(
+    kit: Any, tmp_path: Path, layout: str, file_format: str, rule: str
+) -> None:
+    """The log-prob of a segment's first token would be another's, and of no token it is 0."""
+    how = {"layout": layout, "format": file_format, "shard_tokens": 1 << 20}
+    dataset = kit.made(tmp_path / "again", 40, row_group_tokens=300, strategy="pool", **how)
+    table = read_shard(Path(dataset.shard_urls[0]))
+    rows = dataset.manifest.shards[0].row_groups.rows.tolist()
+    ids, labels = table["input_ids"][-1].as_py(), table["labels"].to_pylist()
+    start, stop = table["seq_boundaries"][-1].as_py()[1:3]  # of the second sequence
+    if rule == "first-unsupervised":
+        labels[-1][start] = ids[start]
+    else:
+        labels[-1][start:stop] = [-100] * (stop - start)
+    place, field = table.schema.names.index("labels"), table.schema.field("labels")
+    table = table.set_column(place, field, pa.array(labels, field.type))
+    assert list(PackedDataset(dataset.url))
+    replace_shard(tmp_path / "again", shard_bytes(table, rows, dataset.manifest.file_format))
+    with pytest.raises(IntegrityError, match=rf"\[{rule}\]"):
+        list(PackedDataset(dataset.url))
+    assert any(f"[{rule}]" in p for p in packstore.open(dataset.url).verify().problems)
