@@ -163,8 +163,9 @@ def id_sequences(
     """
     sequences = []
     for i, response in enumerate(responses):
-        ids = np.concatenate([prompt, response]).astype(np.int32)
-        on = np.arange(len(ids)) >= len(prompt)
+        ids = np.concatenate([prompt, response], dtype=np.int32)
+        on = np.ones(len(ids), np.bool_)
+        on[: len(prompt)] = False
         if supervised is not None:
             on[len(prompt) :] = supervised[i]
         on[:1] = False

@@ -13,31 +13,22 @@ from typing import Any, Literal
 import numpy as np
 
 from packstore.config import PackConfig
-from packstore.errors import ConfigError, RecordError, TokenizerError, quote, sentence
-from packstore.format.arrays import (
-    COUNTS,
-    Examples,
-    Float32,
-    Packs,
-    Rows,
-    count_packs,
-    to_offsets,
-)
-from packstore.format.schema import KINDS
+from packstore.errors import ConfigError, RecordError, TokenizerError, sentence
+from packstore.format.arrays import COUNTS, Examples, Float32, Packs, Rows, count_packs
 from packstore.torch.batch.batch import PackedBatch, StepInfo, collate
 from packstore.torch.data.dataset import placement
 
-Rollouts = tuple[Any, Sequence[Any], Any]
-"""Prompt, responses to it, and a reward for each."""
+Record = Mapping[str, Any] | tuple[Any, Any, Any]
+"""The fields of a record; or a prompt, responses to it, and a reward for each."""
 
-MAX_ID = int(np.iinfo(np.int32).max)
+ROLLOUT = ("prompt", "responses", "scores")
 
 REF_LOGPS = ("ref_chosen_logps", "ref_rejected_logps")
 """Fields of a pair that hold log-probs of a reference model, under TRL's names."""
 
 
 def pack_in_memory(
-    records: Sequence[Mapping[str, Any]] | Sequence[Rollouts] | Examples,
+    records: Sequence[Record] | Examples,
     pack_size: int,
     layout: Literal["concat", "shared_prefix"] = "concat",
     *,
@@ -59,10 +50,9 @@ def pack_in_memory(
             of a prompt that no pack holds may be given apart.
         pack_size: most tokens of a batch.
         layout: ``concat`` or ``shared_prefix``, which stores a prompt once for its responses.
-        kind: ``preference``, ``sft`` or ``scored``; default: that of the fields of dicts, else
-            ``scored``.
-        fields: of dicts, canonical name -> name in the records.
-        carry: of dicts, names of fields to carry into ``batch.columns``.
+        kind: ``preference``, ``sft`` or ``scored``; of records by default that of their fields.
+        fields: canonical name -> name in the records.
+        carry: names of fields to carry into ``batch.columns``.
         rank, world_size: defaults as in :class:`~packstore.torch.PackedDataset`.
 
     Returns:
@@ -70,8 +60,7 @@ def pack_in_memory(
 
     Raises:
         RecordError: a record is not of the kind, or is longer than `pack_size`.
-        ConfigError: there are no records, the kind of examples is not given, or `fields` or `carry`
-            is given without dicts.
+        ConfigError: there are no records, or the kind of examples is not given.
     """
     from packstore.pack.fill import fill
     from packstore.pack.layout import sizes
@@ -81,18 +70,12 @@ def pack_in_memory(
     config = PackConfig.of(pack_size=pack_size, layout=layout, **settings)
     rank, world_size = placement(rank, world_size)
     ref_logps = None
-    dicts = not isinstance(records, Examples) and not (records and isinstance(records[0], tuple))
-    if not dicts and (fields or carry):
-        raise ConfigError("fields and carry are settings of records that are dicts.")
     if isinstance(records, Examples):
         examples = records
         if kind == "auto":
             raise ConfigError("the kind of examples must be given: preference, sft or scored.")
-    elif not dicts:
-        kind = "scored" if kind == "auto" else kind
-        examples = _of_rollouts(records, KINDS[kind])  # type: ignore[arg-type]
     else:
-        examples, ref_logps, kind = _examples(records, config)  # type: ignore[arg-type]
+        examples, ref_logps, kind = _examples(records, config)
     tokens = sizes(examples, layout)
     longest = int(tokens.argmax())
     if tokens[longest] > pack_size:
@@ -117,47 +100,6 @@ def pack_in_memory(
     return [batch(number) for number in range(batches)]
 
 
-def _of_rollouts(rollouts: Sequence[Rollouts], responses: int | None) -> Examples:
-    """Returns each prompt with its responses as an example; `responses`: how many, None: any."""
-    parts, edges, rewards = [], [0], []
-    for i, rollout in enumerate(rollouts):
-        try:
-            prompt, sides, scores = rollout
-            mine = [np.asarray(ids) for ids in (prompt, *sides)]
-            of_sides = np.asarray(scores, np.float32)
-        except (TypeError, ValueError) as error:
-            raise _not_a_rollout(i, rollout, responses) from error
-        fit = all(ids.ndim == 1 and (ids.dtype.kind in "iu" or not len(ids)) for ids in mine)
-        count = len(mine) - 1
-        if not fit or count != (responses or max(count, 1)) or of_sides.shape != (count,):
-            raise _not_a_rollout(i, rollout, responses)
-        for side in mine[1:]:
-            parts += [mine[0], side]
-        edges.append(edges[-1] + count)
-        rewards.append(of_sides)
-    lengths = np.array([len(ids) for ids in parts], np.int64)
-    prompts, own = lengths.reshape(-1, 2).T
-    ids, reward, starts = np.concatenate(parts), np.concatenate(rewards), to_offsets(prompts + own)
-    bad = ~np.isfinite(reward) | (own < 1) | (prompts + own < 2)
-    bad |= np.logical_or.reduceat((ids < 0) | (ids > MAX_ID), starts[:-1])
-    if bad.any():
-        i = int(np.searchsorted(edges, bad.argmax(), side="right")) - 1
-        raise _not_a_rollout(i, rollouts[i], responses)
-    supervised = np.repeat(np.arange(len(lengths)) % 2 == 1, lengths)
-    supervised[starts[:-1]] = False
-    number = np.arange(len(rollouts), dtype=np.int64)
-    of_examples = np.array(edges, np.int64)
-    return Examples(ids.astype(np.int32), supervised, starts, of_examples, reward, number)
-
-
-def _not_a_rollout(i: int, rollout: Any, responses: int | None) -> RecordError:
-    must = (
-        f"it must be (prompt, responses, rewards): token ids in 0..{MAX_ID}, {responses or 'any'} "
-    )
-    must += "responses of a token or more that follows one, and a finite number for each"
-    return RecordError(sentence(f"record {i}", must, quote(rollout)))
-
-
 def in_one_pack(records: Sequence[Any], kind: Any, config: PackConfig) -> Packs:
     """Lays records of token ids end to end as one pack of any length, in their order."""
     from packstore.pack.fill import fill
@@ -167,15 +109,25 @@ def in_one_pack(records: Sequence[Any], kind: Any, config: PackConfig) -> Packs:
     return packs if ref_logps is None else replace(packs, ref_logps=ref_logps)
 
 
+def _whole(record: Record) -> Record:
+    if isinstance(record, tuple) and len(record) != len(ROLLOUT):
+        must = "they must be (prompt, responses, rewards), or dicts"
+        raise RecordError(sentence("records", must, f"a tuple of {len(record)}"))
+    return record
+
+
 def _examples(
-    records: Sequence[Mapping[str, Any]], config: PackConfig
+    records: Sequence[Record], config: PackConfig
 ) -> tuple[Examples, Float32 | None, str]:
     """Returns the examples of records, log-probs of a reference model `[S]` or None, the kind."""
     from packstore.tokenizer import RecordTokenizer, detect_kind, typed_carry
 
     if not len(records):
         raise ConfigError("records to pack must be one at least; found none.")
-    values = [dict(record) for record in records]
+    values = [
+        dict(zip(ROLLOUT, record, strict=True) if isinstance(record, tuple) else record)
+        for record in map(_whole, records)
+    ]
     config = replace(
         config,
         carry=typed_carry(config, values),
@@ -201,7 +153,7 @@ def _examples(
         raise RecordError(
             sentence(bad.where, f"it must be an example [{bad.reason}]", bad.detail, "Correct it")
         )
-    logps: list[Any] = [record.get(name) for record in records for name in REF_LOGPS]
+    logps: list[Any] = [record.get(name) for record in values for name in REF_LOGPS]
     given = [value is not None for value in logps]
     if kind != "preference" or not any(given):
         return examples, None, kind

@@ -194,42 +194,21 @@ class PreferenceLoss(StepLoss):
         mean = total / count[:, None]
         return mean[:, 0] + self.sft_weight * likelihood, mean[:, 1:]
 
-    def count(self, batch: PackedBatch) -> StepDivisor:
-        """Counts what a batch adds to the divisor of its optimizer step; needs no log-probs."""
-        tokens = segment_token_counts(batch)[index_best(batch)]
-        by_token = self.sft_average == "token"
-        examples = float(batch.weights.sum())
-        sft_count = float((batch.weights * tokens).sum()) if by_token else examples
-        if self.only_sft:
-            return StepDivisor(sft_count, examples=examples)
+    def units(self, batch: PackedBatch) -> tuple[str, str | None]:
+        """See :meth:`StepLoss.units`."""
+        unit = "examples" if batch.kind == "preference" else f"pairs_{self.pairs}"
+        sft_unit = "best_tokens" if self.sft_average == "token" else "examples"
+        if self.reduction == "pack_mean":
+            unit = sft_unit = "packs"
+        return (sft_unit, None) if self.only_sft else (unit, sft_unit if self.sft_weight else None)
+
+    def _count(self, batch: PackedBatch, unit: str) -> Tensor:
+        if unit == "best_tokens":
+            return (batch.weights * segment_token_counts(batch)[index_best(batch)]).sum()
+        if unit == "examples":
+            return batch.weights.sum()
         _, _, example, weights = self._pairs(batch, batch.weights)
-        _, count = self._reduce(weights, weights, example, batch)
-        if self.reduction == "pack_mean":
-            sft_count = float(count)
-        return StepDivisor(float(count), sft_count if self.sft_weight else None, examples)
-
-    def planned(self, batch: PackedBatch) -> StepDivisor | None:
-        """Returns the divisor of the batch's step; None if the loader did not count it."""
-        step = batch.step
-        if step is None:
-            return None
-        known, preference = step.counts or {}, batch.kind == "preference"
-        count = step.examples if preference else known.get(f"pairs_{self.pairs}")
-        sft_count = known.get("best_tokens") if self.sft_average == "token" else step.examples
-        if self.reduction == "pack_mean":
-            count = sft_count = step.packs if preference else None
-        if self.only_sft:
-            count = sft_count
-        if count is None or (self.sft_weight and sft_count is None):
-            return None
-        divisor = StepDivisor(count, sft_count if self.sft_weight else None, step.examples)
-        return divisor.at_least_one()
-
-    def by_example(self, batch: PackedBatch) -> bool:
-        """True if the loss of this batch is divided by a number of examples."""
-        if self.only_sft:
-            return bool(self.sft_average != "token")
-        return batch.kind == "preference" and self.reduction == "sum"
+        return self._reduce(weights, weights, example, batch)[1]
 
     def _reference(self, batch: PackedBatch, ref_logps: Tensor | None) -> Tensor | None:
         if not self.reference:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from packstore.errors import ConfigError, sentence
-from packstore.format.schema import KINDS
 from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.batch.layout import owners
 from packstore.torch.logprobs.logprobs import by_segment, segment_token_counts
@@ -32,6 +31,7 @@ from packstore.torch.losses.step_loss import (
     check_weight,
     choice,
     divide,
+    sequence_weights,
 )
 from packstore.torch.metrics import SumAndCount, wide_dtype
 
@@ -156,29 +156,10 @@ class PolicyLoss(StepLoss):
         tokens = self._tokens(logps, batch, advantages, old_logps, ref_logps)
         return self._divided(logps, batch, divisor, partial(self._output, tokens, batch))
 
-    def count(self, batch: PackedBatch) -> StepDivisor:
-        """Counts what a batch adds to the divisor of its optimizer step; needs no log-probs."""
-        examples, weights = float(batch.weights.sum()), _weights(batch)
-        if self.average == "group":
-            return StepDivisor(examples, examples=examples)
-        sequences = segment_token_counts(batch) if self.average == "token" else 1
-        return StepDivisor(float((weights * sequences).sum()), examples=examples)
-
-    def planned(self, batch: PackedBatch) -> StepDivisor | None:
-        """Returns the divisor of the batch's step; None if the loader did not count it."""
-        if (step := batch.step) is None:
-            return None
-        counts, responses = step.counts or {}, KINDS[batch.kind]
-        count = {
-            "token": counts.get("best_tokens" if responses == 1 else "tokens"),
-            "sequence": step.examples * responses if responses else counts.get("sequences"),
-            "group": step.examples,
-        }[self.average]
-        return None if count is None else StepDivisor(count, None, step.examples).at_least_one()
-
-    def by_example(self, batch: PackedBatch) -> bool:
-        """True if the loss of this batch is divided by a number of examples."""
-        return self.average == "group" or (self.average == "sequence" and batch.kind == "sft")
+    def units(self, batch: PackedBatch) -> tuple[str, str | None]:
+        """See :meth:`StepLoss.units`."""
+        units = {"token": "tokens", "sequence": "sequences", "group": "examples"}
+        return units[self.average], None
 
     def _tokens(
         self,
@@ -225,7 +206,7 @@ class PolicyLoss(StepLoss):
         self, tokens: Tokens, batch: PackedBatch, count: Tensor | float | None, _: Any
     ) -> LossOutput:
         """The loss without router losses."""
-        weights = torch.cat([_weights(batch), batch.weights.new_zeros(1)])[tokens.sequences]
+        weights = torch.cat([sequence_weights(batch), batch.weights.new_zeros(1)])[tokens.sequences]
         wide = weights.to(wide_dtype(weights.device))
         policy = self.function(tokens)
         losses, ratio = policy, bounded_exp(tokens.log_ratio)
@@ -247,7 +228,7 @@ class PolicyLoss(StepLoss):
         if self.average == "token":
             return (losses * weights).sum(), weights.sum()
         sums, counts = by_segment(batch, losses), segment_token_counts(batch)
-        of_units = _weights(batch)
+        of_units = sequence_weights(batch)
         if self.average == "group":
             example = owners(batch.num_responses.long(), batch.num_segments)
             zeros = torch.zeros_like(batch.example_ids)
@@ -263,8 +244,3 @@ def _tokens(draws: Tensor, sequences: Tensor | None = None) -> Tokens:
         sequences = torch.zeros(draws.shape[1], dtype=torch.long)
     logps, log_ratio, advantages, ref_logps = draws
     return Tokens(-logps.abs(), log_ratio, advantages, sequences, -ref_logps.abs())
-
-
-def _weights(batch: PackedBatch) -> Tensor:
-    """The weight of each sequence, `[S]`: 1, or 0 of a filler."""
-    return batch.weights[owners(batch.num_responses.long(), batch.num_segments)]

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from packstore.errors import ConfigError, quote, sentence
+from packstore.format.schema import KINDS
 from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.batch.layout import owners
+from packstore.torch.logprobs.logprobs import segment_token_counts
 from packstore.torch.losses.divisor import StepDivisor, check_accumulation
 from packstore.torch.losses.formulas import is_number
 from packstore.torch.metrics import SumAndCount, all_reduce_sums, distributed
@@ -64,16 +66,46 @@ class StepLoss(ABC):
         self.gradients = choice("gradients", gradients, get_args(Gradients))
 
     @abstractmethod
+    def units(self, batch: PackedBatch) -> tuple[str, str | None]:
+        """Returns what the loss and its SFT term are divided by.
+
+        Of `examples`, `packs`, `sequences`, their `tokens`, and
+        :data:`packstore.format.arrays.COUNTS`.
+        """
+
     def count(self, batch: PackedBatch) -> StepDivisor:
         """Counts what a batch adds to the divisor of its optimizer step; needs no log-probs."""
+        units = (*self.units(batch), "examples")
+        return StepDivisor(*(None if u is None else float(self._count(batch, u)) for u in units))  # type: ignore[arg-type]
 
-    @abstractmethod
     def planned(self, batch: PackedBatch) -> StepDivisor | None:
         """Returns the divisor of the batch's step; None if the loader did not count it."""
+        if (step := batch.step) is None:
+            return None
+        known = {**(step.counts or {}), "examples": step.examples}
+        if responses := KINDS[batch.kind]:
+            known["sequences"] = step.examples * responses
+        if responses == 1 and "best_tokens" in known:
+            known["tokens"] = known["best_tokens"]
+        if batch.kind == "preference" and step.packs is not None:
+            known["packs"] = step.packs
+        unit, sft_unit = self.units(batch)
+        if not {unit, sft_unit or unit} <= known.keys():
+            return None
+        sft_count = None if sft_unit is None else known[sft_unit]
+        return StepDivisor(known[unit], sft_count, step.examples).at_least_one()
 
-    @abstractmethod
     def by_example(self, batch: PackedBatch) -> bool:
         """True if the loss of this batch is divided by a number of examples."""
+        return self.units(batch)[0] == "examples"
+
+    def _count(self, batch: PackedBatch, unit: str) -> Tensor:
+        if unit == "examples":
+            return batch.weights.sum()
+        weights = sequence_weights(batch)
+        return (
+            weights.sum() if unit == "sequences" else (weights * segment_token_counts(batch)).sum()
+        )
 
     def _divided(
         self,
@@ -172,6 +204,11 @@ def count_step(
     count, sft_count, examples = all_reduce_sums(sums or [0, 0, 0], group, device)
     divisor = StepDivisor(count, sft_count if loss_fn.sft_weight else None, examples)
     return divisor.at_least_one()
+
+
+def sequence_weights(batch: PackedBatch) -> Tensor:
+    """Returns the weight of each sequence, `[S]`: 1, or 0 of a filler."""
+    return batch.weights[owners(batch.num_responses.long(), batch.num_segments)]
 
 
 def divide(term: SumAndCount, divisor: Tensor | float | None) -> Tensor:

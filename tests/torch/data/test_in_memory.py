@@ -143,28 +143,25 @@ def test_rollouts_are_laid_out_as_examples(layout: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "given"),
+    ("wrong", "message"),
     [
-        (([1], [[2], [3]]), {}),
-        (([1], [[2], [3]], [1.0]), {}),
-        (([1, 2], [[2], []], [1.0, 0.0]), {}),
-        (([], [[2], [3]], [1.0, 0.0]), {}),
-        (([1], [[2], [-3]], [1.0, 0.0]), {}),
-        (([1], [[2], [1 << 31]], [1.0, 0.0]), {}),
-        (([1], [[2], [0.5]], [1.0, 0.0]), {}),
-        (([1], [[2], [3]], [1.0, np.nan]), {}),
-        (([1], [[2], "ab"], [1.0, 0.0]), {}),
-        (([1], [], []), {}),
-        (([1], [[2], [3], [4]], [1.0, 0.0, 0.0]), {"kind": "preference"}),
+        (([1], [[2], [3]]), "must be .prompt, responses, rewards., or dicts; found a tuple of 2"),
+        (([1], [[2], [3]], [1.0]), "item 2.* scores"),
+        (([1, 2], [[2], []], [1.0, 0.0]), r"item 2.*\[empty_side\]; found response 2 of 2"),
+        (([], [[2], [3]], [1.0, 0.0]), r"item 2.*\[unsupervised\]; found response 1 has no superv"),
+        (([1], [[2], [-3]], [1.0, 0.0]), "item 2.*response 2 must be token ids, whole numbers"),
+        (([1], [[2], [1 << 31]], [1.0, 0.0]), "item 2.*response 2 must be token ids, whole num"),
+        (([1], [[2], [0.5]], [1.0, 0.0]), "item 2"),
+        (([1], [[2], [3]], [1.0, np.nan]), "item 2.*must be a finite number"),
+        (([1], [[2], "ab"], [1.0, 0.0]), "item 2"),
+        (([1], [], []), "item 2"),
     ],
 )
-def test_rollouts_that_are_refused(wrong: Any, given: Any) -> None:
+def test_rollouts_that_are_refused(wrong: Any, message: str) -> None:
     good = ([1], [[2], [3]], [1.0, 0.0])
-    assert len(pt.pack_in_memory([good, good], 90, **given)) == 1
-    with pytest.raises(RecordError, match=r"record 1: it must be \(prompt, responses, rewards\)"):
-        pt.pack_in_memory([good, wrong], 90, **given)
-    with pytest.raises(ConfigError, match="fields and carry are settings of records that are dic"):
-        pt.pack_in_memory([good], 90, carry=["x"])
+    assert len(pt.pack_in_memory([good, good], 90)) == 1
+    with pytest.raises(RecordError, match=message):
+        pt.pack_in_memory([good, wrong], 90)
 
 
 PAIR = {"prompt": [1], "chosen": [2], "rejected": [3]}
