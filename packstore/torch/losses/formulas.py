@@ -37,6 +37,7 @@ class Variant:
     function: Callable[..., Tensor]
     reference: bool
     averaged: bool = False
+    single: bool = False  # True: of single answers, which are both sides of their rows
 
     @property
     def defaults(self) -> dict[str, float]:
@@ -49,10 +50,10 @@ class Variant:
 
 
 def _loss(
-    *, reference: bool = True, averaged: bool = False
+    *, reference: bool = True, averaged: bool = False, single: bool = False
 ) -> Callable[[Callable[..., Tensor]], Variant]:
     """Declares the requirements of the decorated loss; see :class:`Variant`."""
-    return lambda function: Variant(function, reference, averaged)
+    return lambda function: Variant(function, reference, averaged, single)
 
 
 def _bernoulli_kl(p: Tensor, log_q: Tensor | float, log_not_q: Tensor | float) -> Tensor:
@@ -293,6 +294,61 @@ def fdpo_alpha(pairs: Pairs, *, beta: float = 0.1, alpha: float = 0.5) -> Tensor
     return -logsigmoid(beta * (bounded_exp(a * pairs.u) - bounded_exp(a * pairs.v)) / a)
 
 
+def _by_class(answers: Pairs, good: Tensor, bad: Tensor, weights: tuple[float, float]) -> Tensor:
+    """The weighted values of good answers, which have a reward above 0, and of bad ones."""
+    return torch.where(answers.chosen_reward > 0, weights[0] * good, weights[1] * bad)
+
+
+@_loss(single=True)
+def kto(
+    answers: Pairs,
+    *,
+    beta: float = 0.1,
+    baseline: float = 0.0,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+) -> Tensor:
+    """``w_d s(-b (u - z))`` of a good answer, ``w_u s(b (u - z))`` of a bad one, z = `baseline`.
+
+    Source: Ethayarajh et al. 2024, arXiv 2402.01306, equation 8. Its z is the KL of policy and
+    reference, estimated over a batch, which would couple the answers that share it; here it is a
+    number, or a tensor of one that a training loop updates.
+    """
+    x, weights = beta * (answers.u - baseline), (desirable_weight, undesirable_weight)
+    return _by_class(answers, (-x).sigmoid(), x.sigmoid(), weights)
+
+
+@_loss(single=True)
+def apo_zero_unpaired(
+    answers: Pairs,
+    *,
+    beta: float = 0.1,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+) -> Tensor:
+    """``w_d s(-b u)`` of a good answer, ``w_u s(b u)`` of a bad one; source: as ``apo_zero``."""
+    x, weights = beta * answers.u, (desirable_weight, undesirable_weight)
+    return _by_class(answers, (-x).sigmoid(), x.sigmoid(), weights)
+
+
+@_loss(single=True)
+def bco(
+    answers: Pairs,
+    *,
+    beta: float = 0.1,
+    baseline: float = 0.0,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+) -> Tensor:
+    """``-w_d log s(b (u - z))`` of a good answer, ``-w_u log s(-b (u - z))`` of a bad one.
+
+    Source: Jung et al. 2024, arXiv 2404.04656, whose reward shift delta is ``b z``, z = `baseline`:
+    the paper's running mean over batches is left to the training loop, as for ``kto``.
+    """
+    x, weights = beta * (answers.u - baseline), (desirable_weight, undesirable_weight)
+    return _by_class(answers, -logsigmoid(x), -logsigmoid(-x), weights)
+
+
 @_loss(reference=False)
 def sft(pairs: Pairs) -> Tensor:
     """``-log pi_w``, summed; `sft_average` of ``PreferenceLoss`` sets the divisor."""
@@ -309,8 +365,6 @@ _TOKENS = "it needs more of each token than its log-prob summed over the sequenc
 LEFT_OUT: dict[str, str] = {
     "aot": f"{_COUPLES} (it sorts their log-ratios)",
     "aot_unpaired": f"{_COUPLES} (it sorts their log-ratios)",
-    "bco": f"{_COUPLES} (it subtracts a running mean of rewards); 'bco_pair' does not",
-    "kto": f"{_COUPLES} (its baseline is the KL of mismatched pairs)",
     "beta_dpo": f"{_COUPLES} (its beta follows the margins of the batch)",
     "ld_dpo": _TOKENS,
     "wpo": _TOKENS,
@@ -383,6 +437,8 @@ def make_terms(
             )
         shared = {p: v for p, v in parameters.items() if p in variant.defaults}
         terms.append(_term(name, variant, weight, {**shared, **special}, average_logps))
+    if len({term.variant.single for term in terms}) > 1:
+        raise ConfigError("a mix must be of losses of pairs, or of losses of single answers.")
     if len(terms) > 1 and sft in variants.values():
         raise ConfigError("'sft' has a count of its own in a mix: give its weight as sft_weight.")
     return tuple(terms)
@@ -417,11 +473,11 @@ def _term(
     return LossTerm(name, variant, parameters, weight, average_logps or variant.averaged)
 
 
-def check_parameters(name: str, variant: Variant, given: Mapping[str, float]) -> dict[str, float]:
+def check_parameters(name: str, variant: Variant, given: Mapping[str, Any]) -> dict[str, Any]:
     """Returns all parameters of a loss; refuses unknown ones and what is no number."""
     _check_known(name, given, variant.defaults)
     for parameter, value in given.items():
-        if not is_number(value):
+        if not (is_number(value) or (isinstance(value, Tensor) and value.dim() == 0)):
             raise ConfigError(f"loss {name!r}: {parameter} must be a number; found {quote(value)}.")
         if parameter == "beta" and value <= 0:
             raise ConfigError(f"loss {name!r}: beta must be above 0; found {value}.")

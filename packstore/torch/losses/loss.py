@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Literal, get_args
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from packstore.errors import CompatibilityError, ConfigError, sentence
 from packstore.torch.batch.batch import PackedBatch
+from packstore.torch.batch.layout import owners
 from packstore.torch.logprobs.logprobs import segment_token_counts
 from packstore.torch.losses.divisor import StepDivisor
 from packstore.torch.losses.formulas import Names, make_terms, sft
@@ -87,6 +89,11 @@ class PreferenceLoss(StepLoss):
         check_weight("sft_weight", sft_weight)
         if not sft_weight + sum(m.weight for m in self.terms):
             raise ConfigError("the weights of a loss must not all be 0.")
+        if self.single and (sft_weight or reduction != "sum"):
+            where, rule = f"loss {self.terms[0].name!r}", "bad answers must not be learned"
+            if reduction != "sum":
+                rule = "each example must weigh the same"
+            raise ConfigError(sentence(where, rule, "sft_weight or a reduction"))
         if self.only_sft and (sft_weight or reduction != "sum"):
             raise ConfigError("loss 'sft' takes neither sft_weight nor a reduction.")
         if sft_weight and reduction == "pack_mean" and sft_average == "token":
@@ -102,6 +109,11 @@ class PreferenceLoss(StepLoss):
     def reference(self) -> bool:
         """True if the loss compares with a reference model."""
         return any(member.variant.reference for member in self.terms)
+
+    @property
+    def single(self) -> bool:
+        """True if the loss judges each answer alone."""
+        return self.terms[0].variant.single
 
     @property
     def _beta(self) -> float:
@@ -146,7 +158,7 @@ class PreferenceLoss(StepLoss):
             metrics = {"loss": term, "logps/chosen": (best.sum(), weights.sum())}
             return LossOutput(loss, *term, None, None, metrics)
         chosen, rejected, example, weights = self._pairs(batch, sums.logps)
-        pairs = sums.take(chosen, rejected)
+        pairs = self._take(sums, batch, chosen, rejected)
         losses = [member(pairs) for member in self.terms]
         term = self._reduce(self._total(losses), weights, example, batch)
         metrics = self._metrics(pairs, weights)
@@ -185,18 +197,22 @@ class PreferenceLoss(StepLoss):
         if self.only_sft:
             return self.terms[0].weight * likelihood, None
         chosen, rejected, example, _ = self._pairs(batch, logps)
-        pairs = sums.take(chosen, rejected)
+        pairs = self._take(sums, batch, chosen, rejected)
         losses = self._total([member(pairs) for member in self.terms])
         beta = self._beta
         values = torch.stack([losses, beta * pairs.u, beta * pairs.v], 1)
-        total = values.new_zeros(len(best), 3).index_add(0, example, values)
-        count = values.new_zeros(len(best)).index_add(0, example, torch.ones_like(losses))
-        mean = total / count[:, None]
+        there = torch.ones_like(values)
+        if self.single:
+            there[:, 1], there[:, 2] = pairs.chosen_reward > 0, pairs.chosen_reward <= 0
+        zeros = values.new_zeros(len(best), 3)
+        total, count = (zeros.index_add(0, example, x) for x in (values * there, there))
+        mean = total / count
         return mean[:, 0] + self.sft_weight * likelihood, mean[:, 1:]
 
     def units(self, batch: PackedBatch) -> tuple[str, str | None]:
         """See :meth:`StepLoss.units`."""
-        unit = "examples" if batch.kind == "preference" else f"pairs_{self.pairs}"
+        alike = self.single or batch.kind == "preference"
+        unit = "examples" if alike else f"pairs_{self.pairs}"
         sft_unit = "best_tokens" if self.sft_average == "token" else "examples"
         if self.reduction == "pack_mean":
             unit = sft_unit = "packs"
@@ -222,13 +238,31 @@ class PreferenceLoss(StepLoss):
         return ref_logps.detach()
 
     def _pairs(self, batch: PackedBatch, like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Chosen and rejected segment, example and weight (1 or 0) of each pair, `[n]`."""
+        """Chosen and rejected segment, example and weight of each pair, `[n]`.
+
+        The weight is 1, or 0 of a filler; of single answers a share of their example's.
+        """
         if batch.kind == "sft":
-            rule, remedy = "an example must have responses to compare", "Use PreferenceLoss('sft')"
+            rule, remedy = "an example must have judged responses", "Use PreferenceLoss('sft')"
             where, value = f"loss {self.terms[0].name!r}", "a dataset of kind 'sft'"
             raise CompatibilityError(sentence(where, rule, value, remedy))
+        if self.single:
+            responses = batch.num_responses.long()
+            example = owners(responses, batch.num_segments)
+            answer = torch.arange(len(example), device=example.device)
+            weights = batch.weights.to(like.dtype) / responses
+            return answer, answer, example, weights[example]
         chosen, rejected, example = index_pairs(batch, self.pairs)
         return chosen, rejected, example, batch.weights[example].to(like.dtype)
+
+    def _take(
+        self, sums: SequenceSums, batch: PackedBatch, chosen: Tensor, rejected: Tensor
+    ) -> Pairs:
+        """The pairs, or single answers; of a pair one is good and one bad, whatever its rewards."""
+        pairs = sums.take(chosen, rejected)
+        if self.single and batch.kind == "preference":
+            return replace(pairs, chosen_reward=1 - 2 * (chosen % 2).to(sums.logps))
+        return pairs
 
     def _total(self, losses: list[Tensor]) -> Tensor:
         """The weighted sum of the losses of all members, `[n]`."""
@@ -239,6 +273,8 @@ class PreferenceLoss(StepLoss):
         self, losses: Tensor, weights: Tensor, example: Tensor, batch: PackedBatch
     ) -> SumAndCount:
         """Sum and count of the pairs; or of packs, where each is the mean over its pairs."""
+        if self.single:  # the shares of an example are not exactly 1
+            return (losses * weights).sum(), batch.weights.sum().to(losses.dtype)
         if self.reduction == "sum":
             return (losses * weights).sum(), weights.sum()
         packs, zeros = batch.pack_ids[example], losses.new_zeros(batch.num_packs)
@@ -261,6 +297,15 @@ class PreferenceLoss(StepLoss):
 
     def _metrics(self, pairs: Pairs, weights: Tensor) -> dict[str, SumAndCount]:
         """Log-probs and rewards, ``beta * (policy - reference)``; of means too if the loss is."""
+        wide = weights.to(wide_dtype(weights.device))
+        if self.single:
+            reward, good = self._beta * pairs.u, pairs.chosen_reward > 0
+            right = (pairs.u > self.terms[0].parameters.get("baseline", 0.0)) == good
+            metrics = {"rewards/accuracies": (right, wide), "rewards/squares": (reward**2, wide)}
+            for side, of_side in (("chosen", wide * good), ("rejected", wide * ~good)):
+                metrics[f"rewards/{side}"] = reward, of_side
+                metrics[f"logps/{side}"] = pairs.chosen, of_side
+            return {name: ((x.to(w) * w).sum(), w.sum()) for name, (x, w) in metrics.items()}
         values = {"logps/chosen": pairs.chosen, "logps/rejected": pairs.rejected}
         seen, beta = {"rewards": pairs}, self._beta
         if self.terms[0].averaged:
@@ -274,5 +319,4 @@ class PreferenceLoss(StepLoss):
                 f"{name}/accuracies": (each.d > 0).to(d.dtype),
                 f"{name}/squares": (u**2 + v**2) / 2,
             }
-        wide = weights.to(wide_dtype(weights.device))
         return {n: ((x.to(wide) * wide).sum(), wide.sum()) for n, x in values.items()}

@@ -301,4 +301,10 @@ def _check_data(config: TrainConfig, loss_fn: PreferenceLoss, both: list[Dataset
             rule = f"loss {config.loss!r} compares responses, so the dataset must hold several"
             where, remedy = f"dataset {dataset.url}", "Use loss: sft, or a dataset of preferences"
             raise CompatibilityError(sentence(where, rule, "kind 'sft'", remedy))
+        totals = dataset.manifest.totals
+        alone = totals.sequences == totals.examples and dataset.manifest.kind == "scored"
+        if alone and not loss_fn.single:
+            rule = f"loss {config.loss!r} compares responses or learns them, good or bad"
+            where, remedy = f"dataset {dataset.url}", "Use loss: kto, bco or apo_zero_unpaired"
+            raise CompatibilityError(sentence(where, rule, "single answers", remedy))
     check_same_tokenizer([data.manifest for data in both])

@@ -76,6 +76,18 @@ FORMULAS: dict[str, tuple[dict[str, float], Callable[[Any], Any]]] = {
         {"alpha": 0.3},
         lambda p: -ls(B * (mp.exp(-0.7 * p.u) - mp.exp(-0.7 * p.v)) / -0.7),
     ),
+    "kto": (
+        {"baseline": 0.2, "desirable_weight": 1.3, "undesirable_weight": 0.7},
+        lambda p: 1.3 * s(-B * (p.u - 0.2)) if p.good else 0.7 * s(B * (p.u - 0.2)),
+    ),
+    "apo_zero_unpaired": (
+        {"desirable_weight": 1.3, "undesirable_weight": 0.7},
+        lambda p: 1.3 * s(-B * p.u) if p.good else 0.7 * s(B * p.u),
+    ),
+    "bco": (
+        {"baseline": 0.2, "desirable_weight": 1.3, "undesirable_weight": 0.7},
+        lambda p: -1.3 * ls(B * (p.u - 0.2)) if p.good else -0.7 * ls(-B * (p.u - 0.2)),
+    ),
     "sft": ({}, lambda p: -p.w),
 }
 
@@ -107,7 +119,7 @@ def test_formula_and_its_derivatives(name: str) -> None:
     for i in range(len(found)):
         rw, rl = float(pairs.ref_chosen[i]), float(pairs.ref_rejected[i])
         tokens = {"n": int(pairs.chosen_tokens[i]), "m": int(pairs.rejected_tokens[i])}
-        rest = {**tokens, "dr": float(pairs.dr[i])}
+        rest = {**tokens, "dr": float(pairs.dr[i]), "good": bool(pairs.chosen_reward[i] > 0)}
 
         def formula(w: Any, l: Any, rw: Any = rw, rl: Any = rl, rest: Any = rest) -> Any:  # noqa: E741
             u, v = w - rw, l - rl

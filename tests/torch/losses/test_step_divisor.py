@@ -52,6 +52,8 @@ LOSSES: dict[str, tuple[str, dict[str, Any]]] = {
     "best": ("scored", {"pairs": "best_vs_rest", "sft_weight": WEIGHT}),
     "all": ("scored", {"pairs": "all"}),
     "adjacent": ("scored", {"pairs": "adjacent"}),
+    "single answers": ("scored", {"name": "kto", "baseline": 0.7, "undesirable_weight": 1.5}),
+    "answers of pairs": ("preference", {"name": "kto", "baseline": 0.7, "undesirable_weight": 1.5}),
 }
 
 PACK_MEANS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -64,7 +66,7 @@ def loss_of(name: str) -> PreferenceLoss:
     kind, settings = {**LOSSES, **PACK_MEANS}[name]
     if kind == "sft":
         return PreferenceLoss("sft", **settings)
-    return PreferenceLoss("dpo", beta=BETA, **settings)
+    return PreferenceLoss(**{"name": "dpo", "beta": BETA, **settings})
 
 
 def examples_of(kind: str) -> Examples:
@@ -83,7 +85,7 @@ def stored(kit: SimpleNamespace, folder: Path, kind: str, layout: str = "shared_
 def unpacked(model: Any, examples: Examples, chosen: list[int], name: str) -> dict[str, Tensor]:
     """The gradient of one step with every sequence fed alone, and the loss written out."""
     kind, settings = LOSSES[name]
-    margins, best_logps, best_tokens = [], [], []
+    margins, best_logps, best_tokens, judged = [], [], [], []
     for e in sorted(chosen):
         own = examples.take(np.array([e]))
         logps, tokens = zip(*alone(model, own), strict=True)
@@ -96,6 +98,14 @@ def unpacked(model: Any, examples: Examples, chosen: list[int], name: str) -> di
             "adjacent": list(itertools.pairwise(order)),
         }[settings.get("pairs", "best_vs_rest")]
         gains = torch.stack(logps) - torch.tensor(REFERENCES[e][: len(logps)])
+        good = [i == 0 if kind == "preference" else own.reward[i] > 0 for i in range(len(logps))]
+        means = [
+            torch.sigmoid(BETA * (0.7 - gain))
+            if is_good
+            else 1.5 * torch.sigmoid(BETA * (gain - 0.7))
+            for gain, is_good in zip(gains, good, strict=True)
+        ]
+        judged.append(torch.stack(means).mean())
         margins += [
             gains[a] - gains[b]
             for a, b in couples
@@ -109,7 +119,9 @@ def unpacked(model: Any, examples: Examples, chosen: list[int], name: str) -> di
         "sequence_sum": nll.mean(),
         "sequence_mean": (nll / torch.tensor(best_tokens)).mean(),
     }[settings.get("sft_average", "token")]
-    if kind != "sft":
+    if "name" in settings:
+        loss = torch.stack(judged).mean()
+    elif kind != "sft":
         preference = -torch.sigmoid(BETA * torch.stack(margins)).log().mean()
         loss = preference + settings.get("sft_weight", 0.0) * loss
     model.zero_grad()

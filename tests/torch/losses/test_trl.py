@@ -166,3 +166,47 @@ def test_trl_without_a_reference(batch: PackedBatch, kind: str) -> None:
     expected = CPOTrainer.cpo_loss(trainer, seen[0::2], seen[1::2])[0].mean()
     gamma = {"gamma": 0.4} if kind == "simpo" else {}
     assert abs(ours(batch, policy, policy, kind, **gamma) - expected) < 1e-10
+
+
+@pytest.mark.parametrize(("name", "kl"), [("kto", 0.0), ("kto", 0.7), ("apo_zero_unpaired", 0.0)])
+def test_trl_of_single_answers(kit: SimpleNamespace, name: str, kl: float) -> None:
+    """TRL's loss of a batch is ours with its KL as the baseline."""
+    module = pytest.importorskip("trl.trainer.kto_trainer", reason="TRL's own losses")
+    examples = random_examples(7, seed=3, kind="sft")
+    examples.reward[:] = [1, 0, 0, 1, 0, 1, 0]
+    batch = collate(kit.packed(examples, [4, 3], "concat"), "scored")
+    policy, ref = rows(batch, 0).requires_grad_(), rows(batch, 1)
+    counts = token_counts(batch)[:, None]
+    mask = (torch.arange(policy.shape[1] + 1) >= 1) & (torch.arange(policy.shape[1] + 1) <= counts)
+    zeros = torch.zeros_like(policy)
+    answer = SimpleNamespace(log_probs=policy, entropy=zeros, mean_logits=zeros)
+    trainer = SimpleNamespace(
+        model=SimpleNamespace(training=True),
+        accelerator=SimpleNamespace(device="cpu", gather_for_metrics=lambda x: x),
+        aux_loss_enabled=False,
+        precompute_ref_logps=True,
+        calculate_KL=name == "kto",
+        _compute_kl_logps=lambda *_: torch.full((7,), kl),
+        loss_type=name,
+        beta=BETA,
+        desirable_weight=1.0,
+        undesirable_weight=1.4,
+        _metrics={"train": defaultdict(list)},
+        _total_train_tokens=0,
+        _tp_size=1,
+    )
+    inputs = {
+        "input_ids": torch.zeros(mask.shape, dtype=torch.long),
+        "attention_mask": torch.ones_like(mask),
+        "completion_mask": mask,
+        "label": batch.rewards > 0,
+        "ref_logps": ref.sum(1),
+        "ref_KL_logps": torch.zeros(7),
+    }
+    expected = module.KTOTrainer._compute_loss(trainer, lambda **_: answer, inputs, False)
+    parameters = {"baseline": kl} if name == "kto" else {}
+    found = ours(batch, policy, ref, name, undesirable_weight=1.4, **parameters)
+    assert abs(float((found - expected).detach())) < 1e-6  # TRL's KL is float32
+    (a,), (b,) = (torch.autograd.grad(x, policy) for x in (found, expected))
+    assert ((a - b) * (policy != 0)).abs().max() < 1e-6
+    assert b.abs().max() > 1e-4

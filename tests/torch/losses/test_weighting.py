@@ -113,6 +113,60 @@ def test_losses_of_examples_are_means_over_their_pairs(kit: SimpleNamespace) -> 
     assert loss_fn(logps, batch, ref).count > len(losses)
 
 
+SINGLE = ["kto", "bco", "apo_zero_unpaired"]
+
+
+@pytest.mark.parametrize("name", SINGLE)
+def test_single_answers(kit: SimpleNamespace, name: str) -> None:
+    """Each example weighs the same; metrics tell good answers from bad ones."""
+    batch, logps, ref = make(kit, [2, 4, 1], "scored", fillers=1)
+    batch.rewards.copy_(torch.arange(len(batch.rewards)) % 3 - 1.0)
+    loss_fn = PreferenceLoss(name, desirable_weight=2.0)
+    out = loss_fn(logps, batch, ref)
+    assert out.count == 6
+    losses, rewards = loss_fn.per_example(logps, batch, ref)
+    torch.testing.assert_close(out.loss, losses[:6].mean())
+    ends = batch.num_responses.cumsum(0)[:6].tolist()
+    gains, good = 0.1 * (logps - ref)[: ends[-1]], batch.rewards[: ends[-1]] > 0
+    shares = (1 / batch.num_responses.double()).repeat_interleave(batch.num_responses)[: ends[-1]]
+    for side, here in (("chosen", good), ("rejected", ~good)):
+        expected = (gains * shares)[here].sum(), shares[here].sum()
+        torch.testing.assert_close(out.metrics[f"rewards/{side}"], expected)
+    right = ((gains > 0) == good).double()
+    torch.testing.assert_close(out.metrics["rewards/accuracies"][0], (right * shares).sum())
+    first = slice(0, ends[0])
+    if good[first].any():
+        torch.testing.assert_close(rewards[0, 0], gains[first][good[first]].mean())
+    assert rewards[:6, 0].isnan().tolist() == [
+        not good[a:b].any() for a, b in zip([0, *ends], ends, strict=False)
+    ]
+
+
+def test_a_baseline_may_be_a_tensor_that_the_loop_updates(kit: SimpleNamespace) -> None:
+    batch, logps, ref = make(kit, [3])
+    baseline = torch.tensor(0.0, dtype=torch.float64)
+    loss_fn = PreferenceLoss("kto", baseline=baseline)
+    before = loss_fn(logps, batch, ref).loss
+    baseline.fill_(0.5)
+    torch.testing.assert_close(
+        loss_fn(logps, batch, ref).loss, PreferenceLoss("kto", baseline=0.5)(logps, batch, ref).loss
+    )
+    assert loss_fn(logps, batch, ref).loss != before
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "error"),
+    [
+        ("kto", {"sft_weight": 0.1}, "bad answers must not be learned"),
+        ("bco", {"reduction": "pack_mean"}, "each example must weigh the same"),
+        ({"kto": 1, "dpo": 1}, {}, "a mix must be of losses of pairs, or of losses of single"),
+    ],
+)
+def test_settings_that_single_answers_exclude(name: Any, settings: Any, error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        PreferenceLoss(name, **settings)
+
+
 def test_scores_without_any_gap_gives_zero(kit: SimpleNamespace) -> None:
     batch, logps, ref = make(kit, [3], "scored")
     batch.rewards.zero_()
