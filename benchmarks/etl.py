@@ -122,8 +122,8 @@ def run(contender: str, args: argparse.Namespace, source: Path, case: Case, limi
 def compare(args: argparse.Namespace, scratch: Path, console: Console, results: Row) -> None:
     """Measures all cases, and leaves out what `results` has."""
     cases, source = results.setdefault("cases", {}), scratch / "pairs.jsonl"
-    write_pairs(args.shared / "pairs", source, 100, "long")
-    run(OURS, args, source, Case(COMPARED, "text", 100))  # compiled loops are cached from now on
+    write_pairs(args.shared / "pairs", source, 10_000, "short")  # fewer load no compiled loops
+    run(OURS, args, source, Case(COMPARED, "text", 10_000))  # these are cached from now on
     for pairs in args.pairs:
         for form in args.forms:
             write_pairs(args.shared / "pairs", source, pairs, "long", form)

@@ -132,7 +132,7 @@ class RecordTotals(Counting):
         if not self._tally.kept and self._tally.dropped.keys() <= {*DUPLICATES.values()}:
             for job in self._jobs.values():
                 job.refuse_known()
-        _check_drops(self._tally, self._config)
+        _check_drops(self._tally, self._config, self._reader.kind)
         _check_fields(self._tally, self._config, next(iter(self._jobs.values())))
         for part in self._jobs:
             if not self._kept[part]:
@@ -189,7 +189,7 @@ def _check_fields(tally: Tally, config: PackConfig, job: WriteJob) -> None:
         log.info("further fields not used: %s", ", ".join(sorted(further)))
 
 
-def _check_drops(tally: Tally, config: PackConfig) -> None:
+def _check_drops(tally: Tally, config: PackConfig, kind: str) -> None:
     """Raises :class:`DropRateError` if too many records were dropped."""
     dropped = dropped_unasked(tally)
     if tally.kept and dropped <= config.max_drop_rate * tally.read:
@@ -200,6 +200,8 @@ def _check_drops(tally: Tally, config: PackConfig) -> None:
     must, remedy = "at least one record must remain", "Run `packstore doctor` on the input"
     if tally.dropped["overlong"] == max(tally.dropped.values(), default=0):
         remedy = "Raise pack_size or max_length, or truncate (--on overlong=truncate_prompt)"
+        if kind == "scored":
+            remedy += ", or pack the answers of a group one by one (page Recipes)"
     if tally.kept:
         must = f"at most {100 * config.max_drop_rate:g}% of the records may be dropped"
         remedy += ", or allow more with max_drop_rate"

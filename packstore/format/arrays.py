@@ -174,6 +174,7 @@ class Packs:
         sequence_offsets: int64 `[P + 1]`, offsets of the packs in `lengths`.
         example_offsets: int64 `[P + 1]`, offsets of the packs in `example_ids`.
         columns: carried scalar columns and joined side data, each `[E]`.
+        sequence_columns: joined side data with a value for each sequence, float32 `[S]` each.
         ref_logps: float32 `[S]`, log-prob of each sequence under a reference model in nats, if
             joined.
         stand_in: True if they replace packs that could not be read; their weight is 0.
@@ -191,6 +192,7 @@ class Packs:
     columns: Mapping[str, Column] = field(default_factory=dict)
     ref_logps: Float32 | None = None
     stand_in: bool = False
+    sequence_columns: Mapping[str, Float32] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.token_offsets) - 1
@@ -232,6 +234,7 @@ class Packs:
             {name: column[examples] for name, column in columns.items()} if columns else {},
             None if ref_logps is None else ref_logps[sequences],
             self.stand_in,
+            {name: column[sequences] for name, column in self.sequence_columns.items()},
         )
 
     @property

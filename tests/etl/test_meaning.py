@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 import packstore
 from packstore.cli import main
-from packstore.errors import ConfigError, RecordError
+from packstore.errors import ConfigError, DropRateError, RecordError
 
 Record = dict[str, Any]
 Pack = Callable[..., packstore.Dataset]
@@ -154,3 +154,9 @@ def test_a_problem_of_doctor_is_a_warning_of_the_job(
         job()
         warned = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
         assert any(re.fullmatch(rf"noted in 1 records: {note} \(.+\)", text) for text in warned)
+
+
+def test_a_group_that_no_pack_holds_is_told_to_be_packed_one_by_one(do_pack: Pack) -> None:
+    group = {"prompt": "p", "responses": [" a" * 200, " b" * 200], "scores": [1, 0]}
+    with pytest.raises(DropRateError, match="pack the answers of a group one by one"):
+        do_pack([group])

@@ -43,8 +43,9 @@ REF_LOGPS = "ref_logps"
 """The column with a value for each sequence: its log-prob under a reference model."""
 
 SIDE_TYPES = {**CARRY_TYPES, "float32": pa.float32(), "list<float32>": list_of(pa.float32())}
-"""Types of columns, with one value for each example; the list, only for `REF_LOGPS`, has one for
-each sequence."""
+"""Types of columns, with one value for each example; of the list one for each sequence."""
+
+PER_SEQUENCE = "list<float32>"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,8 +124,8 @@ class SideManifest:
         check_columns(self.columns, where)
         for name, type_name in self.columns.items():
             place = f"{where}, column {quote(name)}"
-            must = f"{REF_LOGPS}, and no other column, must have type list<float32>"
-            ok = (name == REF_LOGPS) == (type_name == "list<float32>")
+            must = f"{REF_LOGPS} must have type {PER_SEQUENCE}"
+            ok = name != REF_LOGPS or type_name == PER_SEQUENCE
             require(ok, place, must, {"type": quote(type_name)})
         for name, value in self.provenance.items():  # of a caller; JSON was checked by its type
             ok = value is None or isinstance(value, str | int | float)

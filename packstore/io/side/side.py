@@ -33,7 +33,7 @@ from packstore.io.dataset.dataset import Dataset
 from packstore.io.manifest.commit import DATA, FOLDER, commit, read_committed, require_committed
 from packstore.io.manifest.manifest import Manifest
 from packstore.io.manifest.side_manifest import (
-    REF_LOGPS,
+    PER_SEQUENCE,
     SIDE,
     SIDE_TYPES,
     SideManifest,
@@ -61,7 +61,7 @@ class SideWriter:
         url: a local folder or an fsspec URL.
         source: the dataset whose examples the values belong to, or its manifest.
         columns: name -> ``float32``, ``float64``, ``int64``, ``bool``, ``string``: one value for
-            each example; or ``ref_logps`` -> ``list<float32>``: one for each sequence.
+            each example; or ``list<float32>``: one for each sequence, as of ``ref_logps``.
         provenance: origin of the values, such as `model`, `model_sha256`, `tokenizer_sha256`,
             `chat_template_sha256`, `dtype`, `attention`, `head_dtype`: texts, numbers, booleans.
         overwrite: replace an existing side dataset.
@@ -127,8 +127,8 @@ class SideWriter:
 
         Args:
             example_ids: int64 `[E]`.
-            values: of every column: `[E]`, and of ``ref_logps`` float32 `[S]`, the sequences of
-                each example in order.
+            values: of every column: `[E]`, and of ``list<float32>`` `[S]`, the sequences of each
+                example in order.
             num_responses: int `[E]`, K of each example; needed only for kind ``scored``.
         """
         head = self._manifest
@@ -181,10 +181,11 @@ class SideWriter:
 
 
 def _column(name: str, values: npt.NDArray[Any], counts: Any, type_: pa.DataType) -> pa.Array:
-    expected = int(np.sum(counts)) if name == REF_LOGPS else len(counts)
+    of_sequences = pa.types.is_list(type_)
+    expected = int(np.sum(counts)) if of_sequences else len(counts)
     if values.shape != (expected,):
         raise ConfigError(f"{name} must have shape ({expected},); found {values.shape}.")
-    if name != REF_LOGPS:
+    if not of_sequences:
         try:
             column = pa.array(values, type_, from_pandas=False)
         except (pa.ArrowException, TypeError, ValueError) as error:
@@ -193,7 +194,7 @@ def _column(name: str, values: npt.NDArray[Any], counts: Any, type_: pa.DataType
             raise ConfigError(f"{name} must have a value for each example; found None.")
         return column
     if not np.isfinite(values).all():
-        raise FormatError(sentence(name, "log-probs must be finite", "NaN or infinite ones"))
+        raise FormatError(sentence(name, "its values must be finite", "NaN or infinite ones"))
     offsets = pa.array(to_offsets(np.asarray(counts, np.int64)).astype(np.int32))
     flat = pa.array(values.astype(np.float32))
     return pa.ListArray.from_arrays(offsets, flat, type=type_)
@@ -272,11 +273,11 @@ class SideTable:
                 first = f"{len(repeated)} that repeat, the first of them {repeated[0]}"
                 raise IntegrityError(sentence(self.url, "example ids must be distinct", first))
             self._columns: dict[str, Any] = {}
-            self._offsets = _NO_IDS
+            self._offsets: dict[str, Any] = {}  # of columns with a value for each sequence
             for name, type_name in side.manifest.known.items():
                 arrays = [b.column(name) for b in batches]
-                if name == REF_LOGPS:
-                    self._load_lists(arrays, order)
+                if type_name == PER_SEQUENCE:
+                    self._load_lists(name, arrays, order)
                 elif type_name == "string":
                     whole = pa.concat_arrays([a.cast(pa.large_string()) for a in arrays] or [_NONE])
                     self._columns[name] = whole.take(pa.array(order))
@@ -302,25 +303,27 @@ class SideTable:
             return np.array(values.take(pa.array(rows)).to_pylist(), np.object_)
         return np.asarray(values[rows])
 
-    def ref_logps(self, rows: Int64, num_responses: npt.NDArray[np.integer]) -> Float32:
+    def of_sequences(
+        self, name: str, rows: Int64, num_responses: npt.NDArray[np.integer]
+    ) -> Float32:
         """Returns the value of each sequence of these examples, float32 `[S]`."""
-        values, offsets = self._columns[REF_LOGPS], self._offsets
+        values, offsets = self._columns[name], self._offsets[name]
         counts = offsets[rows + 1] - offsets[rows]
         wrong = np.flatnonzero(counts != num_responses)
         for i in wrong[:1]:
             where = f"{self.url}, example {self._ids[rows[i]]}"
-            must = f"it must have {REF_LOGPS} of {num_responses[i]} sequences"
+            must = f"it must have {name} of {num_responses[i]} sequences"
             raise CompatibilityError(sentence(where, must, str(counts[i]), _REMEDY))
         return np.asarray(values[ragged_indices(offsets, rows)])
 
-    def _load_lists(self, arrays: list[Any], order: Int64) -> None:
+    def _load_lists(self, name: str, arrays: list[Any], order: Int64) -> None:
         flat = [as_numpy(a.flatten()) for a in arrays]
         lengths = [np.diff(as_numpy(a.offsets).astype(np.int64)) for a in arrays]
         values, counts = (np.concatenate(x or [_NO_IDS]) for x in (flat, lengths))
         if not np.isfinite(values).all():
-            raise IntegrityError(sentence(self.url, "ref_logps must be finite", "NaN or infinity"))
-        self._columns[REF_LOGPS] = _settled(values[ragged_indices(to_offsets(counts), order)])
-        self._offsets = _settled(to_offsets(counts[order]))
+            raise IntegrityError(sentence(self.url, f"{name} must be finite", "NaN or infinity"))
+        self._columns[name] = _settled(values[ragged_indices(to_offsets(counts), order)])
+        self._offsets[name] = _settled(to_offsets(counts[order]))
 
 
 def _settled(values: npt.NDArray[Any]) -> npt.NDArray[Any]:

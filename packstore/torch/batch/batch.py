@@ -93,6 +93,7 @@ class PackedBatch:
         num_packs: P.
         columns: carried columns and joined side data, `[E]` each: tensors, or numpy arrays of
             strings.
+        sequence_columns: joined side data with a value for each sequence, float32 `[S]` each.
         step: the optimizer step that the batch belongs to, if the loader planned steps.
         cu_seqlens_unpadded: int32 `[S + 1]`, offsets of the segments without the padding at their
             ends, laid end to end; None if no segment is padded. If set, `cu_seqlens`,
@@ -110,6 +111,7 @@ class PackedBatch:
     num_responses: Tensor
     num_packs: int
     columns: Mapping[str, Tensor | Column]
+    sequence_columns: Mapping[str, Tensor]
     step: StepInfo | None
     cu_seqlens_unpadded: Tensor | None
     _signed_ids: Tensor  # int32 `[T]`, ids, ~id where unsupervised
@@ -324,7 +326,7 @@ class PackedBatch:
         if self.kind == "scored":
             _ = self.ranks
         own = {n: x for n, x in vars(self).items() if n != "layout"}
-        every = (*own.values(), *self.columns.values())
+        every = (*own.values(), *self.columns.values(), *self.sequence_columns.values())
         # By identity: a tensor under two names stays one.
         tensors = {id(x): x for x in every if isinstance(x, Tensor)}
         moved = {key: change(x) for key, x in tensors.items()}
@@ -334,6 +336,7 @@ class PackedBatch:
         vars(batch).pop("layout", None)
         vars(batch).update({n: moved.get(id(x), x) for n, x in own.items()})
         batch.columns = {n: moved.get(id(x), x) for n, x in self.columns.items()}
+        batch.sequence_columns = {n: moved[id(x)] for n, x in self.sequence_columns.items()}
         return batch
 
 
@@ -391,8 +394,7 @@ def collate(
     if any(p.stand_in for p in parts):
         stand_ins = np.repeat([p.stand_in for p in parts], [len(p) for p in parts])
         unweighted += np.flatnonzero(stand_ins).tolist()
-    columns = [p.columns for p in parts]
-    shared = [name for name in columns[0] if all(name in c for c in columns)]
+    columns, values = [p.columns for p in parts], [p.sequence_columns for p in parts]
     return PackedBatch(
         _signed_ids=_joined([p.signed_ids for p in parts], np.int32),
         _logical_tokens=logical,
@@ -410,7 +412,8 @@ def collate(
         example_ids=_joined([p.example_ids for p in parts], np.int64),
         num_responses=_joined([p.num_responses for p in parts], np.int32),
         num_packs=number,
-        columns={name: _column([c[name] for c in columns]) for name in shared},
+        columns={name: _column([c[name] for c in columns]) for name in _shared(columns)},
+        sequence_columns={n: _joined([c[n] for c in values], np.float32) for n in _shared(values)},
         step=step,
         cu_seqlens_unpadded=None,
     )
@@ -421,6 +424,11 @@ def _steps(parts: Sequence[Int32] | Sequence[Int64]) -> Any:
     flat: Any = np.concatenate(parts)
     steps = flat[1:] - flat[:-1]
     return steps[steps > 0]  # the others lead from the end of a pack to the start of the next
+
+
+def _shared(columns: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns the names that all have."""
+    return [name for name in columns[0] if all(name in c for c in columns)]
 
 
 def _joined(parts: Sequence[npt.NDArray[Any]], dtype: npt.DTypeLike) -> Tensor:

@@ -20,7 +20,7 @@ from packstore.format.arrays import Int64, Packs, PackSizes, ragged_indices, to_
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.dataset.order import LANES, PackOrder
 from packstore.io.dataset.read_ahead import ReadAhead
-from packstore.io.manifest.side_manifest import REF_LOGPS, covered, require_covered
+from packstore.io.manifest.side_manifest import PER_SEQUENCE, REF_LOGPS, covered, require_covered
 from packstore.io.side.side import Side, SideTable, open_side
 
 Identity = dict[str, int | str | bool]
@@ -62,7 +62,7 @@ class PackStream(Protocol):
 
 
 class SideColumns:
-    """The columns of side datasets, by example id; ``ref_logps`` has one value per sequence.
+    """The columns of side datasets, by example id; some have one value for each sequence.
 
     A side dataset is read whole with the first pack; each batch of packs is then one lookup. For a
     combined dataset, several may have a column together, each for some of its parts.
@@ -77,7 +77,8 @@ class SideColumns:
             for name in side.manifest.known:
                 self.columns.setdefault(name, []).append(number)
         for name, numbers in self.columns.items():
-            if name in manifest.carried:
+            types = {self.sides[n].manifest.known[name] for n in numbers}
+            if name in manifest.carried or len(types) > 1:
                 raise ConfigError(f"two columns of the joined packs are named {quote(name)}.")
             require_covered(name, [span for n in numbers for span in self._spans[n]], manifest)
         self._tables: list[SideTable] = []
@@ -104,11 +105,16 @@ class SideColumns:
                 must = f"side data {quote(name)} must have every example"
                 raise CompatibilityError(f"{must}; found no part with example {ids[other[0]]}.")
             order = np.argsort(places)
-            if name == REF_LOGPS:
-                flat = np.concatenate([t.ref_logps(rows, counts[at]) for t, at, rows in parts])
-                values = flat[ragged_indices(to_offsets(counts[places]), order)]
+            if self.sides[numbers[0]].manifest.known[name] == PER_SEQUENCE:
+                each = [t.of_sequences(name, rows, counts[at]) for t, at, rows in parts]
+                values = np.concatenate(each)[ragged_indices(to_offsets(counts[places]), order)]
                 pairs = zip(packs, np.split(values, sequences), strict=True)
-                packs = [replace(p, ref_logps=x) for p, x in pairs]
+                packs = [
+                    replace(p, ref_logps=x)
+                    if name == REF_LOGPS
+                    else replace(p, sequence_columns={**p.sequence_columns, name: x})
+                    for p, x in pairs
+                ]
             else:
                 values = np.concatenate([t.column(name, rows) for t, _, rows in parts])[order]
                 pairs = zip(packs, np.split(values, examples), strict=True)

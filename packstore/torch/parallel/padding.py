@@ -221,6 +221,7 @@ def _add_segments(batch: PackedBatch, lengths: Tensor, tail: int) -> PackedBatch
         pack_ids=_filled(batch.pack_ids, E, batch.num_packs - 1),
         sources=_filled(batch.sources, E, 0),
         columns={name: _filled_column(x, E) for name, x in batch.columns.items()},
+        sequence_columns={n: _filled(x, S, 0) for n, x in batch.sequence_columns.items()},
     )
 
 

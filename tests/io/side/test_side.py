@@ -30,7 +30,8 @@ from packstore.format import Packs
 from packstore.torch import PackedDataset, SideWriter, open_side
 
 TYPES = ("string", "int64", "float64", "bool", "float32")
-COLUMNS = {**{name: name for name in TYPES}, "ref_logps": "list<float32>"}
+SEQUENCES = {"advantage": "list<float32>", "ref_logps": "list<float32>"}
+COLUMNS = {**{name: name for name in TYPES}, **SEQUENCES}
 SHARD_ROWS = "packstore.io.side.side.SHARD_ROWS"  # a million, too many for a test
 PROVENANCE = {"model": "none", "dtype": "float32", "layers": 2, "checked": True, "note": None}
 
@@ -44,6 +45,7 @@ def values_of(ids: np.ndarray, counts: np.ndarray) -> dict[str, np.ndarray]:
         "float64": ids / 3,
         "bool": ids % 3 == 0,
         "float32": (ids / 7).astype(np.float32),
+        "advantage": (np.repeat(ids, counts) % 5 + place / 8).astype(np.float32),
         "ref_logps": (-np.repeat(ids, counts) - place / 8).astype(np.float32),
     }
 
@@ -74,7 +76,8 @@ def assert_joined(ds: Dataset, url: str) -> None:
     packs = joined(ds, url)
     for pack in packs:
         for name, expected in values_of(pack.example_ids, pack.num_responses).items():
-            found = pack.ref_logps if name == "ref_logps" else pack.columns[name]
+            every = {**pack.columns, **pack.sequence_columns, "ref_logps": pack.ref_logps}
+            found = every[name]
             assert found.dtype == expected.dtype
             np.testing.assert_array_equal(found, expected, name)
     assert sum(len(pack.example_ids) for pack in packs) == ds.manifest.totals.examples
@@ -175,8 +178,7 @@ def test_the_writer_that_commits_first_wins(ds, place, caplog) -> None:
         ({"x.y": "float32"}, {}, "names of their own"),
         ({"x": "float16"}, {}, "a type among: string, int64"),
         ({"_x": "float32"}, {}, "must begin with a letter"),
-        ({"x": "list<float32>"}, {}, "and no other column"),
-        ({"ref_logps": "float32"}, {}, "and no other column"),
+        ({"ref_logps": "float32"}, {}, "must have type list<float32>"),
         ({"x": "float32"}, {"model": object()}, "must be a text, a number, a boolean or null"),
     ],
 )
@@ -199,7 +201,7 @@ def test_columns_that_may_not_be(ds, tmp_path, columns, provenance, message) -> 
             {"ref_logps": "list<float32>"},
             {"ref_logps": [-1, -2, np.nan, -4]},
             FormatError,
-            "log-probs must be finite",
+            "its values must be finite",
         ),
     ],
 )
