@@ -12,7 +12,7 @@ from packstore.cli import Command, common
 from packstore.cli._messages import progress_of
 from packstore.cli._model import add_model, loaded, ranks, say
 from packstore.config.training import TrainLossConfig
-from packstore.errors import CompatibilityError, ConfigError, display, sentence
+from packstore.errors import ConfigError, display
 from packstore.pages import charts, frame
 
 if TYPE_CHECKING:
@@ -93,10 +93,7 @@ def _evaluate(args: argparse.Namespace) -> int:
         from packstore.torch.training.reference import tell_unused
 
         loss = PreferenceLoss(name, **parameters)
-        if kind == "sft" and not loss.only_sft:
-            rule = "an example must have responses to compare"
-            remedy = "Use --loss sft"
-            raise CompatibilityError(sentence(f"--loss {name}", rule, "kind 'sft'", remedy))
+        loss.check_data(dataset)
         if loss.reference and not (args.reference_model or args.ref_logps):
             remedy = "give --reference-model or --ref-logps"
             raise ConfigError(f"loss {name!r} compares with a reference: {remedy}.")

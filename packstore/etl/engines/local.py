@@ -293,7 +293,7 @@ def serve(seconds: float, memory: int) -> None:
     questions, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what prints must not print among the answers
     limits.allow_rendering(seconds, memory)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # removes temporary files
+    signal.signal(signal.SIGTERM, _end)
     work: Any = None
     with contextlib.suppress(*_ENDED):
         while True:
@@ -314,6 +314,15 @@ def serve(seconds: float, memory: int) -> None:
             except Exception as error:
                 answer = False, _portable(error)
             _send(answers, answer)  # fails if there was no item, as the parent has ended
+
+
+def _end(*_: Any) -> None:
+    """Ends this process, so that it removes its temporary files; a second request changes nothing.
+
+    It would be told on stderr as an exception of the interpreter's end.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(1)
 
 
 def _portable(error: Exception) -> Exception:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from packstore.errors import CompatibilityError, ConfigError, sentence
+from packstore.io.dataset.dataset import Dataset
 from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.batch.layout import owners
 from packstore.torch.logprobs.logprobs import segment_token_counts
@@ -114,6 +115,17 @@ class PreferenceLoss(StepLoss):
     def single(self) -> bool:
         """True if the loss judges each answer alone."""
         return self.terms[0].variant.single
+
+    def check_data(self, dataset: Dataset) -> None:
+        """Raises :class:`CompatibilityError` for a dataset that the loss has no use for."""
+        manifest, where = dataset.manifest, f"loss {self.terms[0].name!r} on {dataset.url}"
+        if manifest.kind == "sft" and not self.only_sft:
+            rule = "an example must have responses to compare"
+            raise CompatibilityError(sentence(where, rule, "kind 'sft'", "Use loss sft"))
+        alone = manifest.totals.sequences == manifest.totals.examples
+        if manifest.kind == "scored" and alone and not self.single:
+            rule, remedy = "an example must have several responses", "Use kto or bco"
+            raise CompatibilityError(sentence(where, rule, "single answers, good or bad", remedy))
 
     @property
     def _beta(self) -> float:

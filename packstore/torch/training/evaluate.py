@@ -81,6 +81,7 @@ def evaluate(
         UnknownNameError: `loss` is unknown.
     """
     loss_fn = loss if isinstance(loss, PreferenceLoss) else PreferenceLoss(loss)
+    loss_fn.check_data(dataset)
     models = [model] if reference is None or not loss_fn.reference else [model, reference]
     tell_unused(loss_fn, None if reference is None else "reference")
     for each in models:

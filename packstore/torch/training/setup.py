@@ -20,7 +20,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from packstore.config.training import TrainConfig, TrainOptimizerConfig, lora_settings
-from packstore.errors import CompatibilityError, ConfigError, quote, sentence
+from packstore.errors import ConfigError, quote, sentence
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.dataset.dataset import open as open_dataset
 from packstore.io.side.side import open_side
@@ -85,7 +85,7 @@ class Run:
         self.dataset = open_dataset(config.dataset, options)
         held_out = None if config.validation is None else open_dataset(config.validation, options)
         both = [self.dataset] if held_out is None else [self.dataset, held_out]
-        _check_data(config, self.loss_fn, both)
+        _check_data(self.loss_fn, both)
         self.accelerator = accelerator = _make_accelerator(config)
         taken: Any = accelerator.mixed_precision
         self.config = config = replace(config, mixed_precision="none" if taken == "no" else taken)
@@ -294,17 +294,8 @@ def _seed(seed: int, rank: int = 0) -> None:
     set_seed((seed + rank) % 2**32)  # numpy's limit
 
 
-def _check_data(config: TrainConfig, loss_fn: PreferenceLoss, both: list[Dataset]) -> None:
+def _check_data(loss_fn: PreferenceLoss, both: list[Dataset]) -> None:
     """Refuses data that the loss cannot use, before any model is loaded."""
     for dataset in both:
-        if dataset.manifest.kind == "sft" and not loss_fn.only_sft:
-            rule = f"loss {config.loss!r} compares responses, so the dataset must hold several"
-            where, remedy = f"dataset {dataset.url}", "Use loss: sft, or a dataset of preferences"
-            raise CompatibilityError(sentence(where, rule, "kind 'sft'", remedy))
-        totals = dataset.manifest.totals
-        alone = totals.sequences == totals.examples and dataset.manifest.kind == "scored"
-        if alone and not loss_fn.single:
-            rule = f"loss {config.loss!r} compares responses or learns them, good or bad"
-            where, remedy = f"dataset {dataset.url}", "Use loss: kto, bco or apo_zero_unpaired"
-            raise CompatibilityError(sentence(where, rule, "single answers", remedy))
+        loss_fn.check_data(dataset)
     check_same_tokenizer([data.manifest for data in both])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import packstore
 from packstore.errors import CompatibilityError, ConfigError
 from packstore.testing import random_examples
 from packstore.torch import (
@@ -165,6 +167,17 @@ def test_a_baseline_may_be_a_tensor_that_the_loop_updates(kit: SimpleNamespace) 
 def test_settings_that_single_answers_exclude(name: Any, settings: Any, error: str) -> None:
     with pytest.raises(ConfigError, match=error):
         PreferenceLoss(name, **settings)
+
+
+@pytest.mark.parametrize("name", ["dpo", "sft", *SINGLE])
+def test_data_of_single_answers_is_for_losses_of_single_answers(name: str, tmp_path: Path) -> None:
+    records = [{"prompt": [1], "response": [2, i], "label": i % 2 == 0} for i in range(1, 9)]
+    dataset = packstore.pack(records, tmp_path / "out", pack_size=64)
+    if name in SINGLE:
+        PreferenceLoss(name).check_data(dataset)
+        return
+    with pytest.raises(CompatibilityError, match="must have several responses; found single"):
+        PreferenceLoss(name).check_data(dataset)
 
 
 def test_scores_without_any_gap_gives_zero(kit: SimpleNamespace) -> None:

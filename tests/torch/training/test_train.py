@@ -187,8 +187,9 @@ def test_validation_is_of_every_pair_once(made: SimpleNamespace, tmp_path: Path)
         },
         {"loss": "simpo", "reference_model": "mine"},
         {"dataset": "scored", "loss_parameters": {"pairs": "all"}},
+        {"dataset": "scored", "loss": "kto", "loss_parameters": {"baseline": 0.1}},
     ],
-    ids=["mix", "no reference", "scored"],
+    ids=["mix", "no reference", "scored", "single answers"],
 )
 def test_other_losses_run(
     made: SimpleNamespace, tmp_path: Path, others: dict[str, Any], caplog: pytest.LogCaptureFixture
@@ -297,7 +298,7 @@ def test_trackers_are_told_every_record(
         ({"loss": "dpoo"}, ConfigError, r"unknown loss 'dpoo'.*Did you mean 'dpo'"),
         ({"loss_parameters": {"bta": 1.0}}, ConfigError, r"no parameter 'bta'; it takes: beta"),
         ({"dataset": "./nowhere"}, DatasetNotFoundError, r"nowhere"),
-        ({"dataset": "sft"}, CompatibilityError, r"compares responses.*found kind 'sft'"),
+        ({"dataset": "sft"}, CompatibilityError, r"responses to compare; found kind 'sft'"),
         ({"loss_parameters": {"gradients": "sum"}}, ConfigError, r"loss_parameters: gradients"),
         ({"lora": {"rank": 2, "targets": ["nope"]}}, ConfigError, r"modules named nope"),
         pytest.param(
