@@ -50,12 +50,14 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     )
     side = str(folder / "side")
     columns = {"ref_logps": "list<float32>", "score": "float64", "name": "string"}
+    columns["advantage"] = "list<float32>"
     with SideWriter(side, first, columns) as writer:
         for packs in first.iter_packs():
             ids = packs.example_ids
             both = np.stack([logp(ids, 0), logp(ids, 1)], axis=1).ravel()
             names = np.array([f"n{i}" for i in ids], object)
-            writer.write(ids, {"ref_logps": both, "score": ids / 2, "name": names})
+            values = {"ref_logps": both, "score": ids / 2, "name": names, "advantage": both / 2}
+            writer.write(ids, values)
     return SimpleNamespace(first=first, again=again, side=side)
 
 
@@ -67,6 +69,7 @@ def assert_joined(batch: Any) -> None:
     ids = batch.example_ids.numpy()
     found = batch.ref_logps.view(-1, 2).numpy()
     np.testing.assert_array_equal(found, np.stack([logp(ids, 0), logp(ids, 1)], axis=1))
+    assert torch.equal(batch.sequence_columns["advantage"], batch.ref_logps / 2)
     assert batch.columns["score"].dtype == torch.float64
     assert batch.columns["score"].tolist() == (ids / 2).tolist()
     assert batch.columns["name"].tolist() == [f"n{i}" for i in ids]
@@ -94,6 +97,7 @@ def test_through_the_loader_and_its_workers(packed: SimpleNamespace) -> None:
             assert "labels" not in vars(batch)  # joined, and still 4 bytes a token
             moved = batch.to("meta")
             assert moved.columns["turns"].is_meta
+            assert moved.sequence_columns["advantage"].is_meta
             assert moved.columns["source"] is batch.columns["source"]
             assert_joined(batch)
             assert_carried(batch)

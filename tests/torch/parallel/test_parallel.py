@@ -45,7 +45,8 @@ def make(
     batch = collate(kit.packed(random_examples(5, seed=seed, kind=kind), [2, 3], layout), kind)
     reference = torch.linspace(-20, -10, batch.num_segments)
     strings = batch.example_ids.numpy().astype("U5")
-    return batch.replace(ref_logps=reference, columns={"w": batch.weights.clone(), "s": strings})
+    columns = {"w": batch.weights.clone(), "s": strings}
+    return batch.replace(ref_logps=reference, columns=columns, sequence_columns={"a": -reference})
 
 
 def real_tokens(batch: PackedBatch, padded: PackedBatch) -> list[int]:
@@ -181,6 +182,7 @@ def test_fixed_shapes(kit: SimpleNamespace) -> None:
         assert (padded.max_seqlen, padded.max_seqlen_k) == (40, 40)
         assert padded.weights.tolist() == [1] * 5 + [0] * 10
         assert padded.example_ids.tolist() == [*range(5), *[-1] * 10]
+        assert padded.sequence_columns["a"].tolist() == (-padded.ref_logps).tolist()
         assert padded.columns["s"].tolist() == ["0", "1", "2", "3", "4"] + [""] * 10
         tensors = {n: getattr(padded, n) for n in vars(padded)}
         shapes.add(tuple((n, x.shape) for n, x in tensors.items() if isinstance(x, Tensor)))
