@@ -63,7 +63,7 @@ def _configure_evaluate(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     references = parser.add_mutually_exclusive_group()
     common.add_flags(references, {"--reference-model PATH": "reference model, or a LoRA adapter"})
-    help = "side dataset from `packstore ref-logps` (repeatable: of each part)"
+    help = "of `packstore ref-logps` (repeatable, by part)"
     references.add_argument("--ref-logps", metavar="SIDE", action="append", default=[], help=help)
     flags = {
         "--loss NAME": "default: dpo, or sft for kind sft",

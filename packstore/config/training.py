@@ -25,9 +25,7 @@ class TrainDataConfig(Settings):
 
     dataset: str = setting(..., "folder or URL of the packed dataset", **_PATH)
     validation: str | None = setting(None, "packed dataset to validate on", **_PATH)
-    ref_logps: tuple[str, ...] = setting(
-        (), "side dataset, in place of a reference model (repeatable: of each part)", **_SIDE
-    )
+    ref_logps: tuple[str, ...] = setting((), "side datasets of the parts, as reference", **_SIDE)
     validation_ref_logps: tuple[str, ...] = setting((), "the same for the validation set", **_SIDE)
     storage_options: Mapping[str, str] = setting(
         dict, "for fsspec, e.g. endpoint_url=… (repeatable)", flag="storage-option", secret=True

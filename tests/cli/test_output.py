@@ -91,19 +91,19 @@ def run(folder: Path, *arguments: str, **env: str) -> subprocess.CompletedProces
 
 def test_names_beyond_the_locale(folder: Path) -> None:
     here = os.fsencode(folder)
-    records = [{"问": r["prompt"], "来源": "甲", **r} for r in RECORDS]
+    records = [{"问": r["prompt"], "source": "甲", **r} for r in RECORDS]
     for record in records:
         del record["prompt"]
     os.replace(write_jsonl(folder / "source.jsonl", records), here + "/数据.jsonl".encode())
     os.link(folder / "t.json", here + "/分词.json".encode())
-    written = ["--tokenizer", "分词.json", "--field", "prompt=问", "--carry", "来源"]
+    written = ["--tokenizer", "分词.json", "--field", "prompt=问", "--carry", "source"]
     options = [os.fsdecode(text.encode()) for text in written]  # as this test's locale has them
     source, out, missing = (os.fsdecode(f"{n}".encode()) for n in ("数据.jsonl", "果", "无.jsonl"))
     done = run(folder, "pack", source, out, *options, **PLAIN)
     assert done.returncode == 0, done.stderr.decode()
     assert "preference dataset 果" in done.stdout.decode()
     shown = run(folder, "inspect", out, **PLAIN).stdout.decode()
-    for text in (" 数据.jsonl ", " 分词.json ", " 来源:string "):
+    for text in (" 数据.jsonl ", " 分词.json ", " source:string "):
         assert text in shown
     wrong = run(folder, "pack", missing, "o", *options, **PLAIN)
     assert wrong.stderr.decode().startswith("packstore: error: 无.jsonl: must exist")
