@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from packstore.config import PackConfig
-from packstore.errors import CompatibilityError, ConfigError
+from packstore.errors import CompatibilityError, ConfigError, sentence
 from packstore.format.arrays import Packs
 from packstore.format.schema import require_kind
 from packstore.torch.batch.batch import PackedBatch, collate
@@ -149,12 +149,15 @@ class PackedLoss:
     """
 
     def __init__(self, loss_fn: PreferenceLoss, reference: nn.Module | None = None) -> None:
+        where = "transformers' Trainer"
+        rule = "all must be divided by the number of pairs, which is all that it counts"
         if loss_fn.sft_weight and loss_fn.sft_average == "token":
-            raise ConfigError(
-                "transformers' Trainer: the SFT term must be divided by the number of pairs, which "
-                "is all that it counts; found a mean over tokens. "
-                "Use sft_average='sequence_mean' or 'sequence_sum', or a loop of your own."
-            )
+            found = "a mean over tokens, of the SFT term"
+            remedy = "Use sft_average='sequence_mean' or 'sequence_sum', or a loop of your own"
+            raise ConfigError(sentence(where, rule, found, remedy))
+        if loss_fn.weight_field is not None:
+            found = f"weight_field={loss_fn.weight_field!r}"
+            raise ConfigError(sentence(where, rule, found, "Use packstore train, or your own loop"))
         self.loss_fn, self.reference = loss_fn, reference
         self.metrics, self.held_out = Metrics(), Metrics()
         self.policy: Any = None
@@ -192,7 +195,7 @@ class PackedLoss:
         logits = outputs["logits"]
         batch = labels.batch.to(logits.device)
         if num_items_in_batch is None:
-            divisor = self.loss_fn.count(batch).at_least_one()
+            divisor = self.loss_fn.count(batch).above_zero()
         else:
             count: Any = num_items_in_batch  # a tensor stays one: nobody waits for its value
             divisor = StepDivisor(count, count if self.loss_fn.sft_weight else None)

@@ -37,10 +37,10 @@ class StepDivisor:
         rest = (x if x is None else x / times for x in (self.sft_count, self.examples))
         return StepDivisor(self.count / times, *rest)
 
-    def at_least_one(self) -> StepDivisor:
-        """Returns it with 1 in place of less, as what was counted may consist of fillers."""
-        rest = (x if x is None else max(x, 1.0) for x in (self.sft_count, self.examples))
-        return StepDivisor(max(self.count, 1.0), *rest)
+    def above_zero(self) -> StepDivisor:
+        """Returns it with 1 in place of 0, as what was counted may consist of fillers."""
+        rest = (x if x is None else x or 1.0 for x in (self.sft_count, self.examples))
+        return StepDivisor(self.count or 1.0, *rest)
 
 
 UNDIVIDED = StepDivisor(1.0, 1.0)

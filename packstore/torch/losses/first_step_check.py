@@ -11,6 +11,7 @@ from packstore.errors import sentence
 from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.losses.divisor import UNDIVIDED
 from packstore.torch.losses.loss import PreferenceLoss
+from packstore.torch.losses.step_loss import divide
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ class FirstStepCheck:
         if not mean <= self.tolerance:
             sides = (logps, ref_logps)
             outputs = [self.loss_fn(x, batch, ref_logps, divisor=UNDIVIDED) for x in sides]
-            loss, expected = (float(out.loss_sum / out.count.clamp(min=1)) for out in outputs)
+            loss, expected = (float(divide((out.loss_sum, out.count), None)) for out in outputs)
             rule = f"policy and reference must agree at first, and the loss be {expected:.4g}"
             text = f"{loss:.4g}, sequences {mean:.2g} nats apart ({float(gaps.max()):.2g} at most)"
             where = f"first step of {self.loss_fn!r}"

@@ -21,6 +21,7 @@ from packstore.torch.losses.step_loss import (
     Gradients,
     LossOutput,
     StepLoss,
+    above_zero,
     check_weight,
     choice,
     divide,
@@ -51,6 +52,9 @@ class PreferenceLoss(StepLoss):
         reduction: ``sum``; or ``pack_mean``, the mean over the pairs of each pack, averaged over
             packs, which is biased: a pair weighs more, the fewer share its pack (0.5 to 5.6 on real
             data). It exists only to reproduce NeMo-Aligner.
+        weight_field: carried or joined column of numbers of at least 0, the weight of each example:
+            every sum is then weighted, and divided by the sum of the weights of the whole step,
+            which :func:`count_step` counts, as no loader does.
         router_aux_loss_coef: weight of the load-balancing loss of experts, which log-probs of
             :func:`~packstore.torch.packed_logps` carry if the model's config asks for it; default:
             the config's coefficient; 0: none.
@@ -74,6 +78,7 @@ class PreferenceLoss(StepLoss):
         average_logps: bool = False,
         pairs: PairChoice = "best_vs_rest",
         reduction: Reduction = "sum",
+        weight_field: str | None = None,
         router_aux_loss_coef: float | None = None,
         reference: bool = True,
         gradients: Gradients = "mean",
@@ -81,7 +86,7 @@ class PreferenceLoss(StepLoss):
     ) -> None:
         super().__init__(router_aux_loss_coef, gradients)
         self.terms = make_terms(name, parameters, average_logps, reference)
-        self.sft_weight = sft_weight
+        self.sft_weight, self.weight_field = sft_weight, weight_field
         self.sft_average = choice("sft_average", sft_average, get_args(SftAverage))
         self.pairs: PairChoice = choice("pairs", pairs, get_args(PairChoice))
         self.reduction = choice("reduction", reduction, get_args(Reduction))
@@ -97,6 +102,8 @@ class PreferenceLoss(StepLoss):
             raise ConfigError(sentence(where, rule, "sft_weight or a reduction"))
         if self.only_sft and (sft_weight or reduction != "sum"):
             raise ConfigError("loss 'sft' takes neither sft_weight nor a reduction.")
+        if weight_field is not None and reduction != "sum":
+            raise ConfigError("weight_field weights the pairs of a sum: leave reduction out.")
         if sft_weight and reduction == "pack_mean" and sft_average == "token":
             raise ConfigError(
                 "reduction 'pack_mean' has no token mean over a batch: set sft_average to "
@@ -152,7 +159,8 @@ class PreferenceLoss(StepLoss):
                 batch's own count.
         """
         sums = SequenceSums.of(logps, batch, self._reference(batch, ref_logps))
-        return self._divided(logps, batch, divisor, partial(self._output, sums, batch))
+        output = partial(self._output, sums, self._weighted(batch))
+        return self._divided(logps, batch, divisor, output)
 
     def _output(
         self,
@@ -184,7 +192,7 @@ class PreferenceLoss(StepLoss):
             loss = loss + self.sft_weight * divide(likelihood, sft_divisor)
             metrics |= {"preference_loss": term, "sft_loss": likelihood}
         # Summed over the batches of a step and divided by its count, this is the step's loss.
-        whole = loss * (term[1].clamp(min=1) if count is None else count)
+        whole = loss * (above_zero(term[1]) if count is None else count)
         metrics = {"loss": (whole, term[1]), **metrics}
         return LossOutput(loss, *term, sft_sum, sft_count, metrics)
 

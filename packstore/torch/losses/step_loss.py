@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
@@ -17,7 +18,7 @@ from packstore.torch.batch.layout import owners
 from packstore.torch.logprobs.logprobs import segment_token_counts
 from packstore.torch.losses.divisor import StepDivisor, check_accumulation
 from packstore.torch.losses.formulas import is_number
-from packstore.torch.metrics import SumAndCount, all_reduce_sums, distributed
+from packstore.torch.metrics import SumAndCount, all_reduce_sums, distributed, wide_dtype
 from packstore.torch.models.routers import carried
 
 Gradients = Literal["mean", "sum"]
@@ -32,7 +33,8 @@ class LossOutput:
     Attributes:
         loss: ``loss_sum`` plus the weighted SFT term and router losses, each divided by its count
             over the whole optimizer step, or by the given divisor. Call ``backward()`` on it.
-        loss_sum, count: sum of the losses of all pairs, and their number.
+        loss_sum, count: sum of the losses of all pairs, and their number; of weighted ones, of
+            losses times weights, and of weights.
         sft_sum, sft_count: the same of the SFT term, or None.
         metrics: name -> (sum, count), without gradient; :class:`~packstore.torch.Metrics` adds
             them over batches and ranks.
@@ -59,6 +61,7 @@ class StepLoss(ABC):
     """
 
     sft_weight: float = 0.0
+    weight_field: str | None = None
 
     def __init__(self, router_aux_loss_coef: float | None, gradients: Gradients) -> None:
         check_weight("router_aux_loss_coef", router_aux_loss_coef or 0)
@@ -75,12 +78,16 @@ class StepLoss(ABC):
 
     def count(self, batch: PackedBatch) -> StepDivisor:
         """Counts what a batch adds to the divisor of its optimizer step; needs no log-probs."""
-        units = (*self.units(batch), "examples")
-        return StepDivisor(*(None if u is None else float(self._count(batch, u)) for u in units))  # type: ignore[arg-type]
+        weighted = self._weighted(batch)
+        unit, sft_unit = self.units(batch)
+        sft_count = None if sft_unit is None else float(self._count(weighted, sft_unit))
+        return StepDivisor(
+            float(self._count(weighted, unit)), sft_count, float(batch.weights.sum())
+        )
 
     def planned(self, batch: PackedBatch) -> StepDivisor | None:
         """Returns the divisor of the batch's step; None if the loader did not count it."""
-        if (step := batch.step) is None:
+        if (step := batch.step) is None or self.weight_field is not None:
             return None
         known = {**(step.counts or {}), "examples": step.examples}
         if responses := KINDS[batch.kind]:
@@ -93,11 +100,29 @@ class StepLoss(ABC):
         if not {unit, sft_unit or unit} <= known.keys():
             return None
         sft_count = None if sft_unit is None else known[sft_unit]
-        return StepDivisor(known[unit], sft_count, step.examples).at_least_one()
+        return StepDivisor(known[unit], sft_count, step.examples).above_zero()
 
     def by_example(self, batch: PackedBatch) -> bool:
         """True if the loss of this batch is divided by a number of examples."""
-        return self.units(batch)[0] == "examples"
+        return self.weight_field is None and self.units(batch)[0] == "examples"
+
+    def _weighted(self, batch: PackedBatch) -> PackedBatch:
+        """Returns the batch with its weights times the column of `weight_field`, if there is one.
+
+        A bad weight raises on the CPU; a device would wait for it: there the loss becomes nan.
+        """
+        if self.weight_field is None:
+            return batch
+        column = number_column(batch, "weight_field", self.weight_field)
+        bad = ~(column.isfinite() & (column >= 0))
+        if bad.device.type == "cpu" and bad.any():
+            example = int(bad.long().argmax())
+            where = f"column {self.weight_field!r}, example {batch.example_ids[example]}"
+            rule, remedy = "a weight must be finite and at least 0", "Correct the column"
+            raise ConfigError(sentence(where, rule, f"{column[example]:g}", remedy))
+        weighted = copy.copy(batch)
+        weighted.weights = batch.weights * column.masked_fill(bad, torch.nan)
+        return weighted
 
     def _count(self, batch: PackedBatch, unit: str) -> Tensor:
         if unit == "examples":
@@ -130,7 +155,7 @@ class StepLoss(ABC):
         coefficient, term = routers
         added = coefficient * divide(term, examples)
         total, number = out.metrics["loss"]
-        whole = total + added.detach() * (number.clamp(min=1) if count is None else count)
+        whole = total + added.detach() * (above_zero(number) if count is None else count)
         metrics = _detached({**out.metrics, "loss": (whole, number), "aux_loss": term})
         loss = out.loss + added
         return replace(out, loss=loss, router_sum=term[0], router_count=term[1], metrics=metrics)
@@ -148,8 +173,10 @@ class StepLoss(ABC):
                 given = f"{step.batches} batches on {step.ranks} ranks that nobody counted"
                 remedy = (
                     "Pass divisor=count_step(batches, loss_fn).averaged(ranks) with all batches of "
-                    "the step, or pack the data anew: the pack index then counts them"
+                    "the step"
                 )
+                if self.weight_field is None:
+                    remedy += ", or pack the data anew: the pack index then counts them"
                 raise ConfigError(sentence(repr(self), rule, f"a step of {given}", remedy))
         if divisor is None:
             return None, None, None
@@ -203,7 +230,7 @@ def count_step(
     sums = [sum(x or 0 for x in each) for each in zip(*map(astuple, counts), strict=True)]
     count, sft_count, examples = all_reduce_sums(sums or [0, 0, 0], group, device)
     divisor = StepDivisor(count, sft_count if loss_fn.sft_weight else None, examples)
-    return divisor.at_least_one()
+    return divisor.above_zero()
 
 
 def sequence_weights(batch: PackedBatch) -> Tensor:
@@ -214,7 +241,23 @@ def sequence_weights(batch: PackedBatch) -> Tensor:
 def divide(term: SumAndCount, divisor: Tensor | float | None) -> Tensor:
     """Returns sum / count, or sum / divisor; an empty sum gives 0."""
     total, count = term
-    return total / (count.clamp(min=1) if divisor is None else divisor)
+    return total / (above_zero(count) if divisor is None else divisor)
+
+
+def above_zero(count: Tensor) -> Tensor:
+    """Returns a count with 1 in place of 0."""
+    return count.masked_fill(count == 0, 1)
+
+
+def number_column(batch: PackedBatch, setting: str, name: str) -> Tensor:
+    """Returns a carried or joined column of numbers, `[E]`, in float64 where the device has it."""
+    column = batch.columns.get(name)
+    if not isinstance(column, Tensor):
+        rule = "it must name a carried or joined column of numbers"
+        found = f"{quote(name)}, where columns are: {', '.join(batch.columns) or 'none'}"
+        remedy = "Carry the column when packing (carry=…), or join it as side data"
+        raise ConfigError(sentence(f"loss setting {setting}", rule, found, remedy))
+    return column.to(wide_dtype(column.device))
 
 
 def _detached(metrics: Mapping[str, SumAndCount]) -> dict[str, SumAndCount]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,8 +19,12 @@ from packstore.testing import random_examples
 from packstore.torch import (
     FirstStepCheck,
     PackedBatch,
+    PackedDataLoader,
+    PackedDataset,
+    PackedLoss,
     PreferenceLoss,
     collate,
+    count_step,
     segment_token_counts,
 )
 
@@ -235,3 +240,63 @@ def test_the_first_step(kit: SimpleNamespace, caplog: pytest.LogCaptureFixture, 
         assert words in record.getMessage()
     number = float(re.findall(r"the loss be ([-\d.e]+);", record.getMessage())[0])
     assert number == pytest.approx(float(loss_fn(ref, batch, ref).loss), rel=1e-3)
+
+
+def weighted(batch: PackedBatch, values: list[float]) -> PackedBatch:
+    return batch.replace(columns={"w": torch.tensor(values, dtype=torch.float64)})
+
+
+@pytest.mark.parametrize("name", ["dpo", "kto", "sft"])
+def test_a_column_of_weights(kit: SimpleNamespace, name: str) -> None:
+    """Sum of weights times losses over the sum of weights, which may be below 1."""
+    batch, logps, ref = make(kit, [1, 3])
+    weights = [0.5, 0.0, 0.125, 0.25]
+    how = {"sft_average": "sequence_sum"} if name == "sft" else {}
+    losses, _ = PreferenceLoss(name, **how).per_example(logps, batch, ref)
+    loss_fn = PreferenceLoss(name, weight_field="w", **how)
+    out = loss_fn(logps, weighted(batch, weights), ref)
+    w = torch.tensor(weights, dtype=torch.float64)
+    torch.testing.assert_close(out.loss, (losses * w).sum() / w.sum())
+    torch.testing.assert_close(out.count, w.sum())
+    halves = [loss_fn(logps, weighted(batch, x), ref, divisor=0.875).loss
+              for x in ([0.5, 0.0, 0, 0], [0, 0, 0.125, 0.25])]  # fmt: skip
+    torch.testing.assert_close(sum(halves), out.loss)
+    assert loss_fn(logps, weighted(batch, [0.0] * 4), ref).loss == 0
+
+
+def test_a_step_is_divided_by_its_weights(tmp_path: Path) -> None:
+    records = [{"prompt": [1], "chosen": [2] * (i % 5 + 1), "rejected": [3, 4], "w": i / 8}
+               for i in range(24)]  # fmt: skip
+    dataset = packstore.pack(records, tmp_path / "out", pack_size=32, carry=("w:float64",))
+    loss_fn = PreferenceLoss("cpo", weight_field="w")
+    batches = list(PackedDataLoader(PackedDataset(dataset), packs_per_batch=2, accumulation=2))
+    first = [batch for batch in batches if batch.step.index == 0]
+    assert len(first) == 2
+    divisor = count_step(first, loss_fn)
+    column = torch.cat([batch.columns["w"] for batch in first])
+    assert divisor.count == pytest.approx(float(column.sum()))
+    logps = [-batch.lengths.double() for batch in first]
+    losses = [PreferenceLoss("cpo").per_example(x, b)[0] for x, b in zip(logps, first, strict=True)]
+    parts = [loss_fn(x, b, divisor=divisor).loss for x, b in zip(logps, first, strict=True)]
+    torch.testing.assert_close(sum(parts), (torch.cat(losses) * column).sum() / column.sum())
+    with pytest.raises(ConfigError, match="Pass divisor=count_step"):
+        loss_fn(logps[0], first[0])
+
+
+@pytest.mark.parametrize(
+    ("values", "name", "error"),
+    [
+        ([1, -0.5, 1, 1], "w", r"column 'w', example \d+: a weight must be finite and at least 0"),
+        ([1, math.nan, 1, 1], "w", "found nan"),
+        ([1, 1, 1, 1], "v", "loss setting weight_field: .*'v', where columns are: w"),
+    ],
+)
+def test_weights_that_may_not_be(kit: SimpleNamespace, values: Any, name: str, error: str) -> None:
+    batch, logps, ref = make(kit, [1, 3])
+    with pytest.raises(ConfigError, match=error):
+        PreferenceLoss("dpo", weight_field=name)(logps, weighted(batch, values), ref)
+
+
+def test_the_trainer_of_transformers_counts_no_weights() -> None:
+    with pytest.raises(ConfigError, match=r"found weight_field='w'\. Use packstore train"):
+        PackedLoss(PreferenceLoss("dpo", weight_field="w"))
