@@ -73,7 +73,7 @@ class ShardFile:
 
 def row_group_crc32(path: str) -> Int64:
     """Returns int64 `[G]`, the crc32 of each row group or batch of a finished local file."""
-    with pa.memory_map(os.fsencode(path)) as source:  # Arrow takes texts for UTF-8
+    with pa.OSFile(os.fsencode(path)) as source:  # Arrow takes texts for UTF-8
         if source.read(4) == b"PAR1":
             metadata = pq.read_metadata(source)
             groups = map(metadata.row_group, range(metadata.num_row_groups))
