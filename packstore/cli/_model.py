@@ -24,7 +24,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         "--model", required=True, metavar="PATH", help="folder or hub name, or a LoRA adapter"
     )
     group.add_argument("--adapter", metavar="PATH", help="LoRA adapter over the model")
-    names = ("dtype", "mixed_precision", "attention")
+    names = ("dtype", "mixed_precision", "attention", "head")
     add_settings(parser, "precision", TrainModelConfig, names)
     parser.set_defaults(**{name: getattr(TrainModelConfig, name) for name in names})
     group.add_argument(

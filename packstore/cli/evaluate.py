@@ -48,6 +48,7 @@ def _ref_logps(args: argparse.Namespace) -> int:
                 storage_options=args.storage_option,
                 progress=progress,
                 mixed_precision=args.mixed_precision,
+                head=args.head,
                 packs_per_batch=args.packs_per_batch,
                 tokens_per_batch=args.tokens_per_batch,
             )
@@ -107,6 +108,7 @@ def _evaluate(args: argparse.Namespace) -> int:
             side=args.ref_logps,
             rows=bool(args.html or args.examples),
             mixed_precision=args.mixed_precision,
+            head=args.head,
             packs_per_batch=args.packs_per_batch,
             tokens_per_batch=args.tokens_per_batch,
         )

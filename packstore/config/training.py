@@ -50,6 +50,7 @@ class TrainModelConfig(Settings):
         "auto", "auto: bf16 where it is fast"
     )
     attention: str = setting("auto", "backend of packed attention")
+    head: Literal["auto", "eager", "triton"] = setting("auto", "passes over logits")
     gradient_checkpointing: bool = setting(False, "recompute layers in the backward pass")
     compile: Literal["none", "layers"] = setting("none", "each decoder layer by torch.compile")
     lora: Mapping[str, Any] = setting(

@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from packstore.torch.logprobs.tiles import HEAD_BACKENDS, Projection, Tile, tiles
-
-HALF = (torch.bfloat16, torch.float16)
+from packstore.torch.logprobs.auto import choose
+from packstore.torch.logprobs.tiles import HALF, Projection, Tile, product, tiles
 
 
 class HeadLogProbs(torch.autograd.Function):
@@ -46,9 +45,6 @@ class HeadLogProbs(torch.autograd.Function):
         needs_hidden, *needs_head, _, _ = ctx.needs_input_grad
         ctx.frozen_head = needs_hidden and not any(needs_head)
         keep = how.keep_logits and any(needs_head)
-        # Those of Triton compute in float32, so float64 has the eager ones.
-        name = HEAD_BACKENDS.check(how.backend)
-        passes = HEAD_BACKENDS.load("eager" if exact == torch.float64 else name)
         # Rows: highest logit so far, sum of exponentials relative to it, logit of the target.
         state = torch.zeros((3, len(hidden)), dtype=exact, device=hidden.device)
         state[0] = -math.inf
@@ -56,13 +52,14 @@ class HeadLogProbs(torch.autograd.Function):
         rest = torch.zeros_like(hidden, dtype=exact) if ctx.frozen_head else None
         kept: list[Tensor] = []
         with torch.autocast(hidden.device.type, enabled=False):
+            passes = choose(inputs, weight, bias, targets, how)
             for columns, rows in tiles(len(hidden), len(weight), how.chunk_size):
                 head = weight[columns].to(operand)
                 for part in rows:
-                    product = _product(inputs[part], head.T)
+                    logits = product(inputs[part], head.T)
                     if keep:
-                        kept.append(product)
-                    tile = _tile(product, bias, targets[part], columns, how)
+                        kept.append(logits)
+                    tile = _tile(logits, bias, targets[part], columns, how)
                     if rest is None:
                         passes.fold(state[:, part], tile)
                     else:
@@ -107,8 +104,8 @@ class HeadLogProbs(torch.autograd.Function):
                     d_head = d_weight[columns].zero_()
                     d_head = d_head if d_head.dtype == exact else d_head.to(exact)
                 for part in rows:
-                    product = next(products) if kept else _product(inputs[part], head.T)
-                    tile = _tile(product, bias, targets[part], columns, how)
+                    logits = next(products) if kept else product(inputs[part], head.T)
+                    tile = _tile(logits, bias, targets[part], columns, how)
                     delta = ctx.passes.gap(tile, log_total[part], grad[part], rounded)
                     if d_bias is not None:
                         d_bias[columns] += delta.sum(0)
@@ -141,16 +138,10 @@ def _operand_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
 
 
 def _tile(
-    product: Tensor, bias: Tensor | None, targets: Tensor, columns: slice, how: Projection
+    logits: Tensor, bias: Tensor | None, targets: Tensor, columns: slice, how: Projection
 ) -> Tile:
     of_columns = None if bias is None else bias[columns]
-    return Tile(product, of_columns, targets - columns.start, how)
-
-
-def _product(left: Tensor, right: Tensor) -> Tensor:
-    if left.dtype in HALF:
-        return torch.mm(left, right, out_dtype=torch.float32)
-    return left @ right
+    return Tile(logits, of_columns, targets - columns.start, how)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

@@ -174,12 +174,14 @@ class PackedPolicy(nn.Module):
     Raises:
         CompatibilityError: as :func:`packed_logps`; compile this module, not the model.
         UnknownNameError: `backend` is unknown.
+        MissingExtraError: `backend` is `triton`, which is not installed.
     """
 
     def __init__(self, model: nn.Module, **settings: Any) -> None:
         super().__init__()
         check_not_compiled(model)
-        HEAD_BACKENDS.check(settings.get("backend", "eager"))
+        if settings.get("backend", "auto") != "auto":
+            HEAD_BACKENDS.load(settings["backend"])
         self.model, self.settings = model, settings
         find_head(model)
         router_settings(model)

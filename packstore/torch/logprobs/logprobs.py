@@ -31,7 +31,7 @@ def segment_logps(
     softcap: float | None = None,
     chunk_size: int | None = None,
     keep_logits: bool = False,
-    backend: str = "eager",
+    backend: str = "auto",
     per_token: bool = False,
 ) -> Tensor:
     """Sums the log-probs of the supervised tokens of each segment, in nats.
@@ -53,7 +53,8 @@ def segment_logps(
             backward pass: three head products, not four, and 4 bytes a logit; a frozen head takes
             two anyhow.
         backend: with `hidden`, what computes the elementwise passes: `eager` (torch), or `triton`
-            on CUDA devices, one kernel a pass; float64 inputs always take `eager`.
+            on CUDA devices, one kernel a pass; float64 inputs always take `eager`. ``auto`` is
+            `triton` where it is installed and agrees with `eager` on the first tokens.
         per_token: return the log-prob of each token of ``batch.target_index`` instead, `[n]`.
 
     Returns:
@@ -92,7 +93,7 @@ def segment_logps(
         logps = HeadLogProbs.apply(rows, weight, bias, targets.ids, how)  # type: ignore[no-untyped-call]
     else:
         of_head = (bias, logit_scale, softcap, keep_logits, backend)
-        if of_head != (None, 1.0, None, False, "eager"):
+        if of_head != (None, 1.0, None, False, "auto"):
             names = "bias, logit_scale, softcap, keep_logits, backend"
             raise ConfigError(f"segment_logps: {names} go with hidden only.")
         exact = rows.to(exact_dtype(rows))

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from packstore.registry import Registry
 
+HALF = (torch.bfloat16, torch.float16)
+
 CPU_CHUNK = 2**21
 """Logits per tile on a CPU, 8 MiB: larger tiles leave its caches, and are no faster
 (``benchmarks/logprobs.py``)."""
@@ -37,14 +39,14 @@ class Projection(NamedTuple):
         scale: factor on the product (and its bias).
         softcap: ``c`` of a final ``c * tanh(logits / c)``, or None.
         chunk_size: number of logits held at once.
-        backend: name of the elementwise passes.
+        backend: name of the elementwise passes, or ``auto``.
         keep_logits: keep the products for the backward pass, which otherwise recomputes them.
     """
 
     scale: float = 1.0
     softcap: float | None = None
     chunk_size: int = CPU_CHUNK
-    backend: str = "eager"
+    backend: str = "auto"
     keep_logits: bool = False
 
 
@@ -110,6 +112,13 @@ def tiles(n: int, vocab: int, chunk_size: int) -> Iterator[tuple[slice, list[sli
     aligned = vocab - vocab % ALIGNED
     cuts = [*range(0, aligned, width), *([aligned] if aligned < vocab else []), vocab]
     return ((slice(a, b), rows) for a, b in itertools.pairwise(cuts))
+
+
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """Multiplies matrices; products of 16 bits are summed and returned in float32."""
+    if left.dtype in HALF:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return left @ right
 
 
 def fold(state: Tensor, tile: Tile) -> None:

@@ -2,7 +2,8 @@
 
 Two runs of one model give the same bits if weights, autocast, attention backend, kind of device and
 products of float32 are the same. bf16 weights and float32 weights under bf16 autocast are not: the
-log-probs of a sequence differ by up to half a nat.
+log-probs of a sequence differ by up to half a nat. Head backends differ by less than is stored, and
+are not compared.
 """
 
 from __future__ import annotations

@@ -67,6 +67,7 @@ def write_ref_logps(
     url: str,
     *,
     mixed_precision: Precision = "auto",
+    head: str = "auto",
     overwrite: bool = False,
     storage_options: dict[str, Any] | None = None,
     progress: Progress | None = None,
@@ -85,6 +86,7 @@ def write_ref_logps(
         mixed_precision: as in training: ``bf16`` runs under bfloat16 autocast, ``none`` keeps the
             autocast around this call; ``auto``: see
             :func:`~packstore.torch.reference.arithmetic.choose_precision`.
+        head: `backend` of :func:`~packstore.torch.segment_logps`.
         overwrite: replace an existing side dataset.
         storage_options: options of the fsspec filesystem of `url`.
         progress: called as packs finish on this rank.
@@ -101,6 +103,7 @@ def write_ref_logps(
         StorageError: no space, no permission, or the store refuses.
     """
     check_model(dataset, model)
+    policy = PackedPolicy(model, backend=head)
     lower, device = lowered(mixed_precision, model), next(model.parameters()).device
     chosen: Any = inference_batching(batching, device, dataset.manifest.pack_size)
     config = BatchConfig.of(**chosen)
@@ -133,7 +136,7 @@ def write_ref_logps(
     provenance, missing = run_on_rank_zero(begin)
     parts = _Parts(location, dataset, provenance)
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if distributed() else (0, 1)
-    for number, values in _computed(model, dataset, config, lower, missing[rank::ranks], progress):
+    for number, values in _computed(policy, dataset, config, lower, missing[rank::ranks], progress):
         parts.put(number, values)
     if distributed():
         dist.barrier()
@@ -143,7 +146,7 @@ def write_ref_logps(
 
 @torch.no_grad()
 def _computed(
-    model: nn.Module,
+    policy: PackedPolicy,
     dataset: Dataset,
     config: BatchConfig,
     lower: Callable[[], AbstractContextManager[Any]],
@@ -151,7 +154,7 @@ def _computed(
     progress: Progress | None,
 ) -> Iterator[tuple[int, Values]]:
     """Yields number and values of some parts; the model runs in the context made by `lower`."""
-    policy, device = PackedPolicy(model), next(model.parameters()).device
+    device = next(policy.parameters()).device
     stream, mine = StoredPacks(dataset, shuffle=False), set(numbers)
     batches, ahead = tee(batch for batch in _batches(stream, config) if batch[0] in mine)
 
@@ -163,7 +166,7 @@ def _computed(
                 logps = policy(to_device(batch, device))
             yield number, int(places[-1]) + 1, batch, Fetched(logps.float())
 
-    with evaluating(model):
+    with evaluating(policy.model):
         for number, group in groupby(one_late(started()), itemgetter(0)):
             values = []
             for _, done, batch, fetched in group:

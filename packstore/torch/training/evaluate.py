@@ -53,6 +53,7 @@ def evaluate(
     by: str | None = None,
     rows: bool = False,
     mixed_precision: Precision = "auto",
+    head: str = "auto",
     **batching: Any,
 ) -> Figures:
     """Computes the metrics of `model` over `dataset`, exactly for any packing, batches and ranks.
@@ -72,6 +73,7 @@ def evaluate(
         mixed_precision: for both models: ``bf16`` runs under bfloat16 autocast, ``none`` keeps the
             autocast that is active around this call, if any; ``auto``: see
             :func:`~packstore.torch.reference.arithmetic.choose_precision`.
+        head: `backend` of :func:`~packstore.torch.segment_logps`.
         batching: `packs_per_batch` or `tokens_per_batch`; default: 1 pack, on a CUDA device the
             tokens of 4.
 
@@ -92,10 +94,10 @@ def evaluate(
     chosen: Any = inference_batching(batching, device, dataset.manifest.pack_size)
     loader = PackedDataLoader(data, pin_memory=device.type == "cuda", **chosen)
     lower = lowered(mixed_precision, model)
-    policy = PackedPolicy(model)
+    policy = PackedPolicy(model, backend=head)
     online: Reference = of_the_batch
     if len(models) > 1:
-        online = frozen(PackedPolicy(models[1]), lower)
+        online = frozen(PackedPolicy(models[1], backend=head), lower)
     for joined in sides:
         if REF_LOGPS in joined.manifest.columns and len(models) < 2:
             with lower():

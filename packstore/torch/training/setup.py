@@ -105,7 +105,7 @@ class Run:
         self.validation = None
         if held_out is not None:
             self.validation = self._loader(held_out, config.validation_ref_logps, None)
-        policy = PackedPolicy(model)
+        policy = PackedPolicy(model, backend=config.head)
         policy._no_split_modules = model._no_split_modules  # the units that Accelerate shards
         policy.train()
         if config.compile == "layers":  # after the probe and checks, which run tiny batches
@@ -198,7 +198,7 @@ class Run:
             for weight in model.parameters():
                 weight.data = weight.data.to(torch.bfloat16)
             context = nullcontext
-        reference = frozen(PackedPolicy(model), context)
+        reference = frozen(PackedPolicy(model, backend=config.head), context)
         if config.compile == "layers":
             compile_layers(model)
         return reference

@@ -152,7 +152,7 @@ def test_a_frozen_head_in_half_precision_where_the_model_is_sure(
     half = torch.bfloat16
     # As on a GPU: a CPU has no product of operands of 16 bits that is summed in float32.
     monkeypatch.setattr(fused_head, "_operand_dtype", lambda *_: half)
-    monkeypatch.setattr(fused_head, "_product", lambda a, b: a.float() @ b.float())
+    monkeypatch.setattr(fused_head, "product", lambda a, b: a.float() @ b.float())
     monkeypatch.setattr(
         fused_head, "_add_product", lambda total, a, b: total.addmm_(a.float(), b.float())
     )

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import logging
 import math
 import os
+import re
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -22,6 +24,7 @@ from children import run_python
 from ranks import launch
 from torch import Tensor
 
+from packstore.cli import main
 from packstore.errors import BackendError, MissingExtraError, UnknownNameError
 from packstore.testing import random_examples
 from packstore.torch import (
@@ -30,11 +33,12 @@ from packstore.torch import (
     collate,
     packed_logps,
     segment_logps,
+    train,
     use_packed_attention,
 )
-from packstore.torch.logprobs import fused_head
+from packstore.torch.logprobs import auto, fused_head
 from packstore.torch.logprobs.fused_head import HeadLogProbs
-from packstore.torch.logprobs.tiles import Projection
+from packstore.torch.logprobs.tiles import EAGER, HEAD_BACKENDS, Passes, Projection
 
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed: make kernels"
@@ -109,11 +113,13 @@ def on_rank(_: Any) -> dict[str, float]:
         with pytest.MonkeyPatch.context() as patch:
             if case.half:  # as on a GPU: a CPU has no such product of operands of 16 bits
                 patch.setattr(fused_head, "_operand_dtype", lambda *_: torch.bfloat16)
-                patch.setattr(fused_head, "_product", lambda a, b: a.float() @ b.float())
+                for module in (fused_head, auto):
+                    patch.setattr(module, "product", lambda a, b: a.float() @ b.float())
                 patch.setattr(
                     fused_head, "_add_product", lambda t, a, b: t.addmm_(a.float(), b.float())
                 )
             errors[str(case)] = error(case)
+            assert all(map(torch.equal, step(case, "auto"), step(case, "triton"))), case
     return errors
 
 
@@ -192,8 +198,13 @@ def test_other_devices_are_refused(kit: SimpleNamespace, batch: PackedBatch) -> 
 
 
 def test_refused_names_and_absent_packages(
-    kit: SimpleNamespace, batch: PackedBatch, monkeypatch: pytest.MonkeyPatch
+    kit: SimpleNamespace,
+    batch: PackedBatch,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    run = kit.short_run(tmp_path)
     model = use_packed_attention(kit.tiny_model(dtype=torch.float32))
     for call in (
         lambda b: packed_logps(model, batch, backend=b),
@@ -203,8 +214,74 @@ def test_refused_names_and_absent_packages(
             call("tritn")
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.delitem(sys.modules, "packstore.torch.logprobs.triton_tiles", raising=False)
-    with pytest.raises(MissingExtraError, match=r"'triton', which is not .*: pip install triton"):
-        PackedPolicy(model, backend="triton")(batch)
+    missing = r"'triton', which is not .*: pip install triton"
+    with pytest.raises(MissingExtraError, match=missing):
+        PackedPolicy(model, backend="triton")
+    with pytest.raises(MissingExtraError, match=missing):
+        train(**run, head="triton", output=str(tmp_path / "run"))
+    more = ["--model", run["model"], "--head", "triton", "--device", "cpu"]
+    for command in (
+        ["ref-logps", run["dataset"], str(tmp_path / "side")],
+        ["evaluate", run["dataset"], "--reference-model", run["model"]],
+    ):
+        assert main([*command, *more]) != 0
+        assert re.search(missing, capsys.readouterr().err)
+
+
+def times(passes: Passes, name: str, factor: float) -> Passes:
+    """The passes, one of which is wrong by a factor."""
+    right = getattr(passes, name)
+
+    def wrong(*args: Any) -> Any:
+        out = right(*args)
+        return (out[0] * factor, out[1]) if isinstance(out, tuple) else out * factor
+
+    return passes._replace(**{name: wrong})
+
+
+def failing(*_: Any) -> Any:
+    raise RuntimeError("no C compiler")
+
+
+@pytest.mark.parametrize(
+    ("passes", "said"),
+    [
+        (EAGER, "head 'auto' is 'triton'"),
+        (times(EAGER, "gap", 1.001), "head 'auto' is 'eager': its passes differ by 0.001"),
+        (times(EAGER, "fold_rest", math.nan), "head 'auto' is 'eager': its passes differ by nan"),
+        (EAGER._replace(fold=failing), "head 'auto' is 'eager': 'RuntimeError: no C compiler'"),
+        (None, "head 'auto' is 'eager': head backend 'triton' needs .*: pip install triton"),
+    ],
+)
+def test_auto_takes_what_agrees_and_says_so(
+    kit: SimpleNamespace,
+    batch: PackedBatch,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    passes: Passes | None,
+    said: str,
+) -> None:
+    """With other passes in the place of Triton's, as where a GPU or its compiler is at fault."""
+    taken: list[str] = []
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.delitem(sys.modules, "packstore.torch.logprobs.triton_tiles", raising=False)
+    if passes is not None:
+        module: Any = ModuleType("in_its_place")
+        right = passes.fold
+        module.PASSES = passes._replace(fold=lambda *args: (taken.append("triton"), right(*args)))
+        monkeypatch.setitem(sys.modules, "in_its_place", module)
+        monkeypatch.setitem(HEAD_BACKENDS._entries, "triton", "in_its_place:PASSES")
+    monkeypatch.setattr(auto, "_CHOSEN", {})
+    policy = PackedPolicy(use_packed_attention(kit.tiny_model(dtype=torch.float32)))
+    with caplog.at_level(logging.INFO, logger="packstore"):
+        found = [policy(batch) for _ in range(2)]
+    expected = packed_logps(policy.model, batch, backend="eager")
+    assert all(torch.equal(logps, expected) for logps in found)
+    assert len(re.findall(said, caplog.text)) == caplog.text.count("head 'auto'") == 1
+    taken.clear()
+    policy(batch)
+    assert bool(taken) == ("is 'triton'" in said)
 
 
 if __name__ == "__main__":
