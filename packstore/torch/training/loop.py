@@ -8,13 +8,15 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
+import torch
+
 from packstore.errors import DivergedError
 from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.data.loader import PackedDataLoader
 from packstore.torch.losses.figures import GroupedMetrics
 from packstore.torch.losses.first_step_check import FirstStepCheck
 from packstore.torch.losses.step_loss import count_step
-from packstore.torch.metrics import Metrics, all_reduce_sums
+from packstore.torch.metrics import Metrics, wide_dtype
 from packstore.torch.training.checkpoint import best_checkpoint, prune, read_state, save_checkpoint
 from packstore.torch.training.evaluate import evaluate_batches
 from packstore.torch.training.setup import Run
@@ -56,17 +58,19 @@ class Loop:
         device = accelerator.device
         divisor = count_step(batches, run.loss_fn, device=device)
         divisor = divisor.averaged(accelerator.num_processes)
+        self._window.add_step(batches)
         batches = [batch.to(device, non_blocking=True) for batch in batches]
         for number, batch in enumerate(batches, start=1):
-            last = number == len(batches)
-            with nullcontext() if last else accelerator.no_sync(run.policy):
+            # FSDP2 would hold whole gradients between batches that it does not reduce.
+            reduced = number == len(batches) or accelerator.is_fsdp2
+            with nullcontext() if reduced else accelerator.no_sync(run.policy):
                 ref_logps = run.reference(batch)
                 logps = run.policy(batch)
                 if self._guard is not None:
                     self._guard(logps, batch, ref_logps)
                 out = run.loss_fn(logps, batch, ref_logps, divisor=divisor)
                 accelerator.backward(out.loss)
-            self._window.add(batch, out.metrics)
+            self._window.metrics.add(out.metrics)
         self._window.norm = None
         if run.config.max_grad_norm:
             norm = accelerator.clip_grad_norm_(run.policy.parameters(), run.config.max_grad_norm)
@@ -161,22 +165,26 @@ class _Window:
 
     def restart(self) -> None:
         """Starts a new window now."""
-        self.examples = self.tokens = self.packs = 0
+        self.examples = self.packs = 0
+        self._steps: list[list[float]] = []
         self.waited, self._since = 0.0, time.perf_counter()
 
-    def add(self, batch: PackedBatch, metrics: Any) -> None:
-        """Adds a batch of this rank."""
-        self.metrics.add(metrics)
-        self.tokens += batch.num_tokens
-        self.packs += batch.num_packs
+    def add_step(self, batches: list[PackedBatch]) -> None:
+        """Adds the batches of this rank in one step, which are on the CPU."""
+        self.packs += sum(batch.num_packs for batch in batches)
+        tokens = sum(batch.num_tokens for batch in batches)
+        squares = sum(float(batch.cu_seqlens.diff().double().square().sum()) for batch in batches)
+        self._steps.append([tokens, squares])
 
     def close(self) -> dict[str, float]:
         """Returns means and rates over all ranks, and starts the next window; a collective call."""
-        means = self.metrics.means()
+        means, accelerator = self.metrics.means(), self.run.accelerator
         seconds = max(time.perf_counter() - self._since, 1e-9)
-        tokens, packs, waited = all_reduce_sums(
-            [self.tokens, self.packs, self.waited / seconds], device=self.run.accelerator.device
-        )
+        own = [self.packs, self.waited / seconds, *(x for step in self._steps for x in step)]
+        dtype, device = wide_dtype(accelerator.device), accelerator.device
+        ranks = accelerator.gather(torch.tensor([own], dtype=dtype, device=device)).cpu()
+        work = ranks[:, 2:].unflatten(1, (-1, 2))  # [ranks, steps, tokens and squares]
+        (packs, waited), tokens = ranks[:, :2].sum(0).tolist(), float(work[..., 0].sum())
         size = self.run.dataset.manifest.pack_size
         record = {
             **means,
@@ -186,8 +194,12 @@ class _Window:
             "pairs_per_second": self.examples / seconds,
             "tokens_per_second": tokens / seconds,
             "fill": tokens / (packs * size),
-            "data_wait": waited / self.run.accelerator.num_processes,
+            "data_wait": waited / len(ranks),
         }
+        if len(ranks) > 1:  # each step waits for the rank with the most work
+            over = (work.amax(0).sum(0) / work.mean(0).sum(0)).tolist()
+            record |= zip(("slowest/tokens", "slowest/squares"), over, strict=True)
+            record["slowest/data_wait"] = float(ranks[:, 1].max())
         if self.norm is not None:
             record["grad_norm"] = float(self.norm)
         self.restart()

@@ -171,6 +171,7 @@ class Run:
             num_workers=config.num_workers,
             pin_memory=self.accelerator.device.type == "cuda",
             examples_per_step=examples_per_step,
+            balance=True,
         )
 
     def _make_references(self, stored: Sequence[Sequence[str]]) -> None:

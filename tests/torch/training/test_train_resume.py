@@ -109,18 +109,28 @@ def on_rank(task: dict[str, Any]) -> int:
 
 
 def test_two_ranks_equal_one(base: dict[str, Any], undisturbed: Path, tmp_path: Path) -> None:
-    """And they exchange gradients once a step, after its last batch."""
+    """And they exchange gradients once a step, after its last batch; work is spread evenly."""
     counts = launch(__file__, {"settings": {**base, "output": str(tmp_path)}}, 2, tmp_path)
     assert_same(tmp_path, undisturbed)
+    work = np.zeros((2, STEPS, 2))
     for rank, count in enumerate(counts):
         data, batches = PackedDataset(base["dataset"], rank=rank, world_size=2), []
         for epoch in range(base["epochs"]):
             data.set_epoch(epoch)
-            batches += PackedDataLoader(data, examples_per_step=base["examples_per_step"])
+            step = base["examples_per_step"]
+            batches += PackedDataLoader(data, examples_per_step=step, balance=True)
         last = [batch.step.last for batch in batches]
         steps = np.cumsum(last) - last
         assert count == sum(not end for end, step in zip(last, steps, strict=True) if step < STEPS)
         assert count > 0
+        for step, batch in zip(steps[steps < STEPS], batches, strict=False):
+            lengths = batch.cu_seqlens.diff().numpy()
+            work[rank, step] += lengths.sum(), (lengths**2).sum()
+    slowest = work.max(0) / work.mean(0)
+    assert slowest.max() > 1.05
+    for i, name in enumerate(("slowest/tokens", "slowest/squares")):
+        assert [r[name] for r in records(tmp_path)] == pytest.approx(slowest[:, i])
+    assert all(0 <= r["data_wait"] <= r["slowest/data_wait"] <= 1 for r in records(tmp_path))
 
 
 @pytest.mark.slow
