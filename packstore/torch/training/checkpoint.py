@@ -2,8 +2,8 @@
 
 A checkpoint is a folder that appears by a rename, so a run killed while writing leaves the earlier
 ones intact. It holds the model in Hugging Face format (or the adapter), the optimizer's state by
-parameter name, and one JSON file with the rest; nothing is pickled. The full state goes through
-torch's distributed checkpoint functions, so it is independent of the sharding.
+parameter name, and one JSON file with the rest; nothing is pickled. That of a sharded run holds
+weights and optimizer in files of each rank (``shards.py``), written while the training goes on.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import os
 import random
 import re
 import shutil
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,9 +23,11 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -36,11 +38,12 @@ from torch.distributed.checkpoint.state_dict import (
 from packstore.config.training import TrainConfig
 from packstore.errors import ConfigError, FormatError, StorageError, display, quote, sentence
 from packstore.torch.data.loader import PackedDataLoader
+from packstore.torch.training.shards import cause, read_tensors, write_shards
 
 logger = logging.getLogger("packstore")
 
 FORMAT = 1
-MODEL, OPTIMIZER, STATE = "model", "optimizer.safetensors", "state.json"
+MODEL, OPTIMIZER, SHARDS, STATE = "model", "optimizer.safetensors", "shards", "state.json"
 _NAME = re.compile(r"step-([0-9]{8})")
 
 FIXED = ("model", "reference_model", "dtype", "loss", "loss_parameters", "lora")
@@ -67,65 +70,126 @@ class RunState:
 
 def save_model(accelerator: Any, policy: torch.nn.Module, folder: Path) -> None:
     """Writes the model, or its adapter, in Hugging Face format; a collective call."""
-    model = accelerator.unwrap_model(policy).model
-    adapted = hasattr(model, "peft_config")
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=adapted)
-    state = get_model_state_dict(policy, options=options)
+    tensors = _weights(accelerator, policy, full_state_dict=True, cpu_offload=True)
     if accelerator.is_main_process:
-        tensors = {name.removeprefix("model."): tensor for name, tensor in state.items()}
-        only = {"selected_adapters": ["default"]} if adapted else {}
+        model = accelerator.unwrap_model(policy).model
+        only = {"selected_adapters": ["default"]} if hasattr(model, "peft_config") else {}
         model.save_pretrained(folder, state_dict=tensors, **only)
 
 
-def save_checkpoint(
-    accelerator: Any,
-    policy: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    folder: Path,
-    state: dict[str, Any],
-) -> None:
-    """Writes a checkpoint; collective. `state`: a `RunState` less `optimizer` and `random`."""
-    from accelerate.utils import gather_object
+def _weights(accelerator: Any, policy: torch.nn.Module, **how: Any) -> dict[str, Any]:
+    """The weights of a model, or of its adapter, by their names in it: this rank's shares."""
+    adapted = hasattr(accelerator.unwrap_model(policy).model, "peft_config")
+    options = StateDictOptions(ignore_frozen_params=adapted, **how)
+    state = get_model_state_dict(policy, options=options)
+    return {name.removeprefix("model."): tensor for name, tensor in state.items()}
 
-    with whole_folder(accelerator, folder / f"step-{state['step']:08d}") as partial:
-        save_model(accelerator, policy, partial / MODEL)
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        whole: dict[str, Any] = dict(get_optimizer_state_dict(policy, optimizer, options=options))
-        generators = gather_object([random_state()])
-        if accelerator.is_main_process:
-            of_parameter = whole.get("state", {}).items()
-            named = {f"{p}.{n}": v for p, values in of_parameter for n, v in values.items()}
-            save_file({n: v.contiguous() for n, v in named.items()}, partial / OPTIMIZER)
-            groups = whole.get("param_groups", [])
-            run = RunState(optimizer=groups, random=generators, **state)
-            text = json.dumps({"format": FORMAT, **asdict(run)})
-            (partial / STATE).write_text(text, encoding="utf-8")
+
+class Checkpoints:
+    """Writes the checkpoints of a run; making it and its calls are collective.
+
+    Those of a sharded run are written in the background. The next call of :meth:`save` or
+    :meth:`wait` raises what went wrong.
+    """
+
+    def __init__(self, accelerator: Any, policy: Any, optimizer: Any, folder: Path) -> None:
+        self.accelerator, self.policy, self.optimizer = accelerator, policy, optimizer
+        self.folder = folder
+        self._group = dist.new_group(backend="gloo") if accelerator.is_fsdp2 else None
+        self._writing: tuple[Future[Any], Path] | None = None
+
+    def save(self, state: dict[str, Any]) -> None:
+        """Writes a checkpoint, or begins to; `state`: `RunState` less `optimizer`, `random`."""
+        from accelerate.utils import gather_object
+
+        self.wait()
+        final = self.folder / f"step-{state['step']:08d}"
+        state["random"] = gather_object([random_state()])
+        if self._group is None:
+            with whole_folder(self.accelerator, final) as partial:
+                save_model(self.accelerator, self.policy, partial / MODEL)
+                options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+                whole = get_optimizer_state_dict(self.policy, self.optimizer, options=options)
+                if self.accelerator.is_main_process:
+                    save_file(_moments(whole), partial / OPTIMIZER)
+                    _write_state(partial, state, whole)
+            if self.accelerator.is_main_process:
+                prune(self.folder)
+            return
+        partial = _new_folder(self.accelerator, final)
+        weights = _weights(self.accelerator, self.policy)  # first, as it shards them again
+        sharded = get_optimizer_state_dict(self.policy, self.optimizer)
+
+        def finished() -> None:
+            _write_state(partial, state, sharded)
+            _commit(partial, final)
+            prune(self.folder)
+
+        tensors = weights | _moments(sharded)
+        self._writing = write_shards(tensors, partial / SHARDS, self._group, finished), partial
+
+    def wait(self) -> None:
+        """Returns when the checkpoint that is being written is there."""
+        if self._writing is not None:
+            (writing, partial), self._writing = self._writing, None
+            try:
+                writing.result()
+            except CheckpointException as error:
+                shutil.rmtree(partial, ignore_errors=True)
+                raise _unwritable(partial, cause(error)) from error
+
+
+def _moments(optimizer: Any) -> dict[str, Tensor]:
+    """The tensors of an optimizer's state, named by parameter and entry."""
+    of_parameter = optimizer.get("state", {}).items()
+    return {f"{p}.{n}": v.contiguous() for p, values in of_parameter for n, v in values.items()}
+
+
+def _write_state(partial: Path, state: Mapping[str, Any], optimizer: Mapping[str, Any]) -> None:
+    run = RunState(optimizer=optimizer.get("param_groups", []), **state)
+    text = json.dumps({"format": FORMAT, **asdict(run)})
+    (partial / STATE).write_text(text, encoding="utf-8")
 
 
 @contextmanager
 def whole_folder(accelerator: Any, final: Path) -> Iterator[Path]:
     """Yields a folder to write in, which then replaces `final`, or is removed; collective."""
+    partial = _new_folder(accelerator, final)
+    try:
+        yield partial
+        if accelerator.is_main_process:
+            _commit(partial, final)
+    except BaseException as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, OSError | SafetensorError):
+            raise _unwritable(final, str(error)) from error
+        raise
+    accelerator.wait_for_everyone()
+
+
+def _new_folder(accelerator: Any, final: Path) -> Path:
+    """Makes the empty folder in which `final` is written; collective."""
     partial = final.with_name(f".{final.name}.partial")
     if accelerator.is_main_process:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-    try:
-        yield partial
-        if accelerator.is_main_process:
-            for file in partial.rglob("*"):
-                if file.is_file():
-                    with file.open("rb") as stream:
-                        os.fsync(stream.fileno())
-            shutil.rmtree(final, ignore_errors=True)
-            partial.rename(final)
-    except BaseException as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(error, OSError | SafetensorError):
-            rule = "it must be possible to write it"
-            remedy = "Make room; the checkpoints before it are as they were"
-            raise StorageError(sentence(str(final), rule, str(error), remedy)) from error
-        raise
     accelerator.wait_for_everyone()
+    return partial
+
+
+def _commit(partial: Path, final: Path) -> None:
+    """Makes a folder that is written appear."""
+    for file in partial.rglob("*"):
+        if file.is_file():
+            with file.open("rb") as stream:
+                os.fsync(stream.fileno())
+    shutil.rmtree(final, ignore_errors=True)
+    partial.rename(final)
+
+
+def _unwritable(folder: Path, reason: str) -> StorageError:
+    remedy = "Make room; the checkpoints before it are as they were"
+    return StorageError(sentence(str(folder), "it must be possible to write it", reason, remedy))
 
 
 def read_state(checkpoint: Path) -> RunState:
@@ -140,28 +204,25 @@ def read_state(checkpoint: Path) -> RunState:
         raise FormatError(sentence(f"checkpoint {checkpoint}", rule, str(error))) from error
 
 
-def load_optimizer(
+def load_state(
+    accelerator: Any,
     policy: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     checkpoint: Path,
     state: RunState,
 ) -> None:
-    """Restores the moments of the weights, beside this run's own settings; a collective call."""
-    of_parameter: dict[str, dict[str, Tensor]] = defaultdict(dict)
-    try:
-        tensors = load_file(checkpoint / OPTIMIZER)
-    except (OSError, SafetensorError) as error:
-        where, rule = f"checkpoint {checkpoint}", f"{OPTIMIZER} must hold the optimizer's state"
-        remedy = "Remove this checkpoint, to go on from the one before"
-        raise FormatError(sentence(where, rule, str(error), remedy)) from error
-    for name, tensor in tensors.items():
-        parameter, _, entry = name.rpartition(".")
-        of_parameter[parameter][entry] = tensor
+    """Restores the moments of the weights, beside this run's own settings; a collective call.
+
+    Of a sharded checkpoint also the weights, which others hold as a model.
+    """
+    of_run: dict[str, Any] = dict(get_optimizer_state_dict(policy, optimizer))
+    tensors, folder = _moments(of_run), checkpoint
+    if (checkpoint / SHARDS).is_dir():
+        tensors, folder = tensors | _weights(accelerator, policy), checkpoint / SHARDS
+    read_tensors(tensors, folder)
     now = [{n: v for n, v in group.items() if n != "params"} for group in optimizer.param_groups]
     groups = [{**of, **group} for of, group in zip(state.optimizer, now, strict=True)]
-    whole: dict[str, Any] = {"state": dict(of_parameter), "param_groups": groups}
-    options = StateDictOptions(full_state_dict=True)
-    set_optimizer_state_dict(policy, optimizer, whole, options=options)
+    set_optimizer_state_dict(policy, optimizer, {**of_run, "param_groups": groups})
 
 
 def checkpoints(folder: Path) -> list[Path]:

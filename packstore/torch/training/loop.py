@@ -17,7 +17,7 @@ from packstore.torch.losses.figures import GroupedMetrics
 from packstore.torch.losses.first_step_check import FirstStepCheck
 from packstore.torch.losses.step_loss import count_step
 from packstore.torch.metrics import Metrics, wide_dtype
-from packstore.torch.training.checkpoint import best_checkpoint, prune, read_state, save_checkpoint
+from packstore.torch.training.checkpoint import Checkpoints, best_checkpoint, read_state
 from packstore.torch.training.evaluate import evaluate_batches
 from packstore.torch.training.setup import Run
 from packstore.torch.training.sinks import Sink
@@ -40,6 +40,8 @@ class Loop:
         self._best = read_state(best).score if best else math.inf
         self._guard = None if start else FirstStepCheck(run.loss_fn)
         self._window = _Window(run)
+        optimizer = run.optimizer.optimizer
+        self._checkpoints = Checkpoints(run.accelerator, run.policy, optimizer, run.folder)
 
     def __call__(self) -> None:
         """Runs all remaining steps."""
@@ -51,6 +53,7 @@ class Loop:
             while self.step < run.total_steps and (batches := next(steps, None)) is not None:
                 self._train(batches)
                 self._after_step(epoch, last=self.step == run.total_steps)
+        self._checkpoints.wait()
 
     def _train(self, batches: list[PackedBatch]) -> None:
         """Runs one optimizer step over its batches."""
@@ -134,9 +137,7 @@ class Loop:
             "evaluation": evaluation,
             "config": run.config.recorded(),
         }
-        save_checkpoint(run.accelerator, run.policy, run.optimizer.optimizer, run.folder, state)
-        if run.accelerator.is_main_process:
-            prune(run.folder)
+        self._checkpoints.save(state)
 
     def _check_finite(self, record: dict[str, float]) -> None:
         """Stops a diverged run before it writes its weights; on all ranks, as values are global."""

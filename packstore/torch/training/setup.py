@@ -47,7 +47,7 @@ from packstore.torch.training.checkpoint import (
     check_unchanged,
     count_steps,
     find_checkpoint,
-    load_optimizer,
+    load_state,
     make_output,
     read_state,
     set_random_state,
@@ -129,9 +129,10 @@ class Run:
             remedy = "Leave lora out to train it further"
             rule = "the model must have no adapter"
             raise ConfigError(sentence("setting lora", rule, config.model, remedy))
-        path = config.model if checkpoint is None else checkpoint / MODEL
+        stored = checkpoint is not None and (checkpoint / MODEL).is_dir()  # no shards
+        path = checkpoint / MODEL if checkpoint and stored else config.model
         model = load_model(path, dtype=config.dtype, attention=config.attention, trainable=True)
-        if config.lora and checkpoint is None:
+        if config.lora and not stored:
             model = add_lora(model, **lora_settings(config.lora))
         if goes_on and self.loss_fn.reference and config.reference_model is None:
             model.load_adapter(config.model, REF_ADAPTER, is_trainable=False)
@@ -205,8 +206,9 @@ class Run:
         return reference
 
     def _restore(self, checkpoint: Path, state: RunState) -> None:
-        """Restores optimizer and random generators."""
-        load_optimizer(self.policy, self.optimizer.optimizer, checkpoint, state)
+        """Restores optimizer, random generators, and weights that were sharded."""
+        optimizer = self.optimizer.optimizer
+        load_state(self.accelerator, self.policy, optimizer, checkpoint, state)
         rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
         if ranks != len(state.random):
             text = "since the checkpoint, the number of ranks was %d and is %d"

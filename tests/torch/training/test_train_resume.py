@@ -13,15 +13,18 @@ from typing import Any
 import numpy as np
 import pytest
 from ranks import launch
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.checkpoint import HuggingFaceStorageReader, load
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 pytest.importorskip("accelerate", reason="training needs accelerate")
 pytest.importorskip("peft", reason="LoRA needs peft")
 
+from accelerate import Accelerator
 from train_runs import checkpoints, losses, records, save_gpt2, shard, state_of
+from transformers import AutoModelForCausalLM
 
 from packstore.cli import main
+from packstore.errors import FormatError
 from packstore.testing import random_examples
 from packstore.torch import PackedDataLoader, PackedDataset, train
 
@@ -88,19 +91,19 @@ def on_rank(task: dict[str, Any]) -> int:
             die()
 
     # A moment inside the writing of a checkpoint cannot be met from outside.
-    rename, no_sync = Path.rename, DistributedDataParallel.no_sync
+    rename, no_sync = Path.rename, Accelerator.no_sync
 
     def rename_or_die(self: Path, target: Path) -> Path:
         if where == "checkpoint" and target.name == f"step-{place:08d}":
-            (self / "optimizer.safetensors").unlink()
+            next(file for file in self.rglob("*.safetensors")).unlink()
             die()
         return rename(self, target)
 
-    def counted(self: DistributedDataParallel) -> Any:
+    def counted(self: Accelerator, model: Any) -> Any:
         unsynchronised.append(1)
-        return no_sync(self)
+        return no_sync(self, model)
 
-    Path.rename, DistributedDataParallel.no_sync = rename_or_die, counted  # type: ignore[assignment, method-assign]
+    Path.rename, Accelerator.no_sync = rename_or_die, counted  # type: ignore[assignment, method-assign]
     register_optimizer_step_post_hook(after_step)
     if task.get("shard"):
         shard()
@@ -148,13 +151,45 @@ def test_killed_between_and_inside_checkpoints_on_1_2_1_ranks(
 
 
 @pytest.mark.slow
-def test_sharded_over_two_ranks(base: dict[str, Any], undisturbed: Path, tmp_path: Path) -> None:
-    """FSDP2 by Accelerate, and back: the tied weights are whole again in a checkpoint."""
-    task = {"settings": {**base, "output": str(tmp_path)}, "shard": True}
-    assert launch(__file__, {**task, "kill": ("checkpoint", 9)}, 2, tmp_path) == []
-    assert checkpoints(tmp_path)[-1].name == "step-00000006"
-    train(**task["settings"])
+def test_sharded_over_two_ranks_killed_and_resumed_on_2_1_2(
+    base: dict[str, Any], undisturbed: Path, tmp_path: Path
+) -> None:
+    """FSDP2 by Accelerate, whose ranks write their shares; one rank reads them, and they read its.
+
+    They reduce the gradients of each batch, as they would else hold whole ones.
+    """
+    settings = {**base, "output": str(tmp_path)}
+    sharded = {"settings": settings, "shard": True}
+    assert launch(__file__, {**sharded, "kill": ("checkpoint", 6)}, 2, tmp_path) == []
+    left = tmp_path / "checkpoints" / ".step-00000006.partial"
+    assert left.is_dir()
+    assert launch(__file__, {**sharded, "kill": ("checkpoint", 9)}, 2, tmp_path) == []
+    newest = checkpoints(tmp_path)[-1]
+    assert newest.name == "step-00000006"
+    files = [file for file in newest.rglob("*") if file.is_file()]
+    assert {file.suffix for file in files} == {".safetensors", ".json"}  # nothing is pickled
+    assert not left.exists()
+
+    (share,) = newest.glob("shards/shard-00002-model-00001-*")
+    share.rename(tmp_path / "share")
+    with pytest.raises(FormatError, match=r"the state of every weight; found \d+ of \d+ values"):
+        train(**settings)
+    (tmp_path / "share").rename(share)
+    # A step of no effect, as it is resumed, and three more.
+    assert launch(__file__, {"settings": settings, "kill": ("step", 5)}, 1, tmp_path) == []
+    newest = checkpoints(tmp_path)[-1]
+    assert newest.name == "step-00000009"
+    assert (newest / "optimizer.safetensors").exists()
+    assert launch(__file__, sharded, 2, tmp_path) == [0, 0]
     assert_same(tmp_path, undisturbed)
+    final = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    expected = {name: tensor.clone() for name, tensor in final.state_dict().items()}
+    for tensor in final.parameters():
+        tensor.data.zero_()
+    reader = HuggingFaceStorageReader(str(checkpoints(tmp_path)[-1] / "shards"))
+    with pytest.warns(UserWarning, match="in a single process"):
+        load(found := final.state_dict(), storage_reader=reader, no_dist=True)
+    assert all(found[name].equal(tensor) for name, tensor in expected.items())
 
 
 def test_a_resumed_run_is_the_same_to_the_last_bit(base: dict[str, Any], tmp_path: Path) -> None:

@@ -179,7 +179,7 @@ def test_what_is_resumed_must_be_there_and_whole(made: dict[str, Any], tmp_path:
     whole = file.read_bytes()
     for damage in (file.unlink, lambda: file.write_bytes(whole[:100])):
         damage()
-        with pytest.raises(FormatError, match="must hold the optimizer's state"):
+        with pytest.raises(FormatError, match="must hold the state of every weight"):
             train(**settings, max_steps=2)
     file.write_bytes(whole)
     with small_files(20_000), pytest.raises(StorageError, match="must be possible to write it"):
