@@ -15,7 +15,7 @@ from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.batch.layout import owners
 from packstore.torch.logprobs.logprobs import segment_token_counts
 from packstore.torch.losses.divisor import StepDivisor
-from packstore.torch.losses.formulas import Names, make_terms, sft
+from packstore.torch.losses.formulas import sft
 from packstore.torch.losses.pairs import PairChoice, Pairs, SequenceSums, index_best, index_pairs
 from packstore.torch.losses.step_loss import (
     Gradients,
@@ -26,6 +26,7 @@ from packstore.torch.losses.step_loss import (
     choice,
     divide,
 )
+from packstore.torch.losses.terms import Names, make_terms
 from packstore.torch.metrics import SumAndCount, wide_dtype
 
 SftAverage = Literal["token", "sequence_sum", "sequence_mean"]

@@ -15,14 +15,7 @@ from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.batch.layout import owners
 from packstore.torch.logprobs.logprobs import by_segment, segment_token_counts
 from packstore.torch.losses.divisor import StepDivisor
-from packstore.torch.losses.formulas import (
-    Variant,
-    between,
-    bounded_exp,
-    check_function,
-    check_parameters,
-    name_of,
-)
+from packstore.torch.losses.formulas import Variant, between, bounded_exp
 from packstore.torch.losses.pairs import check_precision
 from packstore.torch.losses.step_loss import (
     Gradients,
@@ -33,6 +26,7 @@ from packstore.torch.losses.step_loss import (
     divide,
     sequence_weights,
 )
+from packstore.torch.losses.terms import check_function, check_parameters, name_of
 from packstore.torch.metrics import SumAndCount, wide_dtype
 
 Average = Literal["token", "sequence", "group"]

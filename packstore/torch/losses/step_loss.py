@@ -17,7 +17,7 @@ from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.batch.layout import owners
 from packstore.torch.logprobs.logprobs import segment_token_counts
 from packstore.torch.losses.divisor import StepDivisor, check_accumulation
-from packstore.torch.losses.formulas import is_number
+from packstore.torch.losses.terms import is_number
 from packstore.torch.metrics import SumAndCount, all_reduce_sums, distributed, wide_dtype
 from packstore.torch.models.routers import carried
 
