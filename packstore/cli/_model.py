@@ -39,14 +39,22 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         batching.add_argument(f"--{flag}-per-batch", type=int, metavar="N", help=text)
 
 
-def loaded(args: argparse.Namespace, path: str, adapter: str | None, device: torch.device) -> Any:
+def loaded(
+    args: argparse.Namespace,
+    path: str,
+    adapter: str | None,
+    device: torch.device,
+    scores: bool = False,
+) -> Any:
     """Loads the model at `path` with the dtype and attention of the arguments, on `device`."""
     join_logs()
     from packstore.torch.models.load import add_adapter, is_adapter, load_model
     from packstore.torch.models.probe import probe_model
     from packstore.torch.reference.arithmetic import lowered
 
-    model = load_model(path, dtype=args.dtype, attention=args.attention)
+    new = scores and adapter is not None  # the adapter holds the head
+    how = {"dtype": args.dtype, "attention": args.attention, "trainable": new, "scores": scores}
+    model = load_model(path, **how).requires_grad_(False)
     if adapter is not None:
         if not is_adapter(adapter):
             rule = "it must hold an adapter_config.json"

@@ -101,7 +101,7 @@ def _evaluate(args: argparse.Namespace) -> int:
         tell_unused(loss, args.reference_model, *args.ref_logps)
         wanted = loss.reference and args.reference_model
         result: Any = evaluate(
-            loaded(args, args.model, args.adapter, device),
+            loaded(args, args.model, args.adapter, device, loss.scores),
             dataset,
             loss=loss,
             reference=loaded(args, args.reference_model, None, device) if wanted else None,

@@ -28,7 +28,9 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "config", nargs="?", metavar="CONFIG", help="YAML file of settings; flags override it"
     )
-    parser.add_argument("--example", choices=("dpo", "sft"), help="print a CONFIG to begin with")
+    parser.add_argument(
+        "--example", choices=("dpo", "sft", "reward"), help="print a CONFIG to begin with"
+    )
     parser.add_argument("--html", metavar="FILE", help="also write a page with the curves")
     common.add_json(parser)
     common.add_settings(parser, "data", TrainDataConfig)

@@ -21,6 +21,7 @@ from packstore.torch.integrations.hf_trainer import PackedTrainerMixin
 from packstore.torch.integrations.nemo import loss_from_nemo, nemo_metrics
 from packstore.torch.logprobs.head import Head, PackedPolicy, find_head, packed_logps
 from packstore.torch.logprobs.logprobs import segment_logps, segment_token_counts
+from packstore.torch.logprobs.scores import segment_scores
 from packstore.torch.losses.divisor import StepDivisor
 from packstore.torch.losses.first_step_check import FirstStepCheck
 from packstore.torch.losses.loss import PreferenceLoss
@@ -85,6 +86,7 @@ __all__ = [
     "padding_multiple",
     "reduce_segment_sums",
     "segment_logps",
+    "segment_scores",
     "segment_token_counts",
     "static_sizes",
     "train",

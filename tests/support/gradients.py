@@ -34,6 +34,13 @@ def tokens_alone(model: Any, examples: Examples) -> Iterator[Tensor]:
         yield logps.gather(1, ids[1:, None])[:, 0][on]
 
 
+def scores_alone(model: Any, examples: Examples) -> Iterator[Tensor]:
+    """Score of each sequence, fed to a reward model by itself."""
+    for first, last in pairwise(examples.sequence_offsets.tolist()):
+        ids = torch.from_numpy(examples.input_ids[first:last].astype(np.int64))
+        yield model(input_ids=ids[None], use_cache=False).logits[0, 0]
+
+
 def recompute_layers(model: nn.Module, reentrant: bool = False) -> None:
     """Enables gradient checkpointing, under the name that transformers has for it."""
     names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")

@@ -20,7 +20,11 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+)
 
 from packstore import Dataset, open
 from packstore.config import PackConfig
@@ -164,8 +168,13 @@ def has(config: Any, name: str) -> bool:
         return "per-layer attribute" in str(error)
 
 
-def tiny_family(name: str, dtype: torch.dtype = torch.float64, **settings: Any) -> Any:
-    """A random model of any family, with transformers' own plain attention, without dropout."""
+def tiny_family(
+    name: str, dtype: torch.dtype = torch.float64, head: str = "logits", **settings: Any
+) -> Any:
+    """A random model of any family, with transformers' own plain attention, without dropout.
+
+    `head`: ``logits``, or ``score`` for a reward model.
+    """
     if name not in CONFIG_MAPPING:
         pytest.skip(f"transformers {transformers.__version__} has no family {name}")
     config_class = CONFIG_MAPPING[name]
@@ -175,7 +184,10 @@ def tiny_family(name: str, dtype: torch.dtype = torch.float64, **settings: Any) 
     chosen = {**small, **SPECIAL.get(name, {}), **settings}
     config = config_class(**{key: value for key, value in chosen.items() if value is not ...})
     torch.manual_seed(0)
-    model = MODEL_FOR_CAUSAL_LM_MAPPING[config_class](config).to(dtype)
+    classes = MODEL_FOR_CAUSAL_LM_MAPPING
+    if head == "score":
+        classes, config.num_labels = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, 1
+    model = classes[config_class](config).to(dtype)
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # others have no float64
     model.set_attn_implementation("eager")

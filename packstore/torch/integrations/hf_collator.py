@@ -158,6 +158,9 @@ class PackedLoss:
         if loss_fn.weight_field is not None:
             found = f"weight_field={loss_fn.weight_field!r}"
             raise ConfigError(sentence(where, rule, found, "Use packstore train, or your own loop"))
+        if loss_fn.scores:
+            rule, remedy = "it must take log-probs", "Use packstore train, or your own loop"
+            raise ConfigError(sentence(f"{where}, {loss_fn!r}", rule, "scores", remedy))
         self.loss_fn, self.reference = loss_fn, reference
         self.metrics, self.held_out = Metrics(), Metrics()
         self.policy: Any = None

@@ -19,6 +19,7 @@ from torch.nn.functional import linear
 from packstore.errors import CompatibilityError, sentence
 from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.logprobs.logprobs import segment_logps
+from packstore.torch.logprobs.scores import check_head, scores_of
 from packstore.torch.logprobs.tiles import HEAD_BACKENDS
 from packstore.torch.models.probe import few_tokens, ieee_products
 from packstore.torch.models.routers import carry, check_gradient, router_losses, router_settings
@@ -27,7 +28,9 @@ from packstore.torch.models.unwrap import (
     check_adapters,
     check_not_compiled,
     check_own_precision,
+    check_unwrapped,
     evaluating,
+    is_reward_model,
     layers,
     unwrapped,
 )
@@ -149,26 +152,20 @@ def packed_logps(model: nn.Module, batch: PackedBatch, **settings: Any) -> Tenso
             gradients are enabled and the model is inside DDP or FSDP, which would not reduce them.
     """
     check_not_compiled(model)
-    wrapped = isinstance(getattr(model, "module", None), nn.Module) and any(
-        kind.__module__.startswith(("torch.nn.parallel", "torch.distributed"))
-        for kind in type(model).__mro__
-    )
-    if torch.is_grad_enabled() and wrapped:
-        where = f"packed_logps({type(model).__name__})"
-        rule = "gradients must be reduced by the wrapper, which does not see this call"
-        remedy = "Wrap the other way round: DDP(PackedPolicy(model)), and call that with the batch"
-        raise CompatibilityError(sentence(where, rule, "a wrapped model", remedy))
+    check_unwrapped(model, "packed_logps")
     return _logps(model, batch, **settings)
 
 
 class PackedPolicy(nn.Module):
-    """A causal LM whose forward call takes a batch and returns what :func:`packed_logps` does.
+    """A model whose forward call takes a batch and returns what :func:`packed_logps` does.
 
-    Wrap this module in DDP or FSDP, or pass it to Accelerate: the head then runs inside the
-    forward call that the wrapper sees, and gradients are reduced as for any other module.
+    Of a reward model, it returns what :func:`segment_scores` does. Wrap this module in DDP or FSDP,
+    or pass it to Accelerate: the head then runs inside the forward call that the wrapper sees, and
+    gradients are reduced as for any other module.
 
     Args:
-        model: a Hugging Face causal LM prepared by :func:`use_packed_attention`.
+        model: a Hugging Face causal LM, or a sequence-classification model of one label, prepared
+            by :func:`use_packed_attention`.
         settings: `chunk_size`, `keep_logits`, `backend`, `per_token` of :func:`segment_logps`.
 
     Raises:
@@ -183,16 +180,22 @@ class PackedPolicy(nn.Module):
         if settings.get("backend", "auto") != "auto":
             HEAD_BACKENDS.load(settings["backend"])
         self.model, self.settings = model, settings
-        find_head(model)
-        router_settings(model)
+        self.scores = is_reward_model(model)
+        if self.scores:
+            check_head(model)
+        else:
+            find_head(model)
+            router_settings(model)
 
     def tie_weights(self) -> None:
         """Ties embedding and head again, if the model does; Accelerate calls it when it shards."""
         unwrapped(self.model).tie_weights()
 
     def forward(self, batch: PackedBatch) -> Tensor:
-        """Computes the log-probs in nats; the batch may be on any device."""
+        """Computes the log-probs in nats, or scores; the batch may be on any device."""
         batch = batch.to(next(self.model.parameters()).device)
+        if self.scores:
+            return scores_of(self.model, batch)
         return _logps(self.model, batch, **self.settings)
 
 

@@ -115,6 +115,7 @@ class ExampleRows:
 
     - `example_id`, and the carried columns named by `carry`;
     - `logps`, `ref_logps`: of its responses, in their order, in nats; the second with a reference;
+      in their place `scores` of a reward model;
     - `loss`, and but for the loss ``sft`` `rewards/chosen`, `rewards/rejected`, `rewards/margins`:
       see :meth:`PreferenceLoss.per_example`.
     """
@@ -128,7 +129,7 @@ class ExampleRows:
     ) -> None:
         """Adds a batch of this rank; arguments as of :meth:`GroupedMetrics.add`."""
         loss, rewards = self._loss_fn.per_example(logps, batch, ref_logps)
-        values = {"logps": logps, "loss": loss}
+        values = {"scores" if self._loss_fn.scores else "logps": logps, "loss": loss}
         reference = batch.ref_logps if ref_logps is None else ref_logps
         if self._loss_fn.reference and reference is not None:
             values["ref_logps"] = reference
@@ -149,7 +150,7 @@ class ExampleRows:
         kept = np.flatnonzero(batch.weights.numpy() > 0)
         ends = batch.num_responses.numpy().cumsum()
         columns: dict[str, Any] = {"example_id": batch.example_ids.numpy()[kept]}
-        for name in ("logps", "ref_logps"):
+        for name in ("logps", "scores", "ref_logps"):
             if name in values:
                 of_examples = np.split(values[name][: ends[-1]], ends[:-1])
                 columns[name] = [of_examples[i].tolist() for i in kept]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -23,6 +23,10 @@ from packstore.errors import ConfigError
 from packstore.registry import Registry
 from packstore.torch.losses.pairs import Pairs
 
+Rows = Literal["pairs", "answers", "scores", "lists"]
+"""The rows of a loss: pairs; single answers, which are both sides of their rows; pairs of scores of
+a reward model; or these, each against all of lower reward at once (``against_all_lower``)."""
+
 
 @dataclass(frozen=True)
 class Variant:
@@ -31,7 +35,7 @@ class Variant:
     function: Callable[..., Tensor]
     reference: bool
     averaged: bool = False
-    single: bool = False  # True: of single answers, which are both sides of their rows
+    rows: Rows = "pairs"
 
     @property
     def defaults(self) -> dict[str, float]:
@@ -44,10 +48,10 @@ class Variant:
 
 
 def _loss(
-    *, reference: bool = True, averaged: bool = False, single: bool = False
+    *, reference: bool = True, averaged: bool = False, rows: Rows = "pairs"
 ) -> Callable[[Callable[..., Tensor]], Variant]:
     """Declares the requirements of the decorated loss; see :class:`Variant`."""
-    return lambda function: Variant(function, reference, averaged, single)
+    return lambda function: Variant(function, reference, averaged, rows)
 
 
 def _bernoulli_kl(p: Tensor, log_q: Tensor | float, log_not_q: Tensor | float) -> Tensor:
@@ -293,7 +297,7 @@ def _by_class(answers: Pairs, good: Tensor, bad: Tensor, weights: tuple[float, f
     return torch.where(answers.chosen_reward > 0, weights[0] * good, weights[1] * bad)
 
 
-@_loss(single=True)
+@_loss(rows="answers")
 def kto(
     answers: Pairs,
     *,
@@ -312,7 +316,7 @@ def kto(
     return _by_class(answers, (-x).sigmoid(), x.sigmoid(), weights)
 
 
-@_loss(single=True)
+@_loss(rows="answers")
 def apo_zero_unpaired(
     answers: Pairs,
     *,
@@ -325,7 +329,7 @@ def apo_zero_unpaired(
     return _by_class(answers, (-x).sigmoid(), x.sigmoid(), weights)
 
 
-@_loss(single=True)
+@_loss(rows="answers")
 def bco(
     answers: Pairs,
     *,
@@ -341,6 +345,29 @@ def bco(
     """
     x, weights = beta * (answers.u - baseline), (desirable_weight, undesirable_weight)
     return _by_class(answers, -logsigmoid(x), -logsigmoid(-x), weights)
+
+
+@_loss(reference=False, rows="scores")
+def bradley_terry(pairs: Pairs, *, margin: float = 0.0, center: float = 0.0) -> Tensor:
+    """``-log s(r_w - r_l - m dr) + c (r_w + r_l)^2``, r scores, m = `margin`, c = `center`.
+
+    Source: Bradley & Terry 1952; margins: Touvron et al. 2023 (Llama 2), arXiv 2307.09288,
+    equation 2; centering: Eisenstein et al. 2023, arXiv 2312.09244. TRL's
+    `center_rewards_coefficient` is `center`.
+    """
+    c = between("bradley_terry", "center", center, 0, 1e6)
+    gap = pairs.chosen - pairs.rejected - margin * pairs.dr
+    return -logsigmoid(gap) + c * (pairs.chosen + pairs.rejected) ** 2
+
+
+@_loss(reference=False, rows="lists")
+def plackett_luce(pairs: Pairs) -> Tensor:
+    """``-log(e^r_w / (e^r_w + sum_l e^r_l))``, l the responses of lower reward; r_l their log-sum.
+
+    Summed over the responses of an example, the log-likelihood of their ranking; of two responses
+    ``bradley_terry``. Source: Plackett 1975; Xia et al. 2008 (ListMLE), ICML.
+    """
+    return -logsigmoid(pairs.chosen - pairs.rejected)
 
 
 @_loss(reference=False)

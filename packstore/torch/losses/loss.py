@@ -15,8 +15,15 @@ from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.batch.layout import owners
 from packstore.torch.logprobs.logprobs import segment_token_counts
 from packstore.torch.losses.divisor import StepDivisor
-from packstore.torch.losses.formulas import sft
-from packstore.torch.losses.pairs import PairChoice, Pairs, SequenceSums, index_best, index_pairs
+from packstore.torch.losses.formulas import Rows, sft
+from packstore.torch.losses.pairs import (
+    PairChoice,
+    Pairs,
+    SequenceSums,
+    against_all_lower,
+    index_best,
+    index_pairs,
+)
 from packstore.torch.losses.step_loss import (
     Gradients,
     LossOutput,
@@ -96,11 +103,16 @@ class PreferenceLoss(StepLoss):
         check_weight("sft_weight", sft_weight)
         if not sft_weight + sum(m.weight for m in self.terms):
             raise ConfigError("the weights of a loss must not all be 0.")
-        if self.single and (sft_weight or reduction != "sum"):
+        if self.rows != "pairs" and (sft_weight or reduction != "sum"):
             where, rule = f"loss {self.terms[0].name!r}", "bad answers must not be learned"
-            if reduction != "sum":
+            if self.scores:
+                rule = "scores have no likelihood, and no mean of packs"
+            elif reduction != "sum":
                 rule = "each example must weigh the same"
             raise ConfigError(sentence(where, rule, "sft_weight or a reduction"))
+        if self.rows == "lists" and pairs != "best_vs_rest":
+            rule, found = "it ranks all responses of an example", f"pairs={pairs!r}"
+            raise ConfigError(sentence(repr(self), rule, found, "Leave pairs out"))
         if self.only_sft and (sft_weight or reduction != "sum"):
             raise ConfigError("loss 'sft' takes neither sft_weight nor a reduction.")
         if weight_field is not None and reduction != "sum":
@@ -120,9 +132,19 @@ class PreferenceLoss(StepLoss):
         return any(member.variant.reference for member in self.terms)
 
     @property
+    def rows(self) -> Rows:
+        """What the loss compares."""
+        return self.terms[0].variant.rows
+
+    @property
     def single(self) -> bool:
         """True if the loss judges each answer alone."""
-        return self.terms[0].variant.single
+        return self.rows == "answers"
+
+    @property
+    def scores(self) -> bool:
+        """True if the loss takes a reward model's scores in place of log-probs."""
+        return self.rows in ("scores", "lists")
 
     def check_data(self, dataset: Dataset) -> None:
         """Raises :class:`CompatibilityError` for a dataset that the loss has no use for."""
@@ -132,7 +154,8 @@ class PreferenceLoss(StepLoss):
             raise CompatibilityError(sentence(where, rule, "kind 'sft'", "Use loss sft"))
         alone = manifest.totals.sequences == manifest.totals.examples
         if manifest.kind == "scored" and alone and not self.single:
-            rule, remedy = "an example must have several responses", "Use kto or bco"
+            rule = "an example must have several responses"
+            remedy = "Use kto or bco, or pack the responses to a prompt in one record"
             raise CompatibilityError(sentence(where, rule, "single answers, good or bad", remedy))
 
     @property
@@ -151,7 +174,8 @@ class PreferenceLoss(StepLoss):
         """Computes the loss of a batch.
 
         Args:
-            logps: `[S]`, log-probs of the policy in nats, from :func:`segment_logps`.
+            logps: `[S]`, log-probs of the policy in nats, from :func:`segment_logps`; for a loss
+                of scores those of :func:`~packstore.torch.segment_scores`.
             batch: the batch.
             ref_logps: `[S]`, the same of the reference model; default: the batch's.
             divisor: divides the loss, for experts: the result of :func:`count_step`, or one number
@@ -180,7 +204,7 @@ class PreferenceLoss(StepLoss):
             return LossOutput(loss, *term, None, None, metrics)
         chosen, rejected, example, weights = self._pairs(batch, sums.logps)
         pairs = self._take(sums, batch, chosen, rejected)
-        losses = [member(pairs) for member in self.terms]
+        losses = self._losses(pairs, chosen, batch.num_segments)
         term = self._reduce(self._total(losses), weights, example, batch)
         metrics = self._metrics(pairs, weights)
         if len(losses) > 1:
@@ -202,7 +226,8 @@ class PreferenceLoss(StepLoss):
     ) -> tuple[Tensor, Tensor | None]:
         """Returns loss and implicit rewards of each example, without router losses.
 
-        Both are means over the pairs of an example, NaN without any. The likelihood of a response
+        Both are means over the pairs of an example (the loss ``plackett_luce`` is of all its
+        responses), NaN without any. The likelihood of a response
         is its mean over tokens, unless `sft_average` is ``sequence_sum``. Arguments and errors are
         those of a call; weights do not count.
 
@@ -219,7 +244,7 @@ class PreferenceLoss(StepLoss):
             return self.terms[0].weight * likelihood, None
         chosen, rejected, example, _ = self._pairs(batch, logps)
         pairs = self._take(sums, batch, chosen, rejected)
-        losses = self._total([member(pairs) for member in self.terms])
+        losses = self._total(self._losses(pairs, chosen, batch.num_segments))
         beta = self._beta
         values = torch.stack([losses, beta * pairs.u, beta * pairs.v], 1)
         there = torch.ones_like(values)
@@ -227,12 +252,14 @@ class PreferenceLoss(StepLoss):
             there[:, 1], there[:, 2] = pairs.chosen_reward > 0, pairs.chosen_reward <= 0
         zeros = values.new_zeros(len(best), 3)
         total, count = (zeros.index_add(0, example, x) for x in (values * there, there))
+        if self.rows == "lists":  # a sum over the rows of an example
+            count[:, 0].clamp_(max=1)
         mean = total / count
         return mean[:, 0] + self.sft_weight * likelihood, mean[:, 1:]
 
     def units(self, batch: PackedBatch) -> tuple[str, str | None]:
         """See :meth:`StepLoss.units`."""
-        alike = self.single or batch.kind == "preference"
+        alike = self.rows in ("answers", "lists") or batch.kind == "preference"
         unit = "examples" if alike else f"pairs_{self.pairs}"
         sft_unit = "best_tokens" if self.sft_average == "token" else "examples"
         if self.reduction == "pack_mean":
@@ -273,7 +300,9 @@ class PreferenceLoss(StepLoss):
             answer = torch.arange(len(example), device=example.device)
             weights = batch.weights.to(like.dtype) / responses
             return answer, answer, example, weights[example]
-        chosen, rejected, example = index_pairs(batch, self.pairs)
+        chosen, rejected, example = index_pairs(
+            batch, "all" if self.rows == "lists" else self.pairs
+        )
         return chosen, rejected, example, batch.weights[example].to(like.dtype)
 
     def _take(
@@ -285,6 +314,13 @@ class PreferenceLoss(StepLoss):
             return replace(pairs, chosen_reward=1 - 2 * (chosen % 2).to(sums.logps))
         return pairs
 
+    def _losses(self, pairs: Pairs, chosen: Tensor, size: int) -> list[Tensor]:
+        """The losses of each member, `[n]`."""
+        if self.rows == "lists":
+            pairs, share = against_all_lower(pairs, chosen, size)
+            return [share * member(pairs) for member in self.terms]
+        return [member(pairs) for member in self.terms]
+
     def _total(self, losses: list[Tensor]) -> Tensor:
         """The weighted sum of the losses of all members, `[n]`."""
         parts = zip(self.terms, losses, strict=True)
@@ -294,7 +330,7 @@ class PreferenceLoss(StepLoss):
         self, losses: Tensor, weights: Tensor, example: Tensor, batch: PackedBatch
     ) -> SumAndCount:
         """Sum and count of the pairs; or of packs, where each is the mean over its pairs."""
-        if self.single:  # the shares of an example are not exactly 1
+        if self.rows in ("answers", "lists"):  # the shares of an example are not exactly 1
             return (losses * weights).sum(), batch.weights.sum().to(losses.dtype)
         if self.reduction == "sum":
             return (losses * weights).sum(), weights.sum()
@@ -328,6 +364,7 @@ class PreferenceLoss(StepLoss):
                 metrics[f"logps/{side}"] = pairs.chosen, of_side
             return {name: ((x.to(w) * w).sum(), w.sum()) for name, (x, w) in metrics.items()}
         values = {"logps/chosen": pairs.chosen, "logps/rejected": pairs.rejected}
+        values = {} if self.scores else values
         seen, beta = {"rewards": pairs}, self._beta
         if self.terms[0].averaged:
             seen["rewards_per_token"] = pairs.per_token()

@@ -143,6 +143,19 @@ def index_pairs(batch: PackedBatch, choice: PairChoice) -> tuple[Tensor, Tensor,
     return chosen, rejected, of_example
 
 
+def against_all_lower(pairs: Pairs, chosen: Tensor, size: int) -> tuple[Pairs, Tensor]:
+    """Makes of all pairs rows of a response against all of lower reward, and their shares `[n]`.
+
+    Rejected is the log of the summed exponentials of all that segment `chosen`, int64 `[n]` below
+    `size`, is paired with: as many equal rows, which share the weight of one.
+    """
+    lower = pairs.rejected
+    counts = lower.new_zeros(size).index_add(0, chosen, torch.ones_like(lower))
+    most = lower.new_full((size,), -torch.inf).scatter_reduce(0, chosen, lower.detach(), "amax")
+    sums = lower.new_zeros(size).index_add(0, chosen, (lower - most[chosen]).exp())
+    return replace(pairs, rejected=most[chosen] + sums[chosen].log()), 1 / counts[chosen]
+
+
 def index_best(batch: PackedBatch) -> Tensor:
     """Returns each example's best sequence, `[E]` int64: by reward if scored, else the first."""
     device = batch.lengths.device

@@ -100,8 +100,10 @@ def make_terms(
             )
         shared = {p: v for p, v in parameters.items() if p in variant.defaults}
         terms.append(_term(name, variant, weight, {**shared, **special}, average_logps))
-    if len({term.variant.single for term in terms}) > 1:
-        raise ConfigError("a mix must be of losses of pairs, or of losses of single answers.")
+    if len({term.variant.rows for term in terms}) > 1:
+        raise ConfigError(
+            "a mix must be of losses of pairs, of single answers, or of a reward model's scores."
+        )
     if len(terms) > 1 and sft in variants.values():
         raise ConfigError("'sft' has a count of its own in a mix: give its weight as sft_weight.")
     return tuple(terms)
@@ -123,7 +125,8 @@ def _term(
     name: str, variant: Variant, weight: float, given: Mapping[str, float], average_logps: bool
 ) -> LossTerm:
     parameters = check_parameters(name, variant, given)
-    if average_logps and (variant.averaged or name == "sft"):
+    averages = variant.averaged or variant.rows in ("scores", "lists")
+    if average_logps and (averages or name == "sft"):
         where, rule = f"loss {name!r}", "average_logps goes with losses on sums over tokens"
         remedy = "Use sft_average for it" if name == "sft" else "Leave average_logps out"
         raise ConfigError(sentence(where, rule, "one that says itself how it averages", remedy))

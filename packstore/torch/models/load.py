@@ -7,6 +7,7 @@ import logging
 import os
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +17,7 @@ import torch
 from packstore.errors import BackendError, ConfigError, quote
 from packstore.registry import missing_extra
 from packstore.torch.models.model import Model, use_packed_attention
-from packstore.torch.models.unwrap import unwrapped
+from packstore.torch.models.unwrap import SCORE, is_reward_model, text_config, unwrapped
 
 logger = logging.getLogger(__name__)
 
@@ -30,31 +31,44 @@ def load_model(
     dtype: DType = "float32",
     attention: str = "auto",
     trainable: bool = False,
+    scores: bool = False,
 ) -> Any:
     """Loads a causal LM that takes packed batches, in evaluation mode, on the CPU.
 
     `path` is a folder or hub name, or the folder of a LoRA adapter, which names its base model. If
     `trainable` is False all weights are frozen; True with an adapter trains the adapter only.
+    With `scores` it loads a reward model; to be trained, also a causal LM in place of one, whose
+    new head torch's generator draws.
     """
     name = os.fspath(path)
     if is_adapter(name):
-        base = load_model(_adapter_base(name), dtype=dtype, attention=attention)
-        return add_adapter(base, name, trainable)
+        # An adapter holds the head of scores, so that its base may have none.
+        base = load_model(
+            _adapter_base(name), dtype=dtype, attention=attention, trainable=scores, scores=scores
+        )
+        return add_adapter(base.requires_grad_(False), name, trainable)
     try:
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
     except ImportError as error:
         raise missing_extra("load_model", "train", error) from error
+    auto, kind, labels = AutoModelForCausalLM, "causal LM", {}
+    if scores:
+        auto, kind = AutoModelForSequenceClassification, "decoder with a score of one label"
+        labels = {"num_labels": 1}
     try:
-        model, loading = AutoModelForCausalLM.from_pretrained(
-            name, dtype=getattr(torch, dtype), output_loading_info=True
+        model, loading = auto.from_pretrained(
+            name, dtype=getattr(torch, dtype), output_loading_info=True, **labels
         )
     except Exception as error:  # the library raises errors of any class
         raise ConfigError(
-            f"model {name}: it must be a folder or hub name of a causal LM that transformers "
+            f"model {name}: it must be a folder or hub name of a {kind} that transformers "
             f"loads; found {'this' if os.path.exists(name) else 'no such folder'}: "
             f"{quote(str(error), 200)}."
         ) from error
     missing, unused = sorted(loading["missing_keys"]), sorted(loading["unexpected_keys"])
+    if scores and trainable and missing == [f"{SCORE}.weight"]:
+        missing = unused = []  # of a causal LM, which has a head that it does not need
+        _set_padding(model, name)
     if missing:  # the library initialises them at random
         raise ConfigError(
             f"model {name}: its files must hold every weight of the model that its config.json "
@@ -68,6 +82,22 @@ def load_model(
     return model.requires_grad_(trainable).eval()
 
 
+def _set_padding(model: Any, name: str) -> None:
+    """Sets the padding token of a new reward model: its tokenizer's, else the end token, as TRL.
+
+    transformers scores a sequence at its last token that is not this one.
+    """
+    from transformers import AutoTokenizer
+
+    text, tokenizer = text_config(model), None
+    with suppress(Exception):  # the library raises errors of any class where it finds none
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    roles = [(tokenizer, "pad"), (text, "pad"), (tokenizer, "eos"), (text, "eos")]
+    ids = (getattr(place, f"{role}_token_id", None) for place, role in roles)
+    known = (x[0] if isinstance(x, Sequence) else x for x in ids)
+    text.pad_token_id = next((x for x in known if x is not None), None)
+
+
 def add_lora(
     model: Any, rank: int, *, alpha: float = 16.0, dropout: float = 0.0, targets: Sequence[str] = ()
 ) -> Any:
@@ -78,7 +108,7 @@ def add_lora(
         lora_alpha=alpha,
         lora_dropout=dropout,
         target_modules=list(targets) or "all-linear",
-        task_type="CAUSAL_LM",
+        task_type="SEQ_CLS" if is_reward_model(model) else "CAUSAL_LM",
     )
     try:
         return peft.get_peft_model(model, config)

@@ -23,7 +23,15 @@ from packstore.format.seeds import keys
 from packstore.torch.batch.batch import PackedBatch, collate
 from packstore.torch.models.mask import PREFIX
 from packstore.torch.models.model import OWN_MODEL, use_packed_attention
-from packstore.torch.models.unwrap import by_length, evaluating, rope_kinds, rope_parts, unwrapped
+from packstore.torch.models.unwrap import (
+    backbone_of,
+    by_length,
+    evaluating,
+    is_reward_model,
+    rope_kinds,
+    rope_parts,
+    unwrapped,
+)
 
 logger = logging.getLogger("packstore")
 
@@ -96,6 +104,8 @@ def check_isolation(
             f"check_isolation({type(model).__name__}): it must be a Hugging Face model; "
             f"found none of its methods. {OWN_MODEL}."
         )
+    if is_reward_model(model):  # its output is one number: hidden states say more
+        model = inner = backbone_of(unwrapped(model))
     previous = inner.config._attn_implementation
     if backend is not None:
         use_packed_attention(model, backend, disable_dropout=False)
@@ -132,7 +142,7 @@ def _compare(model: nn.Module, inner: Any, vocab_size: int | None) -> float:
     worst, experts = 0.0, any(getattr(config, name, None) for name in EXPERTS)
     for layout, left_out in (("concat", (0,) * len(sizes)), ("shared_prefix", LEFT_OUT)):
         batch = _batch(ids, left_out, (2, 1, 2)).to(device)
-        packed = model(**batch.model_inputs()).logits[0].float()
+        packed: Any = _by_token(model(**batch.model_inputs())).float()
         where = f"check_isolation({type(model).__name__}), layout {layout}"
         if bool(packed.isnan().any()):
             raise CompatibilityError(
@@ -228,9 +238,15 @@ def _own_logits(
             name = "eager"
             inner.set_attn_implementation(name)
         # Without position_ids, so that the model counts positions itself.
-        return [model(input_ids=ids[None], use_cache=False).logits[0] for ids in rows], name
+        return [_by_token(model(input_ids=ids[None], use_cache=False)) for ids in rows], name
     finally:
         inner.set_attn_implementation(before)
+
+
+def _by_token(outputs: Any) -> Tensor:
+    """The logits, or hidden states, of one row."""
+    values: Tensor = outputs.logits if hasattr(outputs, "logits") else outputs.last_hidden_state
+    return values[0]
 
 
 def _capped(config: Any) -> bool:

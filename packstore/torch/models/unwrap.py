@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 from packstore.errors import CompatibilityError, sentence
@@ -20,10 +21,19 @@ ROW_LOCAL = {
 (``tests/torch/models/test_adapters.py``): packed, they do what they do to the sequence alone."""
 
 
+SCORE = "score"
+"""Name of the head in transformers' sequence-classification models of decoders."""
+
+
 def unwrapped(model: Any) -> Any:
     """Returns the Hugging Face model inside DDP, FSDP, ``torch.compile`` and PEFT, in any order."""
     *_, inner = layers(model)
     return inner
+
+
+def is_reward_model(model: Any) -> bool:
+    """Returns True for a sequence-classification model, optionally inside wrappers."""
+    return isinstance(getattr(unwrapped(model), SCORE, None), nn.Module)
 
 
 def adapted(model: Any) -> Any | None:
@@ -79,6 +89,19 @@ def check_not_compiled(model: nn.Module) -> None:
             "parts are called one by one; found a compiled model. "
             "Compile the module that makes log-probs: torch.compile(PackedPolicy(model))."
         )
+
+
+def check_unwrapped(model: nn.Module, name: str) -> None:
+    """Refuses a model inside DDP or FSDP where gradients are enabled, in the function `name`."""
+    wrapped = isinstance(getattr(model, "module", None), nn.Module) and any(
+        kind.__module__.startswith(("torch.nn.parallel", "torch.distributed"))
+        for kind in type(model).__mro__
+    )
+    if torch.is_grad_enabled() and wrapped:
+        where = f"{name}({type(model).__name__})"
+        rule = "gradients must be reduced by the wrapper, which does not see this call"
+        remedy = "Wrap the other way round: DDP(PackedPolicy(model)), and call that with the batch"
+        raise CompatibilityError(sentence(where, rule, "a wrapped model", remedy))
 
 
 def check_own_precision(model: nn.Module) -> None:

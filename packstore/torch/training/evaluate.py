@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from packstore.errors import CompatibilityError, sentence
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.manifest.side_manifest import REF_LOGPS
 from packstore.io.side.side import Side, open_side
@@ -30,7 +31,7 @@ from packstore.torch.logprobs.head import PackedPolicy
 from packstore.torch.losses.figures import ExampleRows, Figures, GroupedMetrics
 from packstore.torch.losses.loss import PreferenceLoss
 from packstore.torch.models.compatibility import check_model
-from packstore.torch.models.unwrap import evaluating
+from packstore.torch.models.unwrap import evaluating, is_reward_model
 from packstore.torch.reference.arithmetic import Precision, lowered
 from packstore.torch.reference.reference_fingerprint import check_arithmetic
 from packstore.torch.training.reference import (
@@ -84,6 +85,11 @@ def evaluate(
     """
     loss_fn = loss if isinstance(loss, PreferenceLoss) else PreferenceLoss(loss)
     loss_fn.check_data(dataset)
+    if loss_fn.scores != is_reward_model(model):
+        kinds = ["a causal LM", "a reward model"]
+        rule, remedy = f"it is for {kinds[loss_fn.scores]}", "Use bradley_terry for reward models"
+        found = kinds[not loss_fn.scores]
+        raise CompatibilityError(sentence(f"{loss_fn!r}", rule, found, remedy))
     models = [model] if reference is None or not loss_fn.reference else [model, reference]
     tell_unused(loss_fn, None if reference is None else "reference")
     for each in models:

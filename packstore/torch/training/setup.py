@@ -131,7 +131,8 @@ class Run:
             raise ConfigError(sentence("setting lora", rule, config.model, remedy))
         stored = checkpoint is not None and (checkpoint / MODEL).is_dir()  # no shards
         path = checkpoint / MODEL if checkpoint and stored else config.model
-        model = load_model(path, dtype=config.dtype, attention=config.attention, trainable=True)
+        how: Any = {"dtype": config.dtype, "attention": config.attention}
+        model = load_model(path, trainable=True, scores=self.loss_fn.scores, **how)
         if config.lora and not stored:
             model = add_lora(model, **lora_settings(config.lora))
         if goes_on and self.loss_fn.reference and config.reference_model is None:
@@ -144,7 +145,8 @@ class Run:
         """Refuses data that is not the model's, and a model that packs would change."""
         for data in datasets:
             check_model(data, model)
-        if router_settings(model) is None and self.loss_fn.router_aux_loss_coef:
+        routed = not self.loss_fn.scores and router_settings(model) is not None
+        if self.loss_fn.router_aux_loss_coef and not routed:
             raise ConfigError(
                 "loss parameter router_aux_loss_coef: the model's config must have "
                 "output_router_logits and router_aux_loss_coef above 0; found "

@@ -88,6 +88,11 @@ FORMULAS: dict[str, tuple[dict[str, float], Callable[[Any], Any]]] = {
         {"baseline": 0.2, "desirable_weight": 1.3, "undesirable_weight": 0.7},
         lambda p: -1.3 * ls(B * (p.u - 0.2)) if p.good else -0.7 * ls(-B * (p.u - 0.2)),
     ),
+    "bradley_terry": (
+        {"margin": 0.7, "center": 0.2},
+        lambda p: -ls(p.w - p.l - 0.7 * p.dr) + 0.2 * (p.w + p.l) ** 2,
+    ),
+    "plackett_luce": ({}, lambda p: mp.log(mp.exp(p.w) + mp.exp(p.l)) - p.w),
     "sft": ({}, lambda p: -p.w),
 }
 
@@ -101,9 +106,12 @@ def random_pairs(n: int = 12, dtype: torch.dtype = torch.float64) -> Pairs:
     return Pairs(*policy, *ref, *tokens, *reward)
 
 
+WITHOUT_BETA = ("sft", "bradley_terry", "plackett_luce")
+
+
 def parameters(name: str) -> dict[str, float]:
     special, _ = FORMULAS[name]
-    return special if name == "sft" else {"beta": B, **special}
+    return special if name in WITHOUT_BETA else {"beta": B, **special}
 
 
 def test_every_loss_has_a_formula() -> None:
@@ -144,7 +152,7 @@ def test_finite_at_any_margin(name: str) -> None:
     count = torch.full_like(ref_chosen, 3)
     reward = torch.tensor([1.0, 0.0, 1.0, 0.0]).repeat_interleave(4)
     pairs = Pairs(*values, ref_chosen, ref_rejected, count, count, reward, reward.flip(0))
-    beta = {} if name == "sft" else {"beta": 1.0}
+    beta = {} if name in WITHOUT_BETA else {"beta": 1.0}
     losses = LOSSES.load(name)(pairs, **{**parameters(name), **beta})
     losses.sum().backward()
     assert losses.isfinite().all()
@@ -155,7 +163,8 @@ def test_finite_at_any_margin(name: str) -> None:
 
 def test_any_loss_on_sums_can_look_at_means() -> None:
     pairs = random_pairs()
-    for name in (name for name in LOSSES if not LOSSES.load(name).averaged and name != "sft"):
+    sums = [n for n in LOSSES if not LOSSES.load(n).averaged and n not in WITHOUT_BETA]
+    for name in sums:
         (member,) = PreferenceLoss(name, average_logps=True, **parameters(name)).terms
         found = member(pairs)
         assert torch.equal(found, LOSSES.load(name)(pairs.per_token(), **parameters(name)))
@@ -195,6 +204,11 @@ def test_parameters_of_a_mix() -> None:
         ("sft", {"sft_weight": 1}, "loss 'sft' takes neither"),
         ("dpo_norm", {"average_logps": True}, "loss 'dpo_norm': average_logps goes with losses on"),
         ("sft", {"average_logps": True}, "Use sft_average for it"),
+        ("bradley_terry", {"average_logps": True}, "average_logps goes with losses on sums"),
+        ("bradley_terry", {"center": -1}, "center must lie in 0..1000000.0; found -1"),
+        ("bradley_terry", {"sft_weight": 1}, "scores have no likelihood"),
+        ("plackett_luce", {"pairs": "all"}, "it ranks all responses of an example; found pairs="),
+        ({"dpo": 1, "bradley_terry": 1}, {}, "a mix must be of losses of pairs, of single answers"),
         ({"dpo": 1, "simpo": 1}, {"average_logps": True}, "loss 'simpo': average_logps goes with"),
         ({"dpo": 1, "dop": 1}, {}, r"unknown loss 'dop'; choose one of: dpo, .*Did you mean 'dpo'"),
         ({"dpo": 1, "hinge": 1}, {"gamma": 1}, r"loss 'dpo \+ hinge' has no parameter 'gamma'"),

@@ -61,12 +61,18 @@ PACK_MEANS: dict[str, tuple[str, dict[str, Any]]] = {
     for name, more in (("mean of packs", {}), ("means and sft term", {"sft_weight": WEIGHT}))
 }
 
+SCORES: dict[str, tuple[str, dict[str, Any]]] = {
+    "scores": ("scored", {"name": "bradley_terry", "pairs": "all"}),
+    "rankings": ("scored", {"name": "plackett_luce"}),
+}
+
 
 def loss_of(name: str) -> PreferenceLoss:
-    kind, settings = {**LOSSES, **PACK_MEANS}[name]
+    kind, settings = {**LOSSES, **PACK_MEANS, **SCORES}[name]
     if kind == "sft":
         return PreferenceLoss("sft", **settings)
-    return PreferenceLoss(**{"name": "dpo", "beta": BETA, **settings})
+    beta = {} if name in SCORES else {"beta": BETA}
+    return PreferenceLoss(**{"name": "dpo", **beta, **settings})
 
 
 def examples_of(kind: str) -> Examples:
@@ -187,10 +193,10 @@ def uncounted(data: Dataset) -> Dataset:
     return Dataset(data.location, replace(data.manifest, pack_index=None), data.version)
 
 
-@pytest.mark.parametrize("name", [*LOSSES, *PACK_MEANS])
+@pytest.mark.parametrize("name", [*LOSSES, *PACK_MEANS, *SCORES])
 def test_every_stream_counts(kit: SimpleNamespace, tmp_path: Path, name: str) -> None:
     """Counts of a step, in each of its batches, are the sums over these batches."""
-    kind, loss_fn = LOSSES.get(name, ("preference", {}))[0], loss_of(name)
+    kind, loss_fn = {**LOSSES, **PACK_MEANS, **SCORES}[name][0], loss_of(name)
     data = stored(kit, tmp_path, kind)
     other = stored(kit, tmp_path / "concat", kind, "concat")
     for packs in (PackedDataset(data), PackedDataset.mix({data: 1, other: 1})):

@@ -109,15 +109,24 @@ def test_a_mix(kit: SimpleNamespace) -> None:
     torch.testing.assert_close(found.metrics["loss"][0] / 4, found.loss)
 
 
-def test_losses_of_examples_are_means_over_their_pairs(kit: SimpleNamespace) -> None:
+@pytest.mark.parametrize("name", ["dpo", "bradley_terry", "plackett_luce"])
+def test_losses_of_examples_are_means_over_their_pairs(kit: SimpleNamespace, name: str) -> None:
+    """But for the likelihood of a ranking, which is one of the example."""
     batch, logps, ref = make(kit, [2, 4], "scored")
-    loss_fn = PreferenceLoss("dpo", pairs="all")
-    losses, _ = loss_fn.per_example(logps, batch, ref)
+    batch.rewards[: int(batch.num_responses[0])] = 0  # no two responses of it differ in reward
+    ranking = name == "plackett_luce"
+    loss_fn = PreferenceLoss(name, **({} if ranking else {"pairs": "all"}))
+    losses, rewards = loss_fn.per_example(logps, batch, ref)
+    assert losses.isnan().tolist() == [True] + 5 * [False]
+    assert rewards is not None
+    assert rewards[1:].isfinite().all()
     for weights, loss in zip(torch.eye(len(losses)), losses, strict=True):
         alone = loss_fn(logps, batch.replace(weights=weights), ref)
-        if alone.count:  # else no two responses of the example differ in reward
+        if loss.isnan():
+            assert (alone.count, alone.loss) == (ranking, 0)
+        else:
             torch.testing.assert_close(loss, alone.loss)
-    assert loss_fn(logps, batch, ref).count > len(losses)
+    assert (loss_fn(logps, batch, ref).count > len(losses)) == (not ranking)
 
 
 SINGLE = ["kto", "bco", "apo_zero_unpaired"]
@@ -166,7 +175,7 @@ def test_a_baseline_may_be_a_tensor_that_the_loop_updates(kit: SimpleNamespace) 
     [
         ("kto", {"sft_weight": 0.1}, "bad answers must not be learned"),
         ("bco", {"reduction": "pack_mean"}, "each example must weigh the same"),
-        ({"kto": 1, "dpo": 1}, {}, "a mix must be of losses of pairs, or of losses of single"),
+        ({"kto": 1, "dpo": 1}, {}, "a mix must be of losses of pairs, of single answers, or"),
     ],
 )
 def test_settings_that_single_answers_exclude(name: Any, settings: Any, error: str) -> None:

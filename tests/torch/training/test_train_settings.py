@@ -63,9 +63,11 @@ def test_settings_are_recorded_and_read_again(
     assert len(records(tmp_path / "run", "step")) == 1
 
 
-@pytest.mark.parametrize("name", ["dpo", "sft"])
+@pytest.mark.parametrize(
+    ("name", "loss"), [("dpo", "dpo"), ("sft", "sft"), ("reward", "bradley_terry")]
+)
 def test_examples_of_configs_run(
-    made: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+    made: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, loss: str
 ) -> None:
     """Those that `packstore train --example` prints, from the installed package."""
     assert main(["train", "--example", name]) == 0
@@ -74,7 +76,7 @@ def test_examples_of_configs_run(
     flags += ["--dataset", made["dataset"], "--validation", made["dataset"], "--dtype", "float32"]
     flags += ["--mixed-precision", "none"]  # one for all runs of a process
     assert main(["train", str(tmp_path / "run.yaml"), *flags]) == 0
-    assert state_of(checkpoints(tmp_path / "run")[0])["config"]["loss"] == name
+    assert state_of(checkpoints(tmp_path / "run")[0])["config"]["loss"] == loss
 
 
 @pytest.mark.parametrize(
