@@ -176,16 +176,16 @@ def test_metrics() -> None:
     (batch,) = pack_in_memory(EXAMPLES["sft"], 10_000, kind="sft")
     n = len(batch.target_index)
     logps, old = torch.zeros(n), torch.zeros(n)
-    old[:4] = torch.tensor([-1.0, 1.0, -1.0, 1.0])  # ratios e, 1/e
+    old[:5] = torch.tensor([-1.0, 1.0, -1.0, 1.0, 1.0])  # ratios e, 1/e
     advantages = torch.ones(n)
-    advantages[2:4] = -1
+    advantages[2:5] = -1
     out = PolicyLoss(**CLIP)(logps, batch, advantages, old, logps - 0.5)
     means = {name: float(total / count) for name, (total, count) in out.metrics.items()}
-    assert means["clipped"] == pytest.approx(2 / n)  # the first, which gains, and the fourth
-    assert means["ratio"] == pytest.approx((2 * np.e + 2 / np.e + n - 4) / n)
+    assert means["clipped"] == pytest.approx(3 / n)  # the first, which gains, and the last two
+    assert means["ratio"] == pytest.approx((2 * np.e + 3 / np.e + n - 5) / n)
     assert means["kl"] == pytest.approx(np.exp(-0.5) - 0.5)
-    terms = [-1.3, -1 / np.e, np.e, 0.9]
-    assert means["loss"] == pytest.approx((sum(terms) - (n - 4)) / n)
+    terms = [-1.3, -1 / np.e, np.e, 0.9, 0.9]
+    assert means["loss"] == pytest.approx((sum(terms) - (n - 5)) / n)
     far = PolicyLoss(kl_weight=1.0)(logps, batch, advantages, logps - 1e4, logps + 1e4)
     assert far.loss.isfinite()
 
@@ -215,9 +215,10 @@ def test_functions_of_ones_own() -> None:
     logps = -torch.rand(len(batch.target_index))
     loss = PolicyLoss(reinforce, scale=2.0)(logps, batch).loss
     rewards = batch.rewards[batch.targets.segments]
-    leaf = logps.clone().requires_grad_()
-    PolicyLoss()(leaf, batch).loss.backward()  # on fresh samples: the plain policy gradient
+    leaf, advantages = logps.clone().requires_grad_(), rewards.clone().requires_grad_()
+    PolicyLoss()(leaf, batch, advantages).loss.backward()  # fresh samples: plain policy gradient
     assert leaf.grad is not None
+    assert advantages.grad is None  # they may come of a network with a loss of its own
     assert (leaf.grad + rewards / len(rewards)).abs().max() < 1e-6
     assert loss == pytest.approx(float(-2 * (logps * rewards).mean()), rel=1e-5)
 
