@@ -137,7 +137,7 @@ def test_single_answers(kit: SimpleNamespace, name: str) -> None:
     """Each example weighs the same; metrics tell good answers from bad ones."""
     batch, logps, ref = make(kit, [2, 4, 1], "scored", fillers=1)
     batch.rewards.copy_(torch.arange(len(batch.rewards)) % 3 - 1.0)
-    z = 0.0 if name == "apo_zero_unpaired" else float((logps - ref).detach().mean())
+    z = 0.0 if name == "apo_zero_unpaired" else float((logps - ref).detach().max()) / 2
     loss_fn = PreferenceLoss(name, desirable_weight=2.0, **({"baseline": z} if z else {}))
     out = loss_fn(logps, batch, ref)
     assert out.count == 6
