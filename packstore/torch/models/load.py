@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
@@ -23,6 +25,13 @@ logger = logging.getLogger(__name__)
 
 DType = Literal["float32", "bfloat16", "float64"]
 ADAPTER_FILE = "adapter_config.json"
+
+GRAPHS = 64
+"""Graphs at most of one function, beyond which torch.compile leaves it uncompiled. transformers has
+one for all layers, of which a run needs one a kind of layer, layout, and sort of call."""
+
+_TOLD: set[str] = set()
+"""What :func:`tell_uncompiled` has logged."""
 
 
 def load_model(
@@ -132,7 +141,8 @@ def compile_layers(model: Model, **options: Any) -> Model:
     """Compiles each decoder layer of `model` in place, at its first call.
 
     The compiler fuses the elementwise kernels between matrix products. Layers share their graphs,
-    of dynamic sizes: one for training and one without gradients, for each kind of layer and layout.
+    of dynamic sizes: one for training and one without gradients, for each kind of layer and layout,
+    also under gradient checkpointing.
     Attention by `torch_varlen`, or by `auto` where it chooses that, is part of the graph; other
     backends run outside it. Weights and their names stay. Call it after :func:`check_isolation`,
     whose small batches would be compiled too, and before DDP or FSDP wrap the model.
@@ -157,9 +167,24 @@ def compile_layers(model: Model, **options: Any) -> Model:
             f"layers (_no_split_modules); found {', '.join(sorted(names)) or 'none'}. "
             "Train it without compiled layers."
         )
+    if "recompile_limit" in inspect.signature(torch.compile).parameters:
+        options.setdefault("recompile_limit", GRAPHS)
+    else:  # an older torch has one limit for all
+        limits = torch._dynamo.config
+        limits.recompile_limit = max(GRAPHS, limits.recompile_limit)
     for layer in layers:
         layer.compile(dynamic=True, **options)
     return model
+
+
+def tell_uncompiled() -> None:
+    """Logs, once for each reason, which code in compiled layers has run uncompiled so far."""
+    dynamo: Any = sys.modules.get("torch._dynamo.utils")
+    counts = dynamo.counters if dynamo else {"graph_break": (), "unimplemented": ()}
+    for reason in {*counts["graph_break"], *counts["unimplemented"]} - _TOLD:
+        _TOLD.add(reason)
+        what = " ".join(reason.split("\n")[:2])
+        logger.warning("compiled layers run in part uncompiled, which is slower: %s", what[:300])
 
 
 def is_adapter(path: str | PathLike[str]) -> bool:

@@ -285,6 +285,8 @@ def _carry_layouts(model: nn.Module) -> None:
 
 def _carrying(checkpoint: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Calls a checkpoint function so that the second run has the layout of the first."""
+    if torch.compiler.is_compiling():  # the layout is an input of the graph that holds both runs
+        return checkpoint(function, *args, **kwargs)
     layout = LAYOUT.get()
 
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -17,6 +17,7 @@ from packstore.torch.losses.figures import GroupedMetrics
 from packstore.torch.losses.first_step_check import FirstStepCheck
 from packstore.torch.losses.step_loss import count_step
 from packstore.torch.metrics import Metrics, wide_dtype
+from packstore.torch.models.load import tell_uncompiled
 from packstore.torch.training.checkpoint import Checkpoints, best_checkpoint, read_state
 from packstore.torch.training.evaluate import evaluate_batches
 from packstore.torch.training.setup import Run
@@ -104,6 +105,8 @@ class Loop:
         self._best = min(score, self._best)
         if saves or improved:
             self._save(evaluation)
+        if logs:
+            tell_uncompiled()
         if evaluates or saves:
             self._window.restart()
 

@@ -18,6 +18,7 @@ from packstore.errors import BackendError
 from packstore.testing import random_examples
 from packstore.torch import PackedBatch, collate, compile_layers, train, use_packed_attention
 from packstore.torch.attention import flash
+from packstore.torch.models.load import checkpoint_gradients, tell_uncompiled
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler's
 
@@ -56,19 +57,27 @@ def gradients(model: nn.Module, batch: PackedBatch) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("name", "settings", "kinds"),
+    ("name", "settings", "kinds", "recomputes"),
     [
-        ("llama", {}, 1),
+        ("llama", {}, 1, False),
+        pytest.param("llama", {}, 1, True, marks=pytest.mark.slow),
         pytest.param(  # windows beyond the longest sequence are none
-            "mistral", {"sliding_window": 20}, 2, marks=pytest.mark.slow
+            "mistral", {"sliding_window": 20}, 2, False, marks=pytest.mark.slow
         ),
     ],
 )
 def test_one_graph_for_all_layers_and_shapes(
-    kit: SimpleNamespace, as_on_a_gpu: None, name: str, settings: dict[str, Any], kinds: int
+    kit: SimpleNamespace,
+    as_on_a_gpu: None,
+    name: str,
+    settings: dict[str, Any],
+    kinds: int,
+    recomputes: bool,
 ) -> None:
     plain = use_packed_attention(kit.tiny_family(name, **settings))
-    model = use_packed_attention(kit.tiny_family(name, **settings))
+    model = use_packed_attention(kit.tiny_family(name, **settings)).train()
+    if recomputes:
+        checkpoint_gradients(model)
     found, backend = graphs()
     compile_layers(model, backend=backend)
     for layout, limit in (("concat", kinds), ("shared_prefix", 2 * kinds)):
@@ -100,17 +109,74 @@ def test_a_compiled_model_serves_every_batch(kit: SimpleNamespace) -> None:
             assert (a - b).abs().max() < 1e-10
 
 
-def test_training_compiles_policy_and_reference(
-    kit: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+TWO_KINDS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 20}
+FAMILIES: dict[str, dict[str, Any]] = {"llama": {}, "gemma3_text": TWO_KINDS, "olmo3": TWO_KINDS}
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [
+        [("llama", True)],
+        pytest.param(list(product(FAMILIES, (True, False))), marks=pytest.mark.slow),
+    ],
+    ids=["one", "many"],
+)
+def test_training_compiles_policy_reference_and_validation(
+    kit: SimpleNamespace,
+    as_on_a_gpu: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    runs: list[tuple[str, bool]],
 ) -> None:
+    """No layer attends uncompiled, whatever else was compiled in the process."""
     pytest.importorskip("accelerate", reason="training needs accelerate")
-    compiled: list[Any] = []
-    monkeypatch.setattr(nn.Module, "compile", lambda layer, **_: compiled.append(layer))
-    settings = kit.short_run(tmp_path)
-    train(**settings, output=str(tmp_path / "run"), max_steps=1, compile="layers")
-    assert [type(layer).__name__ for layer in compiled] == ["LlamaDecoderLayer"] * 4
-    assert len(set(compiled)) == 4
-    assert {layer.training for layer in compiled[:2]} == {True}
+    found, backend = graphs()
+    compiled, uncompiled = [], []
+    own, check = nn.Module.compile, flash.check
+
+    def compile_it(layer: nn.Module, **options: Any) -> None:
+        compiled.append(layer)
+        own(layer, backend=backend, **options)
+
+    def counted(*args: Any) -> None:
+        if not torch.compiler.is_compiling():
+            uncompiled.append(args)
+        check(*args)
+
+    monkeypatch.setattr(nn.Module, "compile", compile_it)
+    monkeypatch.setattr(flash, "check", counted)
+    settings = kit.short_run(tmp_path, "shared_prefix") | {"dtype": "float64", "max_steps": 2}
+    other = kit.packed(random_examples(9, seed=5), [2, 3, 4], "concat")
+    settings["validation"] = kit.write(str(tmp_path / "held-out"), other).url
+    for number, (name, recomputes) in enumerate(runs):
+        kit.tiny_family(name, **FAMILIES[name]).save_pretrained(settings["model"])
+        uncompiled.clear()
+        before, output = len(found), str(tmp_path / f"run-{number}")
+        train(**settings, output=output, compile="layers", gradient_checkpointing=recomputes)
+        assert 0 < len(found) - before <= 12
+        probed = 2 * 2 * 2  # of policy and reference, both layouts through two layers
+        assert len(uncompiled) == probed
+    assert len(compiled) == len(set(compiled)) == 4 * len(runs)
+    assert "uncompiled" not in caplog.text
+
+
+def test_what_is_not_compiled_is_told(
+    kit: SimpleNamespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    model = use_packed_attention(kit.tiny_family("llama"))
+    compile_layers(model, backend="eager", recompile_limit=1)
+    batches = [kit.row(2, layout) for layout in ("concat", "shared_prefix")]
+    for batch in batches:
+        model(**batch.model_inputs())
+    for _ in range(2):
+        tell_uncompiled()
+    told = [record.getMessage() for record in caplog.records if record.name.startswith("packstore")]
+    assert len(told) == 2
+    assert any("recompile limit" in text for text in told)
+    assert any("sdpa" in text for text in told)
 
 
 def test_a_model_without_named_layers_is_refused(kit: SimpleNamespace) -> None:
