@@ -102,6 +102,14 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "num_layers": 2,
         "num_hidden_layers": ...,
     },
+    **dict.fromkeys(
+        ("inkling2_loop_text", "inkling2_text"),
+        {
+            **dict.fromkeys(("swa_num_attention_heads", "swa_num_key_value_heads"), 4),
+            "swa_head_dim": 8,
+            "unpadded_vocab_size": VOCAB,
+        },
+    ),
     "lfm2_moe": {"layer_types": ["full_attention"] * 2},
     "mamba2": {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1},
     "modernbert-decoder": {
@@ -117,6 +125,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "num_hidden_layers": ...,
         "pad_token_id": 0,
     },
+    "sarvam_mla": {**MLA, "head_dim": ...},
     "roc_bert": {**DECODER, "pronunciation_vocab_size": VOCAB, "shape_vocab_size": VOCAB},
     "whisper": {**SEQ2SEQ, "num_attention_heads": ...},
     "xlm": {

@@ -71,7 +71,7 @@ OTHER_HEADS += ("inkling_text",)
 FIXED_VOCABULARY = ("xlstm",)
 """Families whose vocabulary transformers cannot resize."""
 
-WRITTEN = (5, 23)
+WRITTEN = (5, 24)
 """The transformers of the page: in older ones a family may run another way."""
 
 OLD = tuple(map(int, transformers.__version__.split(".")[:2])) < WRITTEN
