@@ -64,6 +64,11 @@ MLA = {
     "num_key_value_heads": 4,
 }
 INDEXED = {**MLA, "index_head_dim": 8, "index_n_heads": 2, "index_topk": 8}
+INKLING = {
+    **dict.fromkeys(("swa_num_attention_heads", "swa_num_key_value_heads"), 4),
+    "swa_head_dim": 8,
+    "unpadded_vocab_size": VOCAB,
+}
 LAYERS = {"d_model": 32, "decoder_layers": 2, "encoder_layers": 1}
 SEQ2SEQ = {**LAYERS, **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads"), 4)}
 DECODER = {"is_decoder": True, "pad_token_id": 0}
@@ -102,14 +107,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "num_layers": 2,
         "num_hidden_layers": ...,
     },
-    **dict.fromkeys(
-        ("inkling2_loop_text", "inkling2_text"),
-        {
-            **dict.fromkeys(("swa_num_attention_heads", "swa_num_key_value_heads"), 4),
-            "swa_head_dim": 8,
-            "unpadded_vocab_size": VOCAB,
-        },
-    ),
+    **dict.fromkeys(("inkling2_loop_text", "inkling2_text"), INKLING),
     "lfm2_moe": {"layer_types": ["full_attention"] * 2},
     "mamba2": {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1},
     "modernbert-decoder": {
