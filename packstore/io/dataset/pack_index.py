@@ -89,7 +89,8 @@ class PackIndex:
             schema = self._metadata.schema.to_arrow_schema()
         begins = (s for s in (SCHEMA, _WITHOUT_COUNTS) if list(schema)[: len(s)] == list(s))
         self._columns: list[str] = next((s.names for s in begins), [])  # further ones may follow
-        if not self._columns or rows != [s.rows for s in self._shards]:
+        some = not {*COUNTS}.isdisjoint(schema.names) and len(self._columns) < len(SCHEMA)
+        if not self._columns or some or rows != [s.rows for s in self._shards]:
             must = f"it must have columns {', '.join(SCHEMA.names)}, and a row group for each shard"
             raise IntegrityError(sentence(self.where, must, f"{quote(schema.names)}, rows {rows}"))
 
@@ -102,8 +103,10 @@ class PackIndex:
             file = open_parquet(source, self._metadata, page_checksums=True)
             batch = read_group(file, number, self._columns)
             columns = (as_numpy(batch.column(name)).astype(np.int64) for name in _SIZES)
-            known, counts = [c for c in batch.columns[len(_SIZES) :] if not c.null_count], None
-            if len(known) == len(COUNTS):
+            known, counts = batch.columns[len(_SIZES) :], None
+            if any(column.null_count not in (0, rows) for column in known):
+                raise IntegrityError("its counts must be of all packs of a row group, or of none")
+            if known and not any(column.null_count for column in known):
                 counts = np.stack([as_numpy(column) for column in known], axis=1)
             sizes = PackSizes(*columns, counts=counts)
         _check(sizes, number, self._manifest, f"{self.where}, row group {number}")

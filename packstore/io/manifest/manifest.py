@@ -203,6 +203,8 @@ class Manifest:
         """Parses the manifest in `data`; keeps unknown fields of shards, ignores others."""
         head = decode(data, _Head, where)
         check_features(head.format_version, head.features, where)
+        must = "features must not repeat"
+        require_equal(where, must, features=len(head.features), names=len({*head.features}))
         check_last(head.sha256, where)
         index = bytes(head.pack_index).decode()
         require(index != "null", where, "pack_index must be a JSON object", {"pack_index": index})

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import pyarrow as pa
 
-from packstore.errors import IntegrityError, PackstoreError, quote, sentence
+from packstore.errors import FormatError, IntegrityError, PackstoreError, quote, sentence
 from packstore.format.typed_json import Count, Sha256
 from packstore.io.store.location import Location
 
@@ -72,6 +72,10 @@ def decoding(where: str) -> Iterator[None]:
     """Turns errors of decoders in this context into an :class:`IntegrityError` at `where`."""
     try:
         yield
+    except FormatError as error:
+        if where in str(error):
+            raise
+        raise IntegrityError(sentence(where, str(error), do=_REMEDY)) from error
     except PackstoreError:
         raise
     except DECODER_ERRORS as error:

@@ -128,10 +128,13 @@ def byte_range(
 ) -> tuple[int, int]:
     """Returns the bytes, start and end, of contiguous columns, default all, in a file."""
     chunks = _chunks(group, columns)
-    start = min(c.data_page_offset for c in chunks)
-    end = max(c.data_page_offset + c.total_compressed_size for c in chunks)
+    starts = [c.data_page_offset for c in chunks]
+    ends = [a + c.total_compressed_size for a, c in zip(starts, chunks, strict=True)]
+    start, end = min(starts), max(ends)
     if not 0 <= start < end <= min(size, start + MAX_GROUP_BYTES):
         raise IntegrityError(f"its bytes {start} to {end} must lie in the file")
+    if columns is None and starts[1:] != ends[:-1]:
+        raise IntegrityError("its column chunks must lie side by side")
     return start, end
 
 
