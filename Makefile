@@ -15,7 +15,7 @@ test: $(VENV)/installed
 
 # Also what is slow: storms, every family of models, fuzz in amounts.
 test-all: $(VENV)/installed
-	@$(BIN)/python tests/support/server_kinds.py
+	@$(BIN)/python tests/support/node_packages.py
 	$(BIN)/python -m pytest -n auto --maxprocesses 4
 
 check: $(VENV)/installed

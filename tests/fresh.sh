@@ -62,7 +62,7 @@ git clone --quiet "$here" "$clone"
 
 began=$SECONDS
 make --quiet -C "$clone" PYTHON="$python" .venv/installed
-"$clone/.venv/bin/python" "$clone/tests/support/server_kinds.py"
+"$clone/.venv/bin/python" "$clone/tests/support/node_packages.py"
 echo "fresh: environment and clone of $(git -C "$clone" rev-parse --short HEAD): $((SECONDS - began)) s"
 
 # temporary CHARACTERS: makes a temporary folder whose path is so long, and names it in $folder.

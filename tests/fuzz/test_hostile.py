@@ -19,7 +19,7 @@ from packstore import Dataset
 from packstore import open as open_dataset
 from packstore.errors import IntegrityError
 
-GOLDEN = Path(__file__).parents[2] / "schemas" / "golden" / "v1"
+GOLDEN = Path(__file__).parents[2] / "schemas" / "conformance" / "v1" / "datasets"
 
 
 def golden(tmp_path: Path, name: str, changes: dict[str, Any] | None = None, **how: Any) -> Dataset:

@@ -146,7 +146,8 @@ def test_input_files(cell: Any, tmp_path: Path) -> None:
         assert text in found[name]
 
 
-GOLDEN = Path(__file__).parents[2] / "schemas" / "golden" / "v1" / "sft-concat-plain"
+KIT = Path(__file__).parents[2] / "schemas" / "conformance" / "v1"
+GOLDEN = KIT / "datasets" / "sft-concat-plain"
 
 
 @pytest.fixture

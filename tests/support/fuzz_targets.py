@@ -25,7 +25,7 @@ from forged import MANIFEST, fit, replace_shard, sealed
 import packstore
 from packstore.torch import open_side
 
-GOLDEN = Path(__file__).parents[2] / "schemas" / "golden"
+GOLDEN = Path(__file__).parents[2] / "schemas" / "conformance" / "v1"
 CORPUS = Path(__file__).parents[1] / "fuzz" / "corpus"
 RECORDS = (
     b'{"prompt": "What is 2 + 2?", "chosen": "4", "rejected": "five \\u00e9", "reward": 1.5}\n'
@@ -63,13 +63,13 @@ def copied(name: str) -> Path:
 
 
 def read_manifest(data: bytes) -> None:
-    path = copied(f"v1/{PARQUET}")
+    path = copied(f"datasets/{PARQUET}")
     (path / MANIFEST).write_bytes(data)
     packstore.open(path)
 
 
 def read_side(data: bytes) -> None:
-    name = files_of("side-v1/*/_packstore/side-*.json")[0].relative_to(GOLDEN)
+    name = files_of(f"sides/{PARQUET}/_packstore/side-*.json")[0].relative_to(GOLDEN)
     path = copied(str(name.parents[1]))
     (path / "_packstore" / name.name).write_bytes(data)
     open_side(str(path))
@@ -77,7 +77,7 @@ def read_side(data: bytes) -> None:
 
 def read_shard(data: bytes, name: str, honest: bool) -> None:
     """Reads it with the hashes of the golden manifest, or with those of a dishonest one."""
-    path = copied(f"v1/{name}")
+    path = copied(f"datasets/{name}")
     shard = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["shards"][0]
     if honest:
         (path / shard["path"]).write_bytes(data)
@@ -87,7 +87,7 @@ def read_shard(data: bytes, name: str, honest: bool) -> None:
 
 
 def read_index(data: bytes, honest: bool) -> None:
-    path = copied(f"v1/{PARQUET}")
+    path = copied(f"datasets/{PARQUET}")
     manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     (path / manifest["pack_index"]["path"]).write_bytes(data)
     if not honest:
@@ -189,27 +189,29 @@ def files(pattern: str) -> list[bytes]:
 
 
 def shard_files(name: str) -> list[bytes]:
-    return files(f"v1/{name}/data/*")[:1]
+    return files(f"datasets/{name}/data/*")[:1]
+
+
+def indexes() -> list[bytes]:
+    return files(f"datasets/{PARQUET}/*/*.index")
 
 
 PARQUET, ARROW = "preference-concat-plain", "preference-concat-plain-arrow"
 SPANS = "scored-shared_prefix-spans"
 TARGETS: dict[str, Target] = {
-    "manifest": Target(read_manifest, lambda: files(f"v1/*/{MANIFEST}"), text=True),
+    "manifest": Target(read_manifest, lambda: files(f"datasets/*-plain*/{MANIFEST}"), text=True),
     "side_manifest": Target(
-        read_side, lambda: files("side-v1/*/_packstore/side-*.json"), text=True
+        read_side, lambda: files(f"sides/{PARQUET}/_packstore/side-*.json"), text=True
     ),
     "shard_parquet": Target(lambda d: read_shard(d, PARQUET, True), lambda: shard_files(PARQUET)),
     "shard_arrow": Target(lambda d: read_shard(d, ARROW, True), lambda: shard_files(ARROW)),
-    "pack_index": Target(lambda d: read_index(d, True), lambda: files(f"v1/{PARQUET}/*/*.index")),
+    "pack_index": Target(lambda d: read_index(d, True), lambda: indexes()),
     "dishonest_parquet": Target(
         lambda d: read_shard(d, PARQUET, False), lambda: shard_files(PARQUET)
     ),
     "dishonest_spans": Target(lambda d: read_shard(d, SPANS, False), lambda: shard_files(SPANS)),
     "dishonest_arrow": Target(lambda d: read_shard(d, ARROW, False), lambda: shard_files(ARROW)),
-    "dishonest_index": Target(
-        lambda d: read_index(d, False), lambda: files(f"v1/{PARQUET}/*/*.index")
-    ),
+    "dishonest_index": Target(lambda d: read_index(d, False), lambda: indexes()),
     "jsonl": Target(lambda d: read_input(d, "jsonl"), lambda: [RECORDS], text=True),
     "json": Target(
         lambda d: read_input(d, "json"),

@@ -11,20 +11,19 @@ import json
 import os
 import shutil
 import socket
-import subprocess
-import sys
 import sysconfig
 import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
 
+from node_packages import AZURITE
+
 KEY, SECRET = "packstore-test-key", "packstore-test-secret-0123456789"
 READER_KEY, READER_SECRET = "packstore-reader-key", "packstore-reader-secret-0123456789"
 ACCOUNT = "devstoreaccount1"
 ACCOUNT_KEY = base64.b64encode(b"packstore-test-account-key-0123456789").decode()
 BUCKET = "packstore-tests"
-AZURITE = Path(sys.prefix) / "azurite"
 
 
 class Unavailable(Exception):
@@ -186,18 +185,3 @@ def ask(request: str | urllib.request.Request) -> None:
     except urllib.error.HTTPError as error:
         error.close()
         raise
-
-
-def install_azurite() -> None:
-    """Takes a minute and 360 MB; `make test-all` installs beforehand what pip does not bring."""
-    command = ["npm", "install", "--no-audit", "--no-fund", "--loglevel=error"]
-    command += ["--fetch-retries=1", "--fetch-timeout=60000", "--prefix", str(AZURITE)]
-    AZURITE.mkdir(parents=True, exist_ok=True)
-    try:
-        subprocess.run([*command, "azurite@3.37.0"], capture_output=True, timeout=300, check=True)
-    except (OSError, subprocess.SubprocessError) as reason:
-        print(f"tests on Azure will be skipped: npm cannot install Azurite: {reason}")
-
-
-if __name__ == "__main__" and not (AZURITE / "node_modules").exists():
-    install_azurite()

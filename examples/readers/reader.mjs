@@ -1,0 +1,587 @@
+// A reader of packstore datasets that was written from schemas/format.md alone.
+//
+//     npm install && node reader.mjs DATASET [SIDE...]
+//
+// It checks and reads all of a dataset of Parquet files, and prints what packstore's conformance
+// kit asks for. Example ids are BigInt, as they have up to 63 bits.
+
+import { createHash } from "node:crypto";
+import { existsSync, readdirSync, readFileSync, statSync } from "node:fs";
+import { join } from "node:path";
+import { crc32 } from "node:zlib";
+import { parquetMetadata, parquetReadObjects } from "hyparquet";
+import { compressors } from "hyparquet-compressors";
+
+const KINDS = { preference: 2, sft: 1, scored: null };
+const I32 = "INT32", I64 = "INT64", F32 = "FLOAT", TEXT = "BYTE_ARRAY";
+const SCALARS = { string: TEXT, int64: I64, float64: "DOUBLE", bool: "BOOLEAN" };
+const SIDE = { ...SCALARS, float32: F32, "list<float32>": [F32] };
+const COUNTS = ["best_tokens", "pairs_best_vs_rest", "pairs_all", "pairs_adjacent"];
+const GROUPS = ["rows", "examples", "tokens", "longest"];
+const SUMS = ["rows", "examples", "sequences", "tokens", "supervised_tokens", "bytes"];
+const CODECS = ["ZSTD", "LZ4_RAW", "UNCOMPRESSED"];
+const ENCODINGS = ["PLAIN", "RLE", "DELTA_BINARY_PACKED", "BYTE_STREAM_SPLIT", "BIT_PACKED"];
+const COLUMNS = ["input_ids", "labels", "label_spans", "reward", "lengths", "seq_boundaries"];
+COLUMNS.push("example_ids", "num_responses");
+
+class Refused extends Error {}
+
+/** Refuses the dataset under a name of section 6 unless `ok`. */
+function need(ok, name) {
+  if (!ok) throw new Refused(name);
+}
+
+const sum = (values) => values.reduce((a, b) => a + b, 0);
+const most = (values) => values.reduce((a, b) => Math.max(a, b), 0);
+const steps = (values) => values.slice(1).map((v, i) => v - values[i]);
+const range = (a, b) => Array.from({ length: b - a }, (_, i) => a + i);
+const same = (a, b) => a.length === b.length && a.every((v, i) => v === b[i]);
+const sha256 = (data) => createHash("sha256").update(data).digest("hex");
+
+// ------------------------------------------------------------- manifests (sections 12 to 16)
+
+/** I-JSON: members have different names, texts are Unicode; large whole numbers are BigInt. */
+function parseJson(text) {
+  const token = /[ \t\n\r]*("(?:[^"\\]|\\.)*"|-?\d[\d.eE+-]*|true|false|null|[{}[\],:]|$)/y;
+  let now;
+  const next = () => ((now = token.exec(text)?.[1]), need(now !== undefined, "manifest"));
+  const take = (sign) => (need(now === sign, "manifest"), next());
+  const scalar = () => {
+    const value = JSON.parse(now);
+    if (typeof value === "string") need(value.isWellFormed(), "manifest");
+    const large = /^-?\d+$/.test(now) && !Number.isSafeInteger(value);
+    return large ? BigInt(now) : value;
+  };
+  const list = (close, item) => {
+    for (next(); now !== close; ) {
+      item();
+      if (now !== close) need(now === "," && (next(), now !== close), "manifest");
+    }
+    next();
+  };
+  const value = () => {
+    if (now === "[") {
+      const out = [];
+      list("]", () => out.push(value()));
+      return out;
+    }
+    if (now === "{") {
+      const out = Object.create(null);
+      list("}", () => {
+        const name = scalar();
+        need(typeof name === "string" && !(name in out), "manifest");
+        next();
+        take(":");
+        out[name] = value();
+      });
+      return out;
+    }
+    const out = scalar();
+    next();
+    return out;
+  };
+  try {
+    next();
+    const document = value();
+    need(now === "" && isObject(document), "manifest");
+    return document;
+  } catch (error) {
+    throw error instanceof SyntaxError ? new Refused("manifest") : error;
+  }
+}
+
+const isObject = (value) => typeof value === "object" && value !== null && !Array.isArray(value);
+
+/** The manifest with the highest number, its hash verified. */
+function readManifest(folder, prefix) {
+  const pattern = new RegExp(`^${prefix}-(\\d{6}|[1-9]\\d{6,})\\.json$`);
+  const names = readdirSync(join(folder, "_packstore")).filter((name) => pattern.test(name));
+  const number = (name) => Number(pattern.exec(name)[1]);
+  const last = names.sort((a, b) => number(a) - number(b)).at(-1);
+  need(last && number(last) > 0, "manifest");
+  const data = readFileSync(join(folder, "_packstore", last));
+  const comma = data.lastIndexOf(",");
+  const end = /^,\s*"(.*)"\s*:\s*"([0-9a-f]{64})"\s*}\s*$/s.exec(data.subarray(comma).toString());
+  const fits = end && sha256(data.subarray(0, comma)) === end[2];
+  need(!end || fits === (end[1] === "sha256"), "manifest");
+  let text;
+  try {
+    text = new TextDecoder("utf-8", { fatal: true, ignoreBOM: true }).decode(data);
+  } catch {
+    throw new Refused("manifest");
+  }
+  const document = parseJson(text);
+  need(!("sha256" in document) || (end && end[1] === "sha256"), "manifest");
+  return document;
+}
+
+/** A whole number of a manifest, of which BigInts are the large ones. */
+function count(value, low = 0, high = 2n ** 63n - 1n) {
+  const whole = typeof value === "bigint" || Number.isSafeInteger(value);
+  need(whole && value >= low && value <= high, "manifest");
+  return value;
+}
+
+function checkSha256(text) {
+  need(typeof text === "string" && /^[0-9a-f]{64}$/.test(text), "manifest");
+}
+
+/** Sizes and hashes are such; paths are relative, and no two are the same. */
+function checkFiles(files) {
+  for (const file of files) {
+    count(file.bytes);
+    checkSha256(file.sha256);
+    need(/^(\/?(?<![^/])[A-Za-z0-9_][A-Za-z0-9_.\-=]*)+$/.test(file.path), "manifest");
+    need(!file.path.startsWith("/"), "manifest");
+  }
+  need(new Set(files.map((file) => file.path)).size === files.length, "manifest");
+}
+
+function checkNames(columns) {
+  for (const name of Object.keys(columns)) {
+    need(/^_?[A-Za-z][A-Za-z0-9_]*$/.test(name) && !COLUMNS.includes(name), "manifest");
+    need(typeof columns[name] === "string", "manifest");
+  }
+}
+
+/** What a manifest tells of itself; what is missing raises a TypeError. */
+function checkManifest(m) {
+  need(count(m.format_version) === 1, "unsupported");
+  need(m.features.every((name) => name === "label_spans"), "unsupported");
+  need(new Set(m.features).size === m.features.length, "manifest");
+  need(m.kind in KINDS && ["concat", "shared_prefix"].includes(m.layout), "unsupported");
+  need(m.file_format === "parquet", "unsupported"); // Arrow is left out here
+  const { pack_index: index, further_files: further = [], shards, totals, records } = m;
+  const about = m.provenance, k = KINDS[m.kind];
+  need(m.num_responses === k, "manifest");
+  count(m.pack_size, 1, 2 ** 31 - 1);
+  count(about.tokenizer?.vocab_size ?? 1, 1, 2 ** 31 - 1);
+  checkSha256(about.lineage ?? "0".repeat(64));
+  checkNames(m.carry);
+  checkFiles([...shards, ...further, ...(index ? [index] : [])]);
+  for (const { path, sha256: hash } of further) {
+    const named = path.split("/").at(-1).includes(hash.slice(0, 16));
+    need(path.startsWith("data/") && named, "manifest");
+  }
+  if (index) {
+    need(index.bytes <= 65536 + 4096 * shards.length + 32 * totals.packs, "manifest");
+    need(!index.path.endsWith(".parquet"), "manifest");
+  }
+  for (const s of shards) {
+    const g = s.row_groups, n = g.rows.length;
+    count(s.example_id_base);
+    checkSha256(s.footer_sha256);
+    need(GROUPS.every((name) => g[name].length === n), "manifest");
+    need(/^[0-9a-f]*$/.test(g.crc32) && g.crc32.length === 8 * n, "manifest");
+    for (const name of GROUPS.slice(0, 3)) need(sum(g[name]) === s[name], "manifest");
+    need(count(s.footer_bytes, 1) <= Math.min(s.bytes, 2 ** 24 + 2 ** 16 * n), "manifest");
+    need(k === null || s.sequences === k * s.examples, "manifest");
+    for (let i = 0; i < n; i++) {
+      const [rows, examples, tokens, longest] = GROUPS.map((name) => count(g[name][i]));
+      need(0 < rows && rows <= examples && 0 < longest && longest <= tokens, "manifest");
+      need(tokens <= rows * m.pack_size, "manifest");
+    }
+  }
+  for (const name of SUMS) {
+    const total = sum(shards.map((s) => count(s[name])));
+    need(count(totals[name === "rows" ? "packs" : name]) === total, "manifest");
+  }
+  need(records.read === records.packed + sum(Object.values(records.dropped)), "manifest");
+  need(records.packed === totals.examples, "manifest");
+}
+
+// ----------------------------------------------------------------- shards (sections 7 to 11)
+
+/** The bytes of a file, its size and hash verified. */
+function stored(folder, file, name = "bytes") {
+  const path = join(folder, file.path);
+  need(existsSync(path) && statSync(path).size === file.bytes, name);
+  const data = readFileSync(path);
+  need(sha256(data) === file.sha256, name);
+  return data;
+}
+
+/** The columns that are not to be skipped, name to type. */
+function known(columns, types) {
+  const names = Object.keys(columns).filter((n) => columns[n] in types && !n.startsWith("_"));
+  return Object.fromEntries(names.map((n) => [n, columns[n]]));
+}
+
+/** Compares columns of a Parquet file with types: a scalar, a list `[type]`, or null for any. */
+function checkSchema(metadata, types, texts, name) {
+  const found = metadata.key_value_metadata ?? [];
+  const pairs = found.filter((pair) => pair.key !== "ARROW:schema");
+  need(pairs.length === Object.keys(texts).length, name);
+  for (const { key, value } of pairs) need(texts[key] === value, name);
+  const elements = metadata.schema;
+  let at = 1;
+  const skip = () => {
+    for (let left = elements[at++].num_children ?? 0; left > 0; left--) skip();
+  };
+  const leaf = (element, type) => {
+    const text = element.converted_type === "UTF8" || element.logical_type?.type === "STRING";
+    const logical = element.logical_type ?? element.converted_type;
+    const plain = !logical || ["INT_32", "INT_64"].includes(element.converted_type);
+    need(element.type === type && element.repetition_type === "REQUIRED", name);
+    need(type === TEXT ? text : plain, name);
+  };
+  need(elements[0].num_children === Object.keys(types).length, name);
+  for (const [column, type] of Object.entries(types)) {
+    need(elements[at].name === column, name);
+    if (type === null) skip();
+    else if (Array.isArray(type)) {
+      const [outer, list, element] = elements.slice(at, at + 3);
+      const isList = outer.converted_type === "LIST" || outer.logical_type?.type === "LIST";
+      need(isList && outer.repetition_type === "REQUIRED", name);
+      need(list?.name === "list" && list.repetition_type === "REPEATED", name);
+      need(list.num_children === 1 && element?.name === "element", name);
+      leaf(element, type[0]);
+      at += 3;
+    } else leaf(elements[at++], type);
+  }
+}
+
+const start = (chunk) => Number(chunk.meta_data.data_page_offset);
+const size = (chunk) => Number(chunk.meta_data.total_compressed_size);
+
+/** Compression, encodings, sizes, and places of the columns `names`, in all row groups. */
+function checkChunks(metadata, names, name) {
+  for (const { columns } of metadata.row_groups) {
+    for (const [i, { meta_data: chunk }] of columns.entries()) {
+      need(i === 0 || start(columns[i - 1]) + size(columns[i - 1]) === start(columns[i]), name);
+      if (!names.includes(chunk.path_in_schema[0])) continue;
+      need(CODECS.includes(chunk.codec) && !chunk.dictionary_page_offset, name);
+      need(chunk.encodings.every((encoding) => ENCODINGS.includes(encoding)), name);
+      need(chunk.num_values <= 2n ** 27n, name);
+    }
+    const bytes = sum(columns.map((c) => Number(c.meta_data.total_uncompressed_size)));
+    need(bytes <= 2 ** 29, name);
+  }
+}
+
+const parsers = { stringFromBytes: (b) => b && new TextDecoder("utf-8", { fatal: true, ignoreBOM: true }).decode(b) };
+
+/** The rows of a row group, as objects of the columns `names`. */
+async function readRows(data, metadata, group, names, name) {
+  const file = data.buffer.slice(data.byteOffset, data.byteOffset + data.length);
+  const rowStart = sum(metadata.row_groups.slice(0, group).map((g) => Number(g.num_rows)));
+  const rowEnd = rowStart + Number(metadata.row_groups[group].num_rows);
+  const how = { metadata, rowStart, rowEnd, columns: names, compressors, parsers };
+  try {
+    return await parquetReadObjects({ file, ...how });
+  } catch {
+    throw new Refused(name);
+  }
+}
+
+/** The footer of a Parquet file. */
+function footer(data, name) {
+  try {
+    return parquetMetadata(data.buffer.slice(data.byteOffset, data.byteOffset + data.length));
+  } catch {
+    throw new Refused(name);
+  }
+}
+
+/** The packs of a shard, checked, with the ids that readers see. */
+async function readShard(folder, shard, m) {
+  const data = stored(folder, shard), groups = shard.row_groups, packs = [];
+  need(sha256(data.subarray(-shard.footer_bytes)) === shard.footer_sha256, "bytes");
+  const metadata = footer(data, "encoding"), spans = m.features.includes("label_spans");
+  const types = { input_ids: [I32], [spans ? "label_spans" : "labels"]: [I32], reward: [F32] };
+  Object.assign(types, { lengths: [I32], seq_boundaries: [I32], example_ids: [I64] });
+  if (KINDS[m.kind] === null) types.num_responses = [I32];
+  const carry = known(m.carry, SCALARS);
+  for (const n of Object.keys(m.carry)) types[n] = n in carry ? [SCALARS[carry[n]]] : null;
+  const texts = { format_version: "1", kind: m.kind, layout: m.layout };
+  texts.features = m.features.join(",");
+  const keys = Object.keys(texts).map((n) => [`packstore.${n}`, texts[n]]);
+  checkSchema(metadata, types, Object.fromEntries(keys), "schema");
+  need(metadata.row_groups.length === groups.rows.length, "counts");
+  const names = Object.keys(types).filter((n) => types[n] !== null);
+  checkChunks(metadata, names, "encoding");
+  for (const [g, { columns }] of metadata.row_groups.entries()) {
+    const end = start(columns.at(-1)) + size(columns.at(-1));
+    const crc = crc32(data.subarray(start(columns[0]), end));
+    need(crc === parseInt(groups.crc32.slice(8 * g, 8 * g + 8), 16), "bytes");
+    const rows = await readRows(data, metadata, g, names, "encoding");
+    for (const pack of rows) {
+      checkPack(pack, m);
+      const base = BigInt(shard.example_id_base);
+      need(pack.example_ids.every((i) => i >= 0n && i + base < 2n ** 63n), "example-ids");
+      pack.example_ids = pack.example_ids.map((i) => i + base);
+    }
+    need(rows.length === groups.rows[g], "counts");
+    need(sum(rows.map((p) => p.example_ids.length)) === groups.examples[g], "counts");
+    need(sum(rows.map((p) => p.input_ids.length)) === groups.tokens[g], "counts");
+    need(most(rows.flatMap((p) => steps(p.seq_boundaries))) === groups.longest[g], "counts");
+    packs.push(...rows);
+  }
+  return packs;
+}
+
+// ------------------------------------------------------- packs (sections 3 to 6, 8 to 10)
+
+/** K of each example. */
+function responses(pack, kind) {
+  return pack.num_responses ?? pack.example_ids.map(() => KINDS[kind]);
+}
+
+/** Every rule; replaces label spans by labels. */
+function checkPack(pack, m) {
+  const { input_ids: ids, seq_boundaries: b, lengths, reward } = pack;
+  const tokens = ids.length, examples = pack.example_ids.length;
+  if (pack.label_spans) {
+    const spans = pack.label_spans;
+    need(spans.length % 2 === 0 && spans.every((s) => 0 <= s && s <= tokens), "spans-ordered");
+    need(steps(spans).every((n, i) => (i % 2 ? n >= 0 : n > 0)), "spans-ordered");
+    pack.labels = ids.map(() => -100);
+    for (let i = 0; i < spans.length; i += 2)
+      for (let t = spans[i]; t < spans[i + 1]; t++) pack.labels[t] = ids[t];
+    delete pack.label_spans;
+  }
+  const { labels } = pack;
+  need(labels.length === tokens && lengths.length === reward.length, "columns-agree");
+  for (const n of Object.keys(m.carry))
+    need(!(n in pack) || pack[n].length === examples, "columns-agree");
+  need(b.length === lengths.length + 1, "boundaries-count");
+  need(b[0] === 0 && b.at(-1) === tokens, "boundaries-span");
+  const segments = steps(b), counts = responses(pack, m.kind);
+  need(segments.every((n) => n > 0), "segments-nonempty");
+  need(counts.length === examples && counts.every((k) => k >= 1), "responses-count");
+  need(sum(counts) === lengths.length, "responses-count");
+  need(examples > 0, "pack-nonempty");
+  need(tokens <= m.pack_size, "pack-size");
+  const top = m.provenance.tokenizer?.vocab_size ?? 2 ** 31 - 1;
+  need(ids.every((i) => 0 <= i && i < top), "ids-range");
+  need(labels.every((x, t) => x === ids[t] || x === -100), "labels-are-ids");
+  need(segments.every((_, i) => labels[b[i]] === -100), "first-unsupervised");
+  const prompts = segments.map((_, i) => {
+    const at = labels.slice(b[i], b[i + 1]).findIndex((x) => x !== -100);
+    need(at >= 0, "supervised-nonempty");
+    return ids.slice(b[i], b[i] + at);
+  });
+  need(reward.every(Number.isFinite), "reward-finite");
+  const offset = segments.map((n, i) => lengths[i] - n);
+  if (m.layout === "concat") return need(offset.every((n) => n === 0), "lengths-concat");
+  let s = 0;
+  for (const k of counts) {
+    const first = prompts[s];
+    need(offset[s] === 0, "prefix-first-whole");
+    for (const i of range(s + 1, s + k)) {
+      need(0 <= offset[i] && offset[i] <= first.length, "prefix-offset");
+      const prompt = [...first.slice(0, offset[i]), ...prompts[i]];
+      const part = prompt.findIndex((id, t) => id !== first[t]);
+      const shared = part < 0 ? prompt.length : part;
+      need(offset[i] === Math.max(shared - 1, 0), "prefix-offset");
+    }
+    s += k;
+  }
+}
+
+/** The derived values of section 5. */
+function derive(pack, kind) {
+  const { seq_boundaries: b, lengths } = pack, segments = steps(b);
+  let s = 0;
+  const first = responses(pack, kind).flatMap((k) => Array(k).fill((s += k) - k));
+  const offset = segments.map((n, i) => lengths[i] - n);
+  const ends = [0];
+  for (const n of lengths) ends.push(ends.at(-1) + n);
+  const each = (make) => segments.flatMap((_, i) => range(b[i], b[i + 1]).map((t) => make(i, t)));
+  return {
+    segment_offsets: offset,
+    segment_ids: each((i) => i),
+    position_ids: each((i, t) => offset[i] + t - b[i]),
+    cu_seqlens: b,
+    cu_seqlens_k: ends,
+    kv_index: segments.flatMap((_, i) => [
+      ...range(b[first[i]], b[first[i]] + offset[i]),
+      ...range(b[i], b[i + 1]),
+    ]),
+    max_seqlen: most(segments),
+    max_seqlen_k: most(lengths),
+  };
+}
+
+/** What the pack index tells of a pack. */
+function sizes(pack, kind) {
+  const { seq_boundaries: b, labels, reward } = pack, examples = pack.example_ids.length;
+  const squares = sum(steps(b).map((n) => n * n));
+  const out = { tokens: labels.length, examples, squares };
+  for (const name of COUNTS) out[name] = kind === "preference" && name !== COUNTS[0] ? examples : 0;
+  let s = 0;
+  for (const k of responses(pack, kind)) {
+    const rewards = reward.slice(s, s + k), top = rewards.reduce((a, r) => Math.max(a, r));
+    const best = s + (kind === "scored" ? rewards.indexOf(top) : 0);
+    out.best_tokens += labels.slice(b[best], b[best + 1]).filter((x) => x !== -100).length;
+    if (kind === "scored") {
+      out.pairs_best_vs_rest += rewards.filter((r) => r < top).length;
+      out.pairs_all += sum(rewards.map((x) => rewards.filter((y) => x < y).length));
+      out.pairs_adjacent += new Set(rewards).size - 1;
+    }
+    s += k;
+  }
+  return out;
+}
+
+/** Compares the pack index with the packs of each shard. */
+async function checkIndex(folder, m, shards) {
+  const data = stored(folder, m.pack_index, "pack-index"), metadata = footer(data, "pack-index");
+  const found = metadata.schema.slice(1).filter((e) => e.repetition_type !== "REPEATED");
+  const told = found.map((e) => [e.name, e.type, e.repetition_type].join(" "));
+  const first = [`tokens ${I32}`, `examples ${I32}`, `squares ${I64}`].map((t) => `${t} REQUIRED`);
+  const more = COUNTS.map((name) => `${name} ${I64} OPTIONAL`);
+  need(same(told.slice(0, 3), first), "pack-index");
+  const counted = same(told.slice(3, 7), more);
+  need(counted || !found.some((e) => COUNTS.includes(e.name)), "pack-index");
+  need(metadata.row_groups.length === shards.length, "pack-index");
+  const names = found.slice(0, counted ? 7 : 3).map((e) => e.name);
+  checkChunks(metadata, names, "pack-index");
+  for (const [g, packs] of shards.entries()) {
+    const rows = await readRows(data, metadata, g, names, "pack-index");
+    need(rows.length === packs.length, "pack-index");
+    const real = packs.map((pack) => sizes(pack, m.kind));
+    for (const name of names) {
+      const nobody = COUNTS.includes(name) && rows.every((row) => row[name] == null);
+      const right = rows.every((row, i) => row[name] != null && Number(row[name]) === real[i][name]);
+      need(nobody || right, "pack-index");
+    }
+  }
+}
+
+/** Compares counts and statistics with the packs. */
+function checkCounts(m, shards) {
+  for (const [i, own] of shards.entries()) {
+    const { sequences, supervised_tokens: supervised } = m.shards[i];
+    need(sequences === sum(own.map((p) => p.lengths.length)), "counts");
+    const labels = own.flatMap((p) => p.labels);
+    need(supervised === labels.filter((x) => x !== -100).length, "counts");
+  }
+  const packs = shards.flat(), n = Math.max(packs.length, 1), s = m.statistics;
+  const lengths = packs.flatMap((p) => p.lengths), examples = packs.map((p) => p.example_ids.length);
+  const tokens = packs.map((p) => p.input_ids.length), spread = s.examples_per_pack;
+  const least = (values) => (values.length ? values.reduce((a, b) => Math.min(a, b)) : 0);
+  need(m.totals.logical_tokens === sum(lengths), "counts");
+  need(Math.abs(s.fill_rate - sum(tokens) / (n * m.pack_size)) <= 1e-6, "counts");
+  need(Math.abs(spread.mean - sum(examples) / n) <= 1e-6, "counts");
+  need(spread.min === least(examples) && spread.max === most(examples), "counts");
+  need(s.longest_sequence === most(lengths) && s.shortest_pack === least(tokens), "counts");
+  need(s.most_segments === most(packs.map((p) => p.lengths.length)), "counts");
+  const histogram = {};
+  for (const length of lengths) {
+    const bucket = 2 ** Math.floor(Math.log2(length));
+    histogram[bucket] = (histogram[bucket] ?? 0) + 1;
+  }
+  const names = Object.keys(s.length_histogram);
+  need(names.length === Object.keys(histogram).length, "counts");
+  need(names.every((name) => s.length_histogram[name] === histogram[name]), "counts");
+}
+
+// --------------------------------------------------------------- side datasets (section 15)
+
+/** The ids that a side dataset covers: first, and end (exclusive). */
+function spansOf(side, m) {
+  const parts = m.provenance.combined_from ?? [], spans = [];
+  const texts = [1, m.kind, m.layout, m.pack_size, m.file_format, ...m.features];
+  texts.push(...m.shards.map((s) => `${s.sha256}+${s.example_id_base}`));
+  if (side.lineage === (m.provenance.lineage ?? sha256(texts.join("\n")))) return [[0n, 2n ** 63n]];
+  const at = (n) => BigInt(sum(parts.slice(0, n).map((p) => p.sources))) << 40n;
+  for (let first = 0, done = 0; first < parts.length; first++)
+    for (let end = first + 1; end <= parts.length; end++) {
+      const run = parts.slice(first, end).map((p) => [p.lineage, p.sources]);
+      const own = run.length === 1 && side.lineage === run[0][0];
+      if (!own && side.lineage !== sha256(JSON.stringify({ parts: run }))) continue;
+      if (first < done) continue;
+      spans.push([at(first), at(end)]);
+      done = end;
+    }
+  return spans;
+}
+
+/** The known columns of a side dataset, its rows by id, and the ids that it covers. */
+async function readSide(folder, m) {
+  const side = readManifest(folder, "side"), rows = new Map();
+  need(count(side.side_version) === 1 && side.features.length === 0, "unsupported");
+  need(side.kind in KINDS, "unsupported");
+  checkNames(side.columns);
+  checkFiles(side.shards);
+  const columns = known(side.columns, SIDE), covered = spansOf(side, m);
+  need((side.columns.ref_logps ?? "list<float32>") === "list<float32>", "side");
+  need(side.kind === m.kind && covered.length > 0, "side");
+  const types = { example_ids: I64 };
+  for (const n of Object.keys(side.columns)) types[n] = n in columns ? SIDE[columns[n]] : null;
+  for (const shard of side.shards) {
+    const data = stored(folder, shard, "side"), metadata = footer(data, "side");
+    const names = ["example_ids", ...Object.keys(columns)];
+    checkSchema(metadata, types, { "packstore.side_version": "1" }, "side");
+    checkChunks(metadata, names, "side");
+    need(Number(metadata.num_rows) === shard.rows, "side");
+    for (const g of metadata.row_groups.keys())
+      for (const row of await readRows(data, metadata, g, names, "side")) {
+        need(!rows.has(row.example_ids), "side");
+        for (const n of Object.keys(columns))
+          need(!Array.isArray(row[n]) || row[n].every(Number.isFinite), "side");
+        rows.set(row.example_ids, row);
+      }
+  }
+  return { columns, rows, covered };
+}
+
+/** Puts the columns of side datasets into packs, under `side`. */
+function joinSides(packs, sides, kind) {
+  for (const name of new Set(sides.flatMap((side) => Object.keys(side.columns))))
+    for (const pack of packs) {
+      const counts = responses(pack, kind), values = ((pack.side ??= {})[name] = []);
+      for (const [e, id] of pack.example_ids.entries()) {
+        const found = sides
+          .filter((side) => name in side.columns)
+          .flatMap(({ rows, covered }) =>
+            covered
+              .filter(([first, end]) => first <= id && id < end)
+              .map(([first]) => rows.get(id - first)?.[name]),
+          );
+        need(found.length === 1 && found[0] !== undefined, "side");
+        need(!Array.isArray(found[0]) || found[0].length === counts[e], "side");
+        values.push(...[found[0]].flat());
+      }
+    }
+}
+
+/** All of a dataset, checked: packs with derived values and the columns of side datasets. */
+async function read(folder, folders) {
+  const m = readManifest(folder, "manifest");
+  try {
+    checkManifest(m);
+  } catch (error) {
+    throw error instanceof TypeError ? new Refused("manifest") : error; // a field is missing
+  }
+  for (const file of m.further_files ?? []) stored(folder, file);
+  const shards = [];
+  for (const shard of m.shards) shards.push(await readShard(folder, shard, m));
+  const packs = shards.flat(), ids = packs.flatMap((pack) => pack.example_ids);
+  need(new Set(ids).size === ids.length, "example-ids");
+  checkCounts(m, shards);
+  if (m.pack_index) await checkIndex(folder, m, shards);
+  const sides = [];
+  for (const path of folders) sides.push(await readSide(path, m));
+  joinSides(packs, sides, m.kind);
+  return { packs: packs.map((pack) => ({ ...pack, ...derive(pack, m.kind) })) };
+}
+
+/** JSON: BigInt as digits, numbers that are not finite as texts. */
+function toJson(value) {
+  if (typeof value === "bigint") return String(value);
+  if (typeof value === "number" && !Number.isFinite(value)) return `"${value}"`;
+  if (Array.isArray(value)) return `[${value.map(toJson).join(",")}]`;
+  if (!isObject(value)) return JSON.stringify(value);
+  const members = Object.entries(value).map(([n, v]) => `${JSON.stringify(n)}:${toJson(v)}`);
+  return `{${members.join(",")}}`;
+}
+
+try {
+  const [folder, ...sides] = process.argv.slice(2);
+  console.log(toJson(await read(folder, sides)));
+} catch (error) {
+  if (!(error instanceof Refused)) throw error;
+  console.log(JSON.stringify({ refused: error.message }));
+}

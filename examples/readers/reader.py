@@ -1,0 +1,540 @@
+"""A reader of packstore datasets that was written from schemas/format.md alone.
+
+    python examples/readers/reader.py DATASET [SIDE...]
+
+It checks and reads all of a dataset, and prints what packstore's conformance kit asks for. It needs
+pyarrow and numpy, not packstore, and reads a shard at once: clear code, not a fast loader.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+import sys
+import zlib
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+KINDS = {"preference": 2, "sft": 1, "scored": None}
+COLUMNS = "input_ids labels label_spans reward lengths seq_boundaries example_ids num_responses"
+SCALARS = {"string": "string", "int64": "int64", "float64": "double", "bool": "bool"}
+SIDE = {**SCALARS, "float32": "float", "list<float32>": "list<element: float not null>"}
+COUNTS = ["best_tokens", "pairs_best_vs_rest", "pairs_all", "pairs_adjacent"]
+CODECS, ENCODINGS = {"ZSTD", "LZ4", "UNCOMPRESSED"}, {"PLAIN", "RLE", "DELTA_BINARY_PACKED"}
+ENCODINGS |= {"BYTE_STREAM_SPLIT", "BIT_PACKED"}  # BIT_PACKED: levels of old writers
+GROUPS = ["rows", "examples", "tokens", "longest"]
+SUMS = ["rows", "examples", "sequences", "tokens", "supervised_tokens", "bytes"]
+
+Json = dict[str, Any]
+
+
+class Refused(Exception):
+    """A dataset that must not be read; its text is the name of the broken rule."""
+
+
+def need(ok: Any, name: str) -> None:
+    """Refuses the dataset under a name of section 6 unless `ok`."""
+    if not ok:
+        raise Refused(name)
+
+
+# ---------------------------------------------------------------- manifests (sections 12 to 16)
+
+
+def members(pairs: list[tuple[str, Any]]) -> Json:
+    """An object of I-JSON: names differ, and texts are valid Unicode."""
+    need(len({name for name, _ in pairs}) == len(pairs), "manifest")
+    return dict(pairs)
+
+
+def read_manifest(folder: Path, prefix: str) -> Json:
+    """The manifest with the highest number, its hash verified."""
+    pattern = re.compile(rf"{prefix}-([0-9]{{6}}|[1-9][0-9]{{6,}})\.json")
+    names = [p.name for p in (folder / "_packstore").iterdir()]
+    numbers = {int(m[1]): m[0] for m in map(pattern.fullmatch, names) if m}
+    need(max(numbers, default=0) > 0, "manifest")
+    data = (folder / "_packstore" / numbers[max(numbers)]).read_bytes()
+    comma = data.rfind(b",")
+    last = re.fullmatch(rb',\s*"(.*)"\s*:\s*"([0-9a-f]{64})"\s*}\s*', data[comma:], re.S)
+    fits = last and hashlib.sha256(data[:comma]).hexdigest() == last[2].decode()
+    need(not last or fits == (last[1] == b"sha256"), "manifest")
+    try:
+        text = data.decode()
+        document = json.loads(text, object_pairs_hook=members, parse_constant=lambda _: 1 / 0)
+        json.dumps(document, ensure_ascii=False).encode()  # no half of a surrogate pair
+    except (ValueError, ArithmeticError, RecursionError) as error:
+        raise Refused("manifest") from error
+    need(isinstance(document, dict), "manifest")
+    need("sha256" not in document or (last and list(document)[-1] == "sha256"), "manifest")
+    return document
+
+
+def count(value: Any, low: int = 0, high: int = 2**63 - 1) -> int:
+    """A whole number of a manifest."""
+    need(type(value) is int and low <= value <= high, "manifest")
+    return value
+
+
+def check_sha256(*texts: Any) -> None:
+    """64 hexadecimal digits in lower case each."""
+    need(all(re.fullmatch("[0-9a-f]{64}", text) for text in texts), "manifest")
+
+
+def check_files(files: Sequence[Json]) -> None:
+    """Sizes and hashes are such; paths are relative, and no two are the same."""
+    for f in files:
+        count(f["bytes"])
+        check_sha256(f["sha256"])
+    part = r"[A-Za-z0-9_][A-Za-z0-9_.\-=]*"
+    need(all(re.fullmatch(rf"{part}(/{part})*", f["path"]) for f in files), "manifest")
+    need(len({f["path"] for f in files}) == len(files), "manifest")
+
+
+def check_names(columns: Json) -> None:
+    """Names of carried columns and of side data."""
+    for name in columns:
+        ok = re.fullmatch("_?[A-Za-z][A-Za-z0-9_]*", name) and name not in COLUMNS.split()
+        need(ok, "manifest")
+
+
+def check_manifest(m: Json) -> None:
+    """What a manifest tells of itself; what is missing raises a KeyError."""
+    need(count(m["format_version"]) == 1 and set(m["features"]) <= {"label_spans"}, "unsupported")
+    need(len(set(m["features"])) == len(m["features"]), "manifest")
+    supported = m["kind"] in KINDS and m["layout"] in ("concat", "shared_prefix")
+    need(supported and m["file_format"] in ("parquet", "arrow"), "unsupported")
+    k, size, shards, totals = m["num_responses"], m["pack_size"], m["shards"], m["totals"]
+    need(k == KINDS[m["kind"]] and k is not True, "manifest")
+    about, tokenizer = m["provenance"], m["provenance"].get("tokenizer") or {}
+    count(size, 1, 2**31 - 1)
+    count(tokenizer.get("vocab_size", 1), 1, 2**31 - 1)
+    check_sha256(about.get("lineage", "0" * 64))
+    check_names(m["carry"])
+    index, further = m.get("pack_index"), m.get("further_files", [])
+    check_files([*shards, *further, *([index] if index else [])])
+    for f in further:
+        named = f["sha256"][:16] in f["path"].rpartition("/")[2]
+        need(f["path"].startswith("data/") and named, "manifest")
+    if index:
+        limit = 65536 + 4096 * len(shards) + 32 * totals["packs"]
+        need(index["bytes"] <= limit and not index["path"].endswith(".parquet"), "manifest")
+    for s in shards:
+        g = s["row_groups"]
+        n = len(g["rows"])
+        count(s["example_id_base"])
+        check_sha256(s["footer_sha256"])
+        need({len(g[name]) for name in GROUPS} == {n}, "manifest")
+        need(re.fullmatch("[0-9a-f]*", g["crc32"]) and len(g["crc32"]) == 8 * n, "manifest")
+        need(all(sum(g[name]) == s[name] for name in GROUPS[:3]), "manifest")
+        need(0 < count(s["footer_bytes"]) <= min(s["bytes"], 2**24 + 2**16 * n), "manifest")
+        need(k is None or s["sequences"] == k * s["examples"], "manifest")
+        for rows, examples, tokens, longest in zip(*(g[name] for name in GROUPS), strict=True):
+            need(0 < count(rows) <= examples and 0 < count(longest) <= tokens, "manifest")
+            need(tokens <= rows * size, "manifest")
+    for name in SUMS:
+        total = sum(count(s[name]) for s in shards)
+        need(count(totals["packs" if name == "rows" else name]) == total, "manifest")
+    r = m["records"]
+    need(r["read"] == r["packed"] + sum(map(count, r["dropped"].values())), "manifest")
+    need(r["packed"] == totals["examples"], "manifest")
+
+
+# -------------------------------------------------------------------- shards (sections 7 to 11)
+
+
+def stored(folder: Path, file: Json, name: str = "bytes") -> bytes:
+    """The bytes of a file, its size and hash verified."""
+    path = folder / file["path"]
+    need(path.is_file() and path.stat().st_size == file["bytes"], name)
+    data = path.read_bytes()
+    need(hashlib.sha256(data).hexdigest() == file["sha256"], name)
+    return data
+
+
+def known(columns: Json, types: Json) -> Json:
+    """The columns that are not to be skipped, name to type."""
+    return {n: t for n, t in columns.items() if t in types and not n.startswith("_")}
+
+
+def check_schema(schema: pa.Schema, types: Json, metadata: Json, name: str = "schema") -> None:
+    """Compares names, types (None: any) and metadata; no column may be null."""
+    need(schema.names == list(types), name)
+    found = {k.decode(): v.decode() for k, v in (schema.metadata or {}).items()}
+    need(found == metadata, name)
+    for field, type_ in zip(schema, types.values(), strict=True):
+        need(type_ is None or (str(field.type) == type_ and not field.nullable), name)
+
+
+def check_chunks(metadata: Any, names: Any, name: str = "encoding") -> None:
+    """Compression, encodings, sizes, and places of the columns `names`, in all row groups."""
+    for group in map(metadata.row_group, range(metadata.num_row_groups)):
+        chunks = [group.column(i) for i in range(group.num_columns)]
+        at = [c.data_page_offset for c in chunks] + [
+            chunks[-1].data_page_offset + chunks[-1].total_compressed_size
+        ]
+        side_by_side = all(
+            c.total_compressed_size == b - a for c, (a, b) in zip(chunks, pairwise(at), strict=True)
+        )
+        read = [c for c in chunks if c.path_in_schema.partition(".")[0] in names]
+        need(not any(c.has_dictionary_page for c in read), name)
+        need(all(c.compression in CODECS and set(c.encodings) <= ENCODINGS for c in read), name)
+        need(side_by_side and all(c.num_values <= 2**27 for c in chunks), name)
+        need(sum(c.total_uncompressed_size for c in chunks) <= 2**29, name)
+
+
+def row_groups(data: bytes, shard: Json, m: Json) -> Iterator[pa.RecordBatch]:
+    """The row groups of a shard, verified, with the columns that are not to be skipped."""
+    footer = data[-shard["footer_bytes"] :]
+    need(hashlib.sha256(footer).hexdigest() == shard["footer_sha256"], "bytes")
+    spans, carry = "label_spans" in m["features"], known(m["carry"], SCALARS)
+    i32, f32, i64 = (f"list<element: {t} not null>" for t in ("int32", "float", "int64"))
+    types: Json = {"input_ids": i32, "label_spans" if spans else "labels": i32, "reward": f32}
+    types |= {"lengths": i32, "seq_boundaries": i32, "example_ids": i64}
+    types |= {"num_responses": i32} if KINDS[m["kind"]] is None else {}
+    for name in m["carry"]:
+        types[name] = f"list<element: {SCALARS[carry[name]]} not null>" if name in carry else None
+    metadata = {"format_version": "1", "kind": m["kind"], "layout": m["layout"]}
+    metadata["features"] = ",".join(m["features"])
+    metadata = {f"packstore.{name}": text for name, text in metadata.items()}
+    names, crcs = [n for n, t in types.items() if t], shard["row_groups"]["crc32"]
+    arrow, buffer = m["file_format"] == "arrow", pa.py_buffer(data)
+    try:
+        file: Any = pa.ipc.open_file(buffer) if arrow else pq.ParquetFile(buffer)
+        check_schema(file.schema if arrow else file.schema_arrow, types, metadata)
+        n = file.num_record_batches if arrow else file.num_row_groups
+        need(n == len(shard["row_groups"]["rows"]), "counts")
+        if not arrow:
+            check_chunks(file.metadata, names)
+        for g in range(n):
+            if arrow:
+                batch = file.get_batch(g)
+                crc = arrow_crc32(batch, buffer)
+            else:
+                group = file.metadata.row_group(g)
+                first, last = group.column(0), group.column(group.num_columns - 1)
+                end = last.data_page_offset + last.total_compressed_size
+                crc = zlib.crc32(data[first.data_page_offset : end])
+            need(f"{crc:08x}" == crcs[8 * g : 8 * g + 8], "bytes")
+            if not arrow:
+                (batch,) = file.read_row_group(g).combine_chunks().to_batches()
+            batch = batch.select(names)
+            batch.validate(full=True)
+            for column in batch.columns:
+                need(not column.null_count and not column.values.null_count, "schema")
+            yield batch
+    except (pa.ArrowException, OSError) as error:
+        raise Refused("encoding") from error
+
+
+def arrow_crc32(batch: pa.RecordBatch, file: pa.Buffer) -> int:
+    """The checksum of a record batch, whose buffers lie in the file unless it is compressed."""
+    crc = 0
+    for column in batch.columns:
+        crc = zlib.crc32(b"(%d, 0, %d, 0)" % (len(column), len(column.values)), crc)
+        for buffer in filter(None, column.buffers()):
+            inside = 0 <= buffer.address - file.address <= file.size - buffer.size
+            need(inside or not buffer.size, "encoding")
+            crc = zlib.crc32(buffer, crc)
+    return crc
+
+
+# ------------------------------------------------------------- packs (sections 3 to 6, 8 to 10)
+
+
+def check_pack(pack: Json, m: Json) -> None:
+    """Every rule; replaces label spans by labels."""
+    ids, b, lengths = pack["input_ids"], pack["seq_boundaries"], pack["lengths"]
+    tokens, examples, reward = len(ids), len(pack["example_ids"]), pack["reward"]
+    if "label_spans" in pack:
+        spans = pack.pop("label_spans")
+        inside = len(spans) % 2 == 0 and all(0 <= s <= tokens for s in spans)
+        need(inside and all(a <= z for a, z in pairwise(spans)), "spans-ordered")
+        runs = list(zip(spans[::2], spans[1::2], strict=True))
+        need(all(a < z for a, z in runs), "spans-ordered")
+        on = {t for a, z in runs for t in range(a, z)}
+        pack["labels"] = [i if t in on else -100 for t, i in enumerate(ids)]
+    labels = pack["labels"]
+    need(len(labels) == tokens and len(lengths) == len(reward), "columns-agree")
+    need(all(len(pack[n]) == examples for n in m["carry"] if n in pack), "columns-agree")
+    need(len(b) == len(lengths) + 1, "boundaries-count")
+    need(b[0] == 0 and b[-1] == tokens, "boundaries-span")
+    need(all(a < z for a, z in pairwise(b)), "segments-nonempty")
+    counts = pack.get("num_responses", [KINDS[m["kind"]]] * examples)
+    right = len(counts) == examples and min(counts, default=1) >= 1
+    need(right and sum(counts) == len(lengths), "responses-count")
+    need(examples, "pack-nonempty")
+    need(tokens <= m["pack_size"], "pack-size")
+    vocab_size = (m["provenance"].get("tokenizer") or {}).get("vocab_size", 2**31 - 1)
+    need(all(0 <= i < vocab_size for i in ids), "ids-range")
+    need(all(x in (i, -100) for x, i in zip(labels, ids, strict=True)), "labels-are-ids")
+    need(all(labels[x] == -100 for x in b[:-1]), "first-unsupervised")
+    prompts = []  # tokens before the first supervised one
+    for start, end in pairwise(b):
+        on_ = [t for t in range(start, end) if labels[t] != -100]
+        need(on_, "supervised-nonempty")
+        prompts.append(ids[start : on_[0]])
+    need(all(map(math.isfinite, reward)), "reward-finite")
+    offset = [n - (end - start) for n, (start, end) in zip(lengths, pairwise(b), strict=True)]
+    if m["layout"] == "concat":
+        need(not any(offset), "lengths-concat")
+        return
+    s = 0
+    for k in counts:
+        need(offset[s] == 0, "prefix-first-whole")
+        for i in range(s + 1, s + k):
+            need(0 <= offset[i] <= len(prompts[s]), "prefix-offset")
+            prompt = prompts[s][: offset[i]] + prompts[i]
+            agree = [x == y for x, y in zip(prompts[s], prompt, strict=False)]
+            shared = [*agree, False].index(False)
+            need(offset[i] == max(shared - 1, 0), "prefix-offset")
+        s += k
+
+
+def derive(pack: Json, k: int | None) -> Json:
+    """The derived values of section 5."""
+    b, lengths = np.array(pack["seq_boundaries"]), np.array(pack["lengths"])
+    segments = np.diff(b)
+    counts = np.array(pack["num_responses"] if k is None else [k] * len(pack["example_ids"]))
+    first = np.repeat(np.cumsum(counts) - counts, counts)
+    offset, ids = lengths - segments, np.repeat(np.arange(len(segments)), segments)
+    keys = [
+        np.r_[b[f] : b[f] + n, b[i] : b[i + 1]]
+        for i, (f, n) in enumerate(zip(first, offset, strict=True))
+    ]
+    return {
+        "segment_offsets": offset.tolist(),
+        "segment_ids": ids.tolist(),
+        "position_ids": (offset[ids] + np.arange(b[-1]) - b[ids]).tolist(),
+        "cu_seqlens": b.tolist(),
+        "cu_seqlens_k": np.r_[0, np.cumsum(lengths)].tolist(),
+        "kv_index": np.concatenate(keys).tolist(),
+        "max_seqlen": int(segments.max()),
+        "max_seqlen_k": int(lengths.max()),
+    }
+
+
+def sizes(pack: Json, kind: str) -> Json:
+    """What the pack index tells of a pack."""
+    b, e, n = pack["seq_boundaries"], len(pack["example_ids"]), len(pack["input_ids"])
+    counts = pack.get("num_responses", [KINDS[kind]] * e)
+    out = {"tokens": n, "examples": e, "squares": sum((z - a) ** 2 for a, z in pairwise(b))}
+    out |= dict.fromkeys(COUNTS, 0)
+    s = 0
+    for k in counts:
+        rewards = pack["reward"][s : s + k]
+        best = s + (rewards.index(max(rewards)) if kind == "scored" else 0)
+        out["best_tokens"] += sum(i != -100 for i in pack["labels"][b[best] : b[best + 1]])
+        if kind == "scored":
+            out["pairs_best_vs_rest"] += sum(r < max(rewards) for r in rewards)
+            out["pairs_all"] += sum(x < y for x in rewards for y in rewards)
+            out["pairs_adjacent"] += len(set(rewards)) - 1
+        elif kind == "preference":
+            out |= {name: out[name] + 1 for name in COUNTS[1:]}
+        s += k
+    return out
+
+
+def check_index(folder: Path, m: Json, shards: list[list[Json]]) -> None:
+    """Compares the pack index with the packs of each shard."""
+    data = stored(folder, m["pack_index"], "pack-index")
+    try:
+        file = pq.ParquetFile(pa.BufferReader(data))
+        fields = [(f.name, str(f.type), f.nullable) for f in file.schema_arrow]
+        first = [
+            ("tokens", "int32", False),
+            ("examples", "int32", False),
+            ("squares", "int64", False),
+        ]
+        counted = fields[3:7] == [(name, "int64", True) for name in COUNTS]
+        need(fields[:3] == first, "pack-index")
+        need(counted or not {f[0] for f in fields} & set(COUNTS), "pack-index")
+        need(file.num_row_groups == len(shards), "pack-index")
+        names = [f[0] for f in fields[: 7 if counted else 3]]
+        check_chunks(file.metadata, names, "pack-index")
+        for g, packs in enumerate(shards):
+            need(file.metadata.row_group(g).num_rows == len(packs), "pack-index")
+            table = file.read_row_group(g, names).to_pydict()
+            for name, values in table.items():
+                real = [sizes(pack, m["kind"])[name] for pack in packs]
+                uncounted = name in COUNTS and values == [None] * len(packs)
+                need(uncounted or values == real, "pack-index")
+    except (pa.ArrowException, OSError) as error:
+        raise Refused("pack-index") from error
+
+
+def check_counts(m: Json, shards: list[list[Json]]) -> None:
+    """Compares counts and statistics with the packs."""
+    packs = [pack for shard in shards for pack in shard]
+    for shard, own in zip(m["shards"], shards, strict=True):
+        supervised = sum(i != -100 for pack in own for i in pack["labels"])
+        need(shard["sequences"] == sum(len(pack["lengths"]) for pack in own), "counts")
+        need(shard["supervised_tokens"] == supervised, "counts")
+    lengths = [n for pack in packs for n in pack["lengths"]]
+    need(m["totals"]["logical_tokens"] == sum(lengths), "counts")
+    tokens, examples = ([len(pack[n]) for pack in packs] for n in ("input_ids", "example_ids"))
+    s, n = m["statistics"], max(len(packs), 1)
+    need(abs(s["fill_rate"] - sum(tokens) / (n * m["pack_size"])) <= 1e-6, "counts")
+    spread = s["examples_per_pack"]
+    need(spread["min"] == min(examples, default=0), "counts")
+    need(spread["max"] == max(examples, default=0), "counts")
+    need(abs(spread["mean"] - sum(examples) / n) <= 1e-6, "counts")
+    need(s["longest_sequence"] == max(lengths, default=0), "counts")
+    need(s["most_segments"] == max((len(p["lengths"]) for p in packs), default=0), "counts")
+    need(s["shortest_pack"] == min(tokens, default=0), "counts")
+    buckets = [str(1 << (length.bit_length() - 1)) for length in lengths]
+    need(s["length_histogram"] == {b: buckets.count(b) for b in buckets}, "counts")
+
+
+def read_shard(folder: Path, shard: Json, m: Json) -> list[Json]:
+    """The packs of a shard, checked, with the ids that readers see."""
+    data, packs, groups = stored(folder, shard), [], shard["row_groups"]
+    for g, batch in enumerate(row_groups(data, shard, m)):
+        rows = batch.to_pylist()
+        for pack in rows:
+            check_pack(pack, m)
+            ids = pack["example_ids"]
+            need(all(0 <= i < 2**63 - shard["example_id_base"] for i in ids), "example-ids")
+            pack["example_ids"] = [i + shard["example_id_base"] for i in ids]
+        real = {
+            n: sum(len(p[c]) for p in rows)
+            for n, c in (("examples", "example_ids"), ("tokens", "input_ids"))
+        }
+        real |= {"rows": len(rows)}
+        real["longest"] = max(z - a for p in rows for a, z in pairwise(p["seq_boundaries"]))
+        need(all(groups[name][g] == n for name, n in real.items()), "counts")
+        packs += rows
+    return packs
+
+
+# ------------------------------------------------------------------- side datasets (section 15)
+
+
+def fingerprint(m: Json) -> str:
+    """The identity of the packs and their order."""
+    parts = [1, m["kind"], m["layout"], m["pack_size"], m["file_format"], *m["features"]]
+    parts += [f"{s['sha256']}+{s['example_id_base']}" for s in m["shards"]]
+    return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()
+
+
+def spans_of(side: Json, m: Json) -> list[tuple[int, int]]:
+    """The ids that a side dataset covers: first, and end (exclusive)."""
+    about = m["provenance"]
+    if side["lineage"] == about.get("lineage", fingerprint(m)):
+        return [(0, 2**63)]
+    parts, spans, done = about.get("combined_from", []), [], 0
+    for first in range(len(parts)):
+        for end in range(first + 1, len(parts) + 1):
+            run = [[p["lineage"], p["sources"]] for p in parts[first:end]]
+            text = json.dumps({"parts": run}, separators=(",", ":"))
+            names = {hashlib.sha256(text.encode()).hexdigest()}
+            names |= {run[0][0]} if len(run) == 1 else set()
+            if side["lineage"] in names and first >= done:
+                at = [sum(p["sources"] for p in parts[:n]) << 40 for n in (first, end)]
+                spans.append((at[0], at[1]))
+                done = end
+    return spans
+
+
+def read_side(folder: Path, m: Json) -> tuple[Json, Json, list[tuple[int, int]]]:
+    """The known columns of a side dataset, its rows by id, and the ids that it covers."""
+    side = read_manifest(folder, "side")
+    need(count(side["side_version"]) == 1 and not side["features"], "unsupported")
+    need(side["kind"] in KINDS, "unsupported")
+    check_names(side["columns"])
+    check_files(side["shards"])
+    columns, rows = known(side["columns"], SIDE), {}
+    need(side["columns"].get("ref_logps", "list<float32>") == "list<float32>", "side")
+    covered = spans_of(side, m)
+    need(side["kind"] == m["kind"] and covered, "side")
+    types = {
+        "example_ids": "int64",
+        **{n: SIDE[t] if n in columns else None for n, t in side["columns"].items()},
+    }
+    names = ["example_ids", *columns]
+    try:
+        for shard in side["shards"]:
+            file = pq.ParquetFile(pa.BufferReader(stored(folder, shard, "side")))
+            check_schema(file.schema_arrow, types, {"packstore.side_version": "1"}, "side")
+            check_chunks(file.metadata, names, "side")
+            need(file.metadata.num_rows == shard["rows"], "side")
+            for row in file.read(names).to_pylist():
+                example_id = row.pop("example_ids")
+                lists = [v for n, v in row.items() if columns[n] == "list<float32>"]
+                need(example_id not in rows, "side")
+                need(all(math.isfinite(x) for v in lists for x in v), "side")
+                rows[example_id] = row
+    except (pa.ArrowException, OSError) as error:
+        raise Refused("side") from error
+    return columns, rows, covered
+
+
+def join(packs: list[Json], folders: Sequence[Path], m: Json) -> None:
+    """Puts the columns of side datasets into packs, under ``side``."""
+    sides = [read_side(folder, m) for folder in folders]
+    for name in {n: None for columns, _, _ in sides for n in columns}:
+        for pack in packs:
+            values = pack.setdefault("side", {}).setdefault(name, [])
+            counts = pack.get("num_responses", [KINDS[m["kind"]]] * len(pack["example_ids"]))
+            for example_id, k in zip(pack["example_ids"], counts, strict=True):
+                found = [
+                    (columns[name], rows.get(example_id - (a if z < 2**63 else 0)))
+                    for columns, rows, covered in sides
+                    for a, z in covered
+                    if name in columns and a <= example_id < z
+                ]
+                need(len(found) == 1 and found[0][1] is not None, "side")
+                ((type_, row),) = found
+                per_sequence = type_ == "list<float32>"
+                need(not per_sequence or len(row[name]) == k, "side")
+                values += row[name] if per_sequence else [row[name]]
+
+
+def read(folder: Path, sides: Sequence[Path] = ()) -> Json:
+    """All of a dataset, checked: packs with derived values and the columns of side datasets."""
+    m = read_manifest(folder, "manifest")
+    try:
+        check_manifest(m)
+    except (LookupError, TypeError, AttributeError) as error:  # a field is missing, or another type
+        raise Refused("manifest") from error
+    for file in m.get("further_files", []):
+        stored(folder, file)
+    shards = [read_shard(folder, shard, m) for shard in m["shards"]]
+    packs = [pack for shard in shards for pack in shard]
+    ids = [i for pack in packs for i in pack["example_ids"]]
+    need(len(set(ids)) == len(ids), "example-ids")
+    check_counts(m, shards)
+    if m.get("pack_index"):
+        check_index(folder, m, shards)
+    join(packs, sides, m)
+    return {"packs": [pack | derive(pack, KINDS[m["kind"]]) for pack in packs]}
+
+
+def plain(value: Any) -> Any:
+    """A value of JSON: numbers that are not finite as texts."""
+    if isinstance(value, dict):
+        return {name: plain(v) for name, v in value.items()}
+    if isinstance(value, list):
+        return [plain(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else f"{'-' * (value < 0)}Infinity"
+    return value
+
+
+def answer(dataset: str, *sides: str) -> Json:
+    """What the kit asks for."""
+    try:
+        return plain(read(Path(dataset), [Path(side) for side in sides]))
+    except Refused as reason:
+        return {"refused": str(reason)}
+
+
+if __name__ == "__main__":
+    print(json.dumps(answer(*sys.argv[1:])))

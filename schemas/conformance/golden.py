@@ -1,0 +1,248 @@
+"""Golden datasets: packstore writes them, and here is what they must decode to.
+
+The expected content is laid out in plain Python, straight from format.md.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from packstore.config import PackConfig
+from packstore.format.arrays import IGNORE_INDEX, Examples, Tally, example_id, to_offsets
+from packstore.format.schema import KINDS, LAYOUTS
+from packstore.io.dataset.dataset import Dataset
+from packstore.io.dataset.dataset import open as open_dataset
+from packstore.io.dataset.pack_index import put_index
+from packstore.io.manifest.commit import commit
+from packstore.io.manifest.manifest import build_manifest
+from packstore.io.shards.shard import PackShape
+from packstore.io.side.side import SideWriter
+from packstore.io.store.location import Location
+from packstore.io.write.shard_writer import ShardWriter
+from packstore.pack.fill import fill
+
+Row = dict[str, Any]
+PACK_SIZE, VOCAB_SIZE = 96, 100
+EXAMPLES_PER_PACK = (3, 1, 2, 4, 1, 3)
+SIDES = ("preference-concat-plain", "scored-shared_prefix-plain")
+CARRY = {"source": "string", "turns": "int64", "weight": "float64", "checked": "bool"}
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """Token ids, which of them are supervised, and the reward."""
+
+    ids: list[int]
+    supervised: list[bool]
+    reward: float
+
+    @property
+    def prompt(self) -> list[int]:
+        """The ids before the first supervised token."""
+        return self.ids[: self.supervised.index(True)]
+
+
+@dataclass(frozen=True)
+class Golden:
+    """One golden dataset: its name, and the settings that make it."""
+
+    kind: str
+    layout: str
+    labels: str
+    file_format: str = "parquet"
+
+    @property
+    def name(self) -> str:
+        """Kind, layout, how labels are stored, and the file format if it is not Parquet."""
+        suffix = "" if self.file_format == "parquet" else f"-{self.file_format}"
+        return f"{self.kind}-{self.layout}-{self.labels}{suffix}"
+
+    @property
+    def carry(self) -> dict[str, str]:
+        """Kind ``sft`` carries columns."""
+        return CARRY if self.kind == "sft" else {}
+
+
+def goldens() -> Iterator[Golden]:
+    """Every kind, layout and storage of labels as Parquet, and two of them as Arrow."""
+    yield from map(
+        Golden, *zip(*itertools.product(KINDS, LAYOUTS, ("plain", "spans")), strict=True)
+    )
+    yield Golden("preference", "concat", "plain", "arrow")
+    yield Golden("scored", "shared_prefix", "spans", "arrow")
+
+
+def example(kind: str, number: int) -> list[Sequence]:
+    """An example whose sequences mostly share their prompt, and sometimes part inside it."""
+    sequences = []
+    for k in range(KINDS[kind] or 2 + number % 3):
+        prompt = [(5 * number + 3 * j) % VOCAB_SIZE for j in range(1 + number % 6)]
+        if k and number % 5 == 4:
+            prompt[k % len(prompt)] = 99
+        ids = prompt + [(11 * number + 7 * k + j) % VOCAB_SIZE for j in range(1 + (number + k) % 4)]
+        supervised = [j >= len(prompt) for j in range(len(ids))]
+        if number % 4 == 3:  # two more turns, of which only the second is supervised
+            ids += [number, 0, k]
+            supervised += [False, False, True]
+        reward = 1.0 if kind == "sft" else (number - 4 * k) / 8
+        sequences.append(Sequence(ids, supervised, reward))
+    return sequences
+
+
+def offset(first: Sequence, other: Sequence) -> int:
+    """Leading tokens that `other` leaves out in layout ``shared_prefix``."""
+    pairs = zip(first.prompt, other.prompt, strict=False)
+    shared = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
+    return max(shared - 1, 0)
+
+
+def row(golden: Golden, numbers: list[int]) -> Row:
+    """The pack of these examples, as JSON values, with plain labels."""
+    out: Row = {n: [] for n in ("input_ids", "labels", "reward", "lengths")}
+    out |= {"seq_boundaries": [0], "example_ids": [ident(n) for n in numbers]}
+    if golden.kind == "scored":
+        out["num_responses"] = [len(example(golden.kind, n)) for n in numbers]
+    for number in numbers:
+        sequences = example(golden.kind, number)
+        for k, s in enumerate(sequences):
+            start = offset(sequences[0], s) if k and golden.layout == "shared_prefix" else 0
+            labels = [i if on else IGNORE_INDEX for i, on in zip(s.ids, s.supervised, strict=True)]
+            out["input_ids"] += s.ids[start:]
+            out["labels"] += labels[start:]
+            out["reward"].append(s.reward)
+            out["lengths"].append(len(s.ids))
+            out["seq_boundaries"].append(len(out["input_ids"]))
+    columns = carried(numbers) if golden.carry else {}
+    return out | columns
+
+
+def ident(number: int) -> int:
+    """The records come from two files of seven."""
+    return example_id(*divmod(number, 7))
+
+
+def carried(numbers: list[int]) -> dict[str, list[Any]]:
+    """The carried columns of these examples."""
+    return {
+        "source": [("forum", "", "naïve ☃")[n % 3] for n in numbers],
+        "turns": [2**40 * n - 5 for n in numbers],
+        "weight": [n / 16 for n in numbers],
+        "checked": [n % 2 == 0 for n in numbers],
+    }
+
+
+def examples(golden: Golden, numbers: list[int]) -> Examples:
+    """The same examples as packstore holds them."""
+    groups = [example(golden.kind, n) for n in numbers]
+    flat = list(itertools.chain(*groups))
+    columns = carried(numbers) if golden.carry else {}
+    kinds = {"string": np.object_, "int64": np.int64, "float64": np.float64, "bool": np.bool_}
+    return Examples(
+        input_ids=np.array([i for s in flat for i in s.ids], np.int32),
+        supervised=np.array([on for s in flat for on in s.supervised], np.bool_),
+        sequence_offsets=to_offsets(np.array([len(s.ids) for s in flat])),
+        example_offsets=to_offsets(np.array([len(g) for g in groups])),
+        reward=np.array([s.reward for s in flat], np.float32),
+        example_ids=np.array([ident(n) for n in numbers], np.int64),
+        columns={name: np.array(v, kinds[CARRY[name]]) for name, v in columns.items()},
+    )
+
+
+def write(golden: Golden, folder: Path, packs: list[list[int]]) -> None:
+    """The dataset, through the writer that jobs use; several row groups and shards."""
+    config = PackConfig.of(
+        pack_size=PACK_SIZE,
+        layout=golden.layout,
+        labels=golden.labels,
+        format=golden.file_format,
+        strategy="none",
+        row_group_tokens=50,
+        shard_tokens=1 if golden.file_format == "arrow" else 100,
+    )
+    shape = PackShape(
+        kind=golden.kind,
+        layout=golden.layout,
+        pack_size=PACK_SIZE,
+        carry=golden.carry,
+        vocab_size=VOCAB_SIZE,
+    )
+    numbers = list(itertools.chain(*packs))
+    sources = [{"path": f"part-{i}.jsonl", "records": 7} for i in range(2)]
+    provenance = {
+        "sources": sources,
+        "tokenizer": {"vocab_size": VOCAB_SIZE},
+        "settings": {},
+        "package_version": "0.1.0",
+    }
+    location = Location(str(folder))
+    with ShardWriter(location, shape, config, run="0123456789ab") as writer:
+        offsets = to_offsets(np.array([len(p) for p in packs]))
+        writer.write(fill(examples(golden, numbers), offsets, golden.layout))
+        finished = writer.finish()
+    tally = Tally(read=len(numbers))
+    manifest = build_manifest(shape, config, finished, tally, {}, provenance)
+    index = put_index(location, (part.sizes for part in finished), 1)
+    commit(location, replace(manifest, pack_index=index).to_json(), 1)
+
+
+def side_row(kind: str, number: int) -> Row:
+    """Returns the row of an example in the side dataset."""
+    sequences = len(example(kind, number))
+    return {
+        "example_ids": ident(number),
+        "ref_logps": [-0.25 - number - k / 8 for k in range(sequences)],
+        "note": ("", "naïve ☃")[number % 2],
+        "rank": 2**40 - number,
+        "score": number / 3,
+        "good": number % 3 == 0,
+        "margin": number / 4,
+    }
+
+
+SIDE_COLUMNS = {
+    "ref_logps": "list<float32>",
+    "note": "string",
+    "rank": "int64",
+    "score": "float64",
+    "good": "bool",
+    "margin": "float32",
+}
+
+
+def side_columns(kind: str, numbers: list[int]) -> Row:
+    """Returns the columns of the side dataset, joined to the pack of these examples."""
+    rows = [side_row(kind, number) for number in numbers]
+    columns = {name: [row[name] for row in rows] for name in SIDE_COLUMNS}
+    return columns | {"ref_logps": list(itertools.chain(*columns["ref_logps"]))}
+
+
+def write_side(where: str, source: Dataset) -> None:
+    """The side dataset of a golden dataset, in two shards."""
+    kind, numbers = source.manifest.kind, list(range(sum(EXAMPLES_PER_PACK)))
+    provenance = {"model": "none", "dtype": "float32", "layers": 0, "checked": True}
+    with SideWriter(where, source, SIDE_COLUMNS, provenance=provenance) as writer:
+        for some in (numbers[7:], numbers[:7]):
+            arrays = {c: np.array(v) for c, v in side_columns(kind, some).items()}
+            counts = np.array([len(example(kind, n)) for n in some])
+            writer.write(np.array([ident(n) for n in some]), arrays, counts)
+
+
+def packs() -> list[list[int]]:
+    """The numbers of the examples of each pack."""
+    bounds = list(itertools.accumulate(EXAMPLES_PER_PACK, initial=0))
+    return [list(range(a, b)) for a, b in itertools.pairwise(bounds)]
+
+
+def make(root: Path) -> None:
+    """All golden datasets below ``root/datasets``, and side datasets below ``root/sides``."""
+    for golden in goldens():
+        write(golden, root / "datasets" / golden.name, packs())
+    for name in SIDES:
+        source = open_dataset(str(root / "datasets" / name))
+        write_side(str(root / "sides" / name), source)

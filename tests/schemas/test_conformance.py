@@ -1,0 +1,181 @@
+"""The conformance kit: frozen; packstore and the readers of examples/ read it as they must."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import runpy
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import kit_reader
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from children import run_python
+from node_packages import READERS as NODE
+
+from packstore import Dataset
+from packstore import open as open_dataset
+from packstore.conformance import judge, load, main
+from packstore.errors import IntegrityError
+from packstore.format import FEATURES, FORMAT_VERSION, KINDS, LAYOUTS, RULES
+
+ROOT = Path(__file__).parents[2]
+KIT = ROOT / "schemas" / "conformance" / "v1"
+DATASETS = KIT / "datasets"
+CASES = {case["name"]: case for case in load(KIT)}
+GOLDEN = [name for name, case in CASES.items() if case["about"] == "written by packstore"]
+READERS = ROOT / "examples" / "readers"
+FROZEN = "ce6613a1e6b3520e5176a51b545e04d64b7bfaafe4a3a89f129c274abc9bdeae"
+"""Format version 1 is frozen: sha256 of the names and hashes of its cases but those of `ADDED`.
+
+If it differs, change the kit back: datasets like these were released.
+"""
+
+ADDED: set[str] = set()
+"""Names of cases that were added since."""
+
+BYTE_DEPENDENT = {"path", "bytes", "sha256", "footer_bytes", "footer_sha256"}
+
+
+def test_the_kit_of_version_1_is_frozen() -> None:
+    """`load` compared the hashes with the files."""
+    hashes = {name: case["sha256"] for name, case in CASES.items() if name not in ADDED}
+    lines = "".join(f"{name} {hashes[name]}\n" for name in sorted(hashes))
+    assert hashlib.sha256(lines.encode()).hexdigest() == FROZEN
+
+
+def judged(answer: Any, name: str) -> tuple[str, str]:
+    paths = [str(KIT / folder) for folder in (CASES[name]["dataset"], *CASES[name]["sides"])]
+    return judge(KIT, CASES[name], answer(*paths))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_packstore(name: str) -> None:
+    assert judged(kit_reader.answer, name) == ("ok", "")
+
+
+def test_the_reader_in_python() -> None:
+    code = (READERS / "reader.py").read_text(encoding="utf-8")
+    assert not re.search(r"^\s*(from|import) packstore", code, re.M)
+    answer = runpy.run_path(str(READERS / "reader.py"))["answer"]
+    assert {name: judged(answer, name) for name in CASES} == dict.fromkeys(CASES, ("ok", ""))
+
+
+@pytest.mark.slow
+def test_the_reader_in_javascript(capsys: pytest.CaptureFixture[str]) -> None:
+    if not (NODE / "node_modules").exists():
+        pytest.skip("node and hyparquet are not installed: `make test-all` does it")
+    shutil.copy(READERS / "reader.mjs", NODE)
+    status = main(["--kit", str(KIT), "node", str(NODE / "reader.mjs")])
+    assert status == 0, capsys.readouterr().out
+
+
+def test_answers_are_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A kit of three cases, and a reader that gives each dataset the same answer."""
+    names = ["empty", "arrow-carried", "ids-repeated"]
+    for place in ("datasets", "expected"):
+        for name in names:
+            for path in (KIT / place).glob(f"{name}*"):
+                copy = shutil.copytree if path.is_dir() else shutil.copy
+                (tmp_path / place).mkdir(exist_ok=True)
+                copy(path, tmp_path / place / path.name)
+    kit = json.dumps({"cases": [CASES[name] for name in names]})
+    (tmp_path / "kit.json").write_text(kit, encoding="utf-8")
+
+    def run(answer: str) -> tuple[int, list[str]]:
+        status = main(["--kit", str(tmp_path), sys.executable, "-c", f"print('''{answer}''')"])
+        return status, [line[:8].strip() for line in capsys.readouterr().out.splitlines()[:-1]]
+
+    assert run('{"packs": []}') == (1, ["ok", "WRONG", "WRONG"])
+    assert run('{"refused": "unsupported"}') == (1, ["WRONG", "left out", "WRONG"])
+    assert run('{"refused": "example-ids"}') == (1, ["WRONG", "WRONG", "ok"])
+    assert run('{"refused": ""}') == (1, ["WRONG", "WRONG", "ok"])
+    assert run("[]") == run("?") == (1, ["WRONG"] * 3)
+    assert main(["--kit", str(tmp_path), "no-such-reader"]) == 2
+    (tmp_path / "expected" / "empty.json").write_text("{}")
+    with pytest.raises(IntegrityError, match="case empty"):
+        load(tmp_path)
+    assert main(["--kit", str(tmp_path), sys.executable]) == 2
+
+
+def test_every_variant_is_there(prose: str) -> None:
+    manifests = [open_dataset(str(DATASETS / name)).manifest for name in GOLDEN]
+    variants = {(m.kind, m.layout, *m.features) for m in manifests if m.file_format == "parquet"}
+    every = {(k, v) for k in KINDS for v in LAYOUTS}
+    assert variants == every | {(*pair, name) for pair in every for name in FEATURES}
+    assert {m.file_format for m in manifests} == {"parquet", "arrow"}
+    assert any(len(m.shards) > 1 and len(m.shards[0].row_groups) > 1 for m in manifests)
+    assert KIT.name == f"v{FORMAT_VERSION}"
+    assert RULES.keys() < {name for case in CASES.values() for name in case["refuse"]}
+    for case in CASES.values():
+        assert case["refuse"] or "expected" in case
+        assert all(f"| `{name}` |" in prose for name in case["refuse"])
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_manifest_fits_the_json_schema(name: str, validator: Any) -> None:
+    dataset = open_dataset(str(DATASETS / name))
+    validator("manifest").validate(json.loads(dataset.manifest.to_json()))
+    for row in rows(dataset):
+        validator(f"pack#/$defs/{dataset.manifest.kind}").validate(row)
+
+
+@pytest.mark.parametrize("name", [n for n in GOLDEN if not n.endswith("arrow")])
+def test_physical_form(name: str) -> None:
+    """Checks the rules of format.md about Parquet on the files themselves."""
+    dataset = open_dataset(str(DATASETS / name))
+    labels = "label_spans" if "spans" in name else "labels"
+    for shard in dataset.manifest.shards:
+        file = pq.ParquetFile(DATASETS / name / shard.path)
+        assert shard.path.endswith(f"-{shard.sha256[:16]}.parquet")
+        assert file.schema_arrow.names[1] == labels
+        assert file.schema_arrow.equals(dataset.manifest.stored_schema, check_metadata=True)
+        for group in range(file.num_row_groups):
+            metadata = file.metadata.row_group(group)
+            columns = [metadata.column(i) for i in range(metadata.num_columns)]
+            assert {c.compression for c in columns} == {"ZSTD"}
+            assert not any(c.has_dictionary_page or c.is_stats_set for c in columns)
+
+
+def rows(dataset: Dataset) -> list[dict[str, Any]]:
+    return [row for batch in dataset.iter_batches() for row in batch.to_pylist()]
+
+
+def meaning(dataset: Dataset) -> dict[str, Any]:
+    """The manifest without what depends on the release of pyarrow."""
+    manifest = json.loads(dataset.manifest.to_json())
+    for shard in manifest["shards"]:
+        del shard["row_groups"]["crc32"]
+        for name in BYTE_DEPENDENT:
+            del shard[name]
+    del manifest["totals"]["bytes"]
+    for name in ("path", "bytes", "sha256"):
+        del manifest["pack_index"][name]
+    return manifest
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_the_script_writes_the_same(tmp_path: Path) -> None:
+    """Bytes with the pyarrow that wrote the kit, and what they mean with any other."""
+    path = os.pathsep.join(map(str, [ROOT, ROOT / "tests" / "support"]))
+    script = ROOT / "schemas" / "conformance" / "make.py"
+    done = run_python(script, tmp_path, env={"PYTHONPATH": path})
+    assert done.returncode == 0, done.stderr
+    made = tmp_path / "v1"
+    for name in GOLDEN:
+        old, new = open_dataset(str(DATASETS / name)), open_dataset(str(made / "datasets" / name))
+        assert rows(old) == rows(new)
+        assert meaning(old) == meaning(new)
+    assert contents(KIT / "expected") == contents(made / "expected")
+    (sample, *_) = (DATASETS / "preference-concat-plain").glob("data/*.parquet")
+    if pq.read_metadata(sample).created_by.endswith(f"version {pa.__version__}"):
+        assert contents(KIT) == contents(made)

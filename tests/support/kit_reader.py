@@ -1,0 +1,85 @@
+"""packstore as a reader of the conformance kit: ``python tests/support/kit_reader.py DATASET…``.
+
+It verifies, as ``packstore verify`` does; what it prints comes from the loader and its batches.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from typing import Any
+
+import numpy as np
+
+import packstore
+import packstore.torch as pt
+from packstore.errors import CompatibilityError, ConfigError, FormatError, UnsupportedFormatError
+
+NAMES = {
+    r"\[([a-z-]+)\]": None,  # a rule of packs
+    r"\.index\b": "pack-index",
+    "example ids must be distinct|must have example ids of": "example-ids",
+    "must hold nulls|not hold nulls|its schema must|its lists must": "schema",
+    "not be compressed|compression among|no dictionary|side by side|UTF8": "encoding",
+    "crc32|sha256|must have bytes|no such file": "bytes",
+    "must have": "counts",
+}
+"""What a problem says -> the name of section 6; the first that is found."""
+
+
+def named(problem: str) -> str:
+    found = ((re.search(pattern, problem), name) for pattern, name in NAMES.items())
+    return next((name or m[1] for m, name in found if m), problem)
+
+
+def answer(dataset: str, *sides: str) -> dict[str, Any]:
+    """What the kit asks for."""
+    try:
+        data = packstore.open(dataset)
+    except UnsupportedFormatError:
+        return {"refused": "unsupported"}
+    except FormatError:
+        return {"refused": "manifest"}
+    if problems := data.verify().problems:
+        return {"refused": named(problems[0])}
+    try:
+        packs = pt.PackedDataset(data, shuffle=False, rank=0, world_size=1, side=sides)
+        return {"packs": [plain(p, data.manifest) for p in packs] if len(data) else []}
+    except UnsupportedFormatError:
+        return {"refused": "unsupported"}
+    except (CompatibilityError, ConfigError, FormatError):
+        return {"refused": "side"}
+
+
+def plain(packs: Any, manifest: Any) -> dict[str, Any]:
+    """A pack as JSON values."""
+    batch = pt.collate(packs, manifest.kind)
+    names = ["input_ids", "labels", "lengths", "example_ids", "num_responses", "segment_ids"]
+    names += ["position_ids", "cu_seqlens", "cu_seqlens_k", "kv_index"]
+    out = {name: batch[name] for name in names if batch[name] is not None}
+    out.setdefault("kv_index", np.arange(batch.num_tokens))  # no prefix is left out
+    out |= {"seq_boundaries": packs.seq_boundaries, "segment_offsets": packs.segment_offsets}
+    out |= {"reward": batch.rewards, **batch.columns}
+    out = {name: values.tolist() for name, values in out.items()}
+    out |= {"max_seqlen": batch.max_seqlen, "max_seqlen_k": batch.max_seqlen_k}
+    if manifest.kind != "scored":
+        del out["num_responses"]
+    joined = dict(batch.sequence_columns)
+    joined |= {} if batch.ref_logps is None else {"ref_logps": batch.ref_logps}
+    side = {name: values.tolist() for name, values in joined.items()}
+    side |= {name: out.pop(name) for name in list(batch.columns) if name not in manifest.carry}
+    out |= {"side": side} if side else {}
+    return {name: [text(v) for v in x] if isinstance(x, list) else x for name, x in out.items()}
+
+
+def text(value: Any) -> Any:
+    """A number that is not finite as a text."""
+    if not isinstance(value, float) or math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else f"{'-' * (value < 0)}Infinity"
+
+
+if __name__ == "__main__":
+    print(json.dumps(answer(*sys.argv[1:])))
