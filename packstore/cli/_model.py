@@ -24,7 +24,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         "--model", required=True, metavar="PATH", help="folder or hub name, or a LoRA adapter"
     )
     group.add_argument("--adapter", metavar="PATH", help="LoRA adapter over the model")
-    names = ("dtype", "mixed_precision", "attention", "head")
+    names = ("dtype", "mixed_precision", "attention", "head", "compile")
     add_settings(parser, "precision", TrainModelConfig, names)
     parser.set_defaults(**{name: getattr(TrainModelConfig, name) for name in names})
     group.add_argument(
@@ -48,7 +48,13 @@ def loaded(
 ) -> Any:
     """Loads the model at `path` with the dtype and attention of the arguments, on `device`."""
     join_logs()
-    from packstore.torch.models.load import add_adapter, is_adapter, load_model
+    from packstore.torch.models.load import (
+        add_adapter,
+        choose_compile,
+        compile_layers,
+        is_adapter,
+        load_model,
+    )
     from packstore.torch.models.probe import probe_model
     from packstore.torch.reference.arithmetic import lowered
 
@@ -64,6 +70,8 @@ def loaded(
     if args.probe:
         with lowered(args.mixed_precision, model)():
             probe_model(model)
+    if choose_compile(args.compile, model, device) == "layers":
+        compile_layers(model)
     return model
 
 

@@ -52,7 +52,7 @@ class TrainModelConfig(Settings):
     attention: str = setting("auto", "backend of packed attention")
     head: Literal["auto", "eager", "triton"] = setting("auto", "passes over logits")
     gradient_checkpointing: bool = setting(False, "recompute layers in the backward pass")
-    compile: Literal["none", "layers"] = setting("none", "each decoder layer by torch.compile")
+    compile: Literal["auto", "none", "layers"] = setting("auto", "auto: layers on CUDA")
     lora: Mapping[str, Any] = setting(
         dict, "adapter: rank=16, alpha, dropout, targets", metavar="NAME=VALUE"
     )

@@ -32,6 +32,7 @@ from packstore.torch.models.unwrap import (
     evaluating,
     is_reward_model,
     layers,
+    uncompiled,
     unwrapped,
 )
 
@@ -282,7 +283,7 @@ def _gap(model: Any, head: Head) -> float | None:
         seen.append(output.last_hidden_state)
         return output
 
-    with evaluating(model), head.backbone.register_forward_hook(enlarge):
+    with evaluating(model), uncompiled(model), head.backbone.register_forward_hook(enlarge):
         expected = model(**few_tokens(head.weight.device).model_inputs()).logits.double()
     if not seen:
         return None

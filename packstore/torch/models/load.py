@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
+from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +19,7 @@ import torch
 
 from packstore.errors import BackendError, ConfigError, quote
 from packstore.registry import missing_extra
+from packstore.torch.attention import flash
 from packstore.torch.models.model import Model, use_packed_attention
 from packstore.torch.models.unwrap import SCORE, is_reward_model, text_config, unwrapped
 
@@ -175,6 +177,21 @@ def compile_layers(model: Model, **options: Any) -> Model:
     for layer in layers:
         layer.compile(dynamic=True, **options)
     return model
+
+
+def choose_compile(asked: str, model: Model, device: torch.device) -> str:
+    """Returns `asked`, or for ``auto``: ``layers`` on CUDA devices with Triton, else ``none``.
+
+    Then what fails to compile runs as it is, after torch's warning.
+    """
+    if asked != "auto":
+        return asked
+    named = getattr(unwrapped(model), "_no_split_modules", None)
+    if not (named and device.type == "cuda" and flash.runs_on(device) and find_spec("triton")):
+        return "none"
+    logger.info("compile 'auto' is 'layers': the first steps take longer")
+    torch._dynamo.config.suppress_errors = True
+    return "layers"
 
 
 def tell_uncompiled() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -102,6 +102,19 @@ def check_unwrapped(model: nn.Module, name: str) -> None:
         rule = "gradients must be reduced by the wrapper, which does not see this call"
         remedy = "Wrap the other way round: DDP(PackedPolicy(model)), and call that with the batch"
         raise CompatibilityError(sentence(where, rule, "a wrapped model", remedy))
+
+
+def has_compiled_layers(model: nn.Module) -> bool:
+    """Returns True if a module inside a model is compiled in place."""
+    return any(module._compiled_call_impl is not None for module in model.modules())
+
+
+def uncompiled(model: nn.Module) -> AbstractContextManager[Any]:
+    """Runs compiled layers as they are while a block runs: a few tokens need no graph."""
+    if torch.compiler.is_compiling() or not has_compiled_layers(model):
+        return nullcontext()
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 def check_own_precision(model: nn.Module) -> None:

@@ -1,9 +1,10 @@
-"""The numerics of a forward pass: weight dtype, autocast, attention backend, matmul rounding.
+"""The numerics of a forward pass: weight dtype, autocast, attention, compiler, matmul rounding.
 
-Two runs of one model give the same bits if weights, autocast, attention backend, kind of device and
-products of float32 are the same. bf16 weights and float32 weights under bf16 autocast are not: the
-log-probs of a sequence differ by up to half a nat. Head backends differ by less than is stored, and
-are not compared.
+Two runs of one model give the same bits if weights, autocast, attention backend, compiled layers,
+kind of device and products of float32 are the same. bf16 weights and float32 weights under bf16
+autocast are not: the log-probs of a sequence differ by up to half a nat. Compiled layers round less
+often, which moves them as much as another attention does. Head backends differ by less than is
+stored, and are not compared.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from packstore.torch.attention import ATTENTION, flash
 from packstore.torch.logprobs.fused_head import exact_dtype
 from packstore.torch.logprobs.head import find_head
 from packstore.torch.models.probe import few_tokens
-from packstore.torch.models.unwrap import evaluating, unwrapped
+from packstore.torch.models.unwrap import evaluating, has_compiled_layers, uncompiled, unwrapped
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +101,7 @@ def describe_arithmetic(
         "weight_dtype": ", ".join(sorted(map(short, dtypes))),
         "autocast_dtype": None if lower is None else short(lower),
         "attention": _attention(model, device, lower),
+        "compile": "layers" if has_compiled_layers(unwrapped(model)) else "none",
         "head_dtype": short(exact_dtype(weight)),
         "device": kind,
         "float32_matmul": "ieee" if rounding == "none" else rounding,
@@ -128,6 +130,7 @@ def _attention(model: nn.Module, device: torch.device, lower: torch.dtype | None
     head = find_head(model)
     with (
         evaluating(model),
+        uncompiled(model),
         torch.no_grad(),
         torch.autocast(head.weight.device.type, lower, enabled=lower is not None),
         _auto.chosen_on(device) as names,

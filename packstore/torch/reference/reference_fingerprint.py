@@ -25,6 +25,7 @@ ARITHMETIC = {
     "weight_dtype": "with --dtype {}",
     "autocast_dtype": "with --mixed-precision {}",
     "attention": "with --attention {}",
+    "compile": "with --compile {}",
     "device": "on a device of the kind {}",
     "float32_matmul": "with float32 products in {}",
 }

@@ -16,7 +16,7 @@ from packstore.io.dataset.dataset import Dataset
 from packstore.io.side.side import open_side
 from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.losses.loss import PreferenceLoss
-from packstore.torch.models.load import is_adapter, load_model
+from packstore.torch.models.load import compile_layers, is_adapter, load_model
 from packstore.torch.reference.reference import run_on_rank_zero
 from packstore.torch.reference.reference_fingerprint import check_arithmetic, check_reference
 
@@ -78,6 +78,8 @@ def check_precomputed(
         reference, adapter = policy, is_adapter(config.reference_model or config.model)
         if not known and (config.reference_model is not None or before is not None):
             reference = load_reference(config)
+            if config.compile == "layers":
+                compile_layers(reference)
         for url, dataset in sides:
             side = open_side(url, dict(config.storage_options) or None)
             with accelerator.autocast():

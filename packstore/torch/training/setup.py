@@ -33,6 +33,7 @@ from packstore.torch.models.compatibility import check_model, check_same_tokeniz
 from packstore.torch.models.load import (
     add_lora,
     checkpoint_gradients,
+    choose_compile,
     compile_layers,
     is_adapter,
     load_model,
@@ -77,9 +78,9 @@ class Run:
         checkpoint = find_checkpoint(config)
         self.start = None if checkpoint is None else read_state(checkpoint)
         if self.start is not None:
-            if config.mixed_precision == "auto":
-                before = self.start.config.get("mixed_precision", "none")
-                config = replace(config, mixed_precision=before)
+            for name in ("mixed_precision", "compile"):
+                if getattr(config, name) == "auto":
+                    config = replace(config, **{name: self.start.config.get(name, "none")})
             check_unchanged(config, self.start.config)
         options = dict(config.storage_options) or None
         self.dataset = open_dataset(config.dataset, options)
@@ -92,6 +93,10 @@ class Run:
         _seed(config.seed)
         model = self._load_model(checkpoint)
         self._check_model(model, both)
+        chosen: Any = choose_compile(config.compile, model, accelerator.device)
+        self.config = config = replace(config, compile=chosen)
+        if chosen == "layers":
+            compile_layers(model)
         stored = [config.ref_logps, config.validation_ref_logps][: len(both)]
         tell_unused(self.loss_fn, config.reference_model, *itertools.chain(*stored))
         if self.loss_fn.reference:
@@ -108,8 +113,6 @@ class Run:
         policy = PackedPolicy(model, backend=config.head)
         policy._no_split_modules = model._no_split_modules  # the units that Accelerate shards
         policy.train()
-        if config.compile == "layers":  # after the probe and checks, which run tiny batches
-            compile_layers(model)
         self.policy, self.optimizer = accelerator.prepare(policy, make_optimizer(policy, config))
         fuse_updates(self.optimizer.optimizer)
         done = self.start.step if self.start else 0
