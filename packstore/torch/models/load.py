@@ -43,33 +43,46 @@ def load_model(
     attention: str = "auto",
     trainable: bool = False,
     scores: bool = False,
+    weights: bool = True,
 ) -> Any:
     """Loads a causal LM that takes packed batches, in evaluation mode, on the CPU.
 
     `path` is a folder or hub name, or the folder of a LoRA adapter, which names its base model. If
     `trainable` is False all weights are frozen; True with an adapter trains the adapter only.
     With `scores` it loads a reward model; to be trained, also a causal LM in place of one, whose
-    new head torch's generator draws.
+    new head torch's generator draws. Without `weights` none are read, and they take no memory until
+    something is written there.
     """
     name = os.fspath(path)
     if is_adapter(name):
         # An adapter holds the head of scores, so that its base may have none.
-        base = load_model(
-            _adapter_base(name), dtype=dtype, attention=attention, trainable=scores, scores=scores
-        )
+        how: Any = {"dtype": dtype, "attention": attention, "weights": weights}
+        base = load_model(_adapter_base(name), trainable=scores, scores=scores, **how)
         return add_adapter(base.requires_grad_(False), name, trainable)
     try:
-        from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoModelForSequenceClassification as AutoModelOfScores
+        from transformers.initialization import no_init_weights
     except ImportError as error:
         raise missing_extra("load_model", "train", error) from error
     auto, kind, labels = AutoModelForCausalLM, "causal LM", {}
     if scores:
-        auto, kind = AutoModelForSequenceClassification, "decoder with a score of one label"
-        labels = {"num_labels": 1}
-    try:
-        model, loading = auto.from_pretrained(
-            name, dtype=getattr(torch, dtype), output_loading_info=True, **labels
+        auto, kind, labels = (
+            AutoModelOfScores,
+            "decoder with a score of one label",
+            {"num_labels": 1},
         )
+    loading: Any = {"missing_keys": (), "unexpected_keys": ()}
+    try:
+        if weights:
+            model, loading = auto.from_pretrained(
+                name, dtype=getattr(torch, dtype), output_loading_info=True, **labels
+            )
+        else:
+            config = AutoConfig.from_pretrained(name, **labels)
+            with no_init_weights():
+                model = auto.from_config(config, dtype=getattr(torch, dtype))
+            model.tie_weights()
     except Exception as error:  # the library raises errors of any class
         raise ConfigError(
             f"model {name}: it must be a folder or hub name of a {kind} that transformers "

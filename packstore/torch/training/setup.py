@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed.nn  # before a process group is made: see packstore.cli._model
@@ -27,7 +27,7 @@ from packstore.io.side.side import open_side
 from packstore.registry import missing_extra
 from packstore.torch.data.dataset import PackedDataset
 from packstore.torch.data.loader import PackedDataLoader
-from packstore.torch.logprobs.head import PackedPolicy
+from packstore.torch.logprobs.head import PackedPolicy, proved_head, trust_head
 from packstore.torch.losses.loss import PreferenceLoss
 from packstore.torch.models.compatibility import check_model, check_same_tokenizer
 from packstore.torch.models.load import (
@@ -40,8 +40,9 @@ from packstore.torch.models.load import (
 )
 from packstore.torch.models.probe import probe_model
 from packstore.torch.models.routers import router_settings
-from packstore.torch.models.unwrap import REF_ADAPTER, as_reference, unwrapped
+from packstore.torch.models.unwrap import REF_ADAPTER, as_reference, text_config, unwrapped
 from packstore.torch.reference.arithmetic import choose_precision
+from packstore.torch.reference.reference import run_on_rank_zero
 from packstore.torch.training.checkpoint import (
     MODEL,
     RunState,
@@ -57,13 +58,14 @@ from packstore.torch.training.reference import (
     Reference,
     check_precomputed,
     frozen,
-    load_reference,
     of_the_batch,
     tell_unused,
 )
 from packstore.torch.training.sinks import tracker_names
 
 logger = logging.getLogger("packstore")
+
+T = TypeVar("T")
 
 
 class Run:
@@ -90,6 +92,9 @@ class Run:
         self.accelerator = accelerator = _make_accelerator(config)
         taken: Any = accelerator.mixed_precision
         self.config = config = replace(config, mixed_precision="none" if taken == "no" else taken)
+        # One rank reads the weights, and others get theirs where the model is sharded.
+        sharding = accelerator.state.fsdp_plugin if accelerator.is_fsdp2 else None
+        self._from_one_rank = bool(sharding and sharding.cpu_ram_efficient_loading)
         _seed(config.seed)
         model = self._load_model(checkpoint)
         self._check_model(model, both)
@@ -110,9 +115,7 @@ class Run:
         self.validation = None
         if held_out is not None:
             self.validation = self._loader(held_out, config.validation_ref_logps, None)
-        policy = PackedPolicy(model, backend=config.head)
-        policy._no_split_modules = model._no_split_modules  # the units that Accelerate shards
-        policy.train()
+        policy = self._packed(model).train()
         self.policy, self.optimizer = accelerator.prepare(policy, make_optimizer(policy, config))
         fuse_updates(self.optimizer.optimizer)
         done = self.start.step if self.start else 0
@@ -134,8 +137,7 @@ class Run:
             raise ConfigError(sentence("setting lora", rule, config.model, remedy))
         stored = checkpoint is not None and (checkpoint / MODEL).is_dir()  # no shards
         path = checkpoint / MODEL if checkpoint and stored else config.model
-        how: Any = {"dtype": config.dtype, "attention": config.attention}
-        model = load_model(path, trainable=True, scores=self.loss_fn.scores, **how)
+        model = self._load(path, trainable=True, scores=self.loss_fn.scores)
         if config.lora and not stored:
             model = add_lora(model, **lora_settings(config.lora))
         if goes_on and self.loss_fn.reference and config.reference_model is None:
@@ -143,6 +145,39 @@ class Run:
         if config.gradient_checkpointing:
             checkpoint_gradients(model)
         return model
+
+    def _load(self, path: Any, **how: bool) -> Any:
+        """Loads a model; where one rank reads the weights, others have any values."""
+        config, loaded = self.config, list[Any]()
+        load = partial(load_model, path, dtype=config.dtype, attention=config.attention, **how)
+        self._with_weights(lambda: loaded.append(load()))
+        model = loaded[0] if loaded else load(weights=False)
+        if self._from_one_rank:  # what reading adds: layers in float32, padding of a new head
+            text = text_config(model)
+            kinds, text.pad_token_id = run_on_rank_zero(
+                lambda: (
+                    {name: weight.dtype for name, weight in model.named_parameters()},
+                    getattr(text, "pad_token_id", None),
+                )
+            )
+            for name, weight in model.named_parameters():
+                if weight.dtype != kinds[name]:
+                    weight.data = torch.empty_like(weight, dtype=kinds[name])
+        return model
+
+    def _with_weights(self, call: Callable[[], T]) -> T:
+        """Calls on each rank that has weights before they are sharded; collective."""
+        return run_on_rank_zero(call) if self._from_one_rank else call()
+
+    def _packed(self, model: Any) -> Any:
+        """Wraps a model, whose head is proved where its weights are."""
+        if self._from_one_rank and not self.loss_fn.scores:
+            number = run_on_rank_zero(lambda: proved_head(model))
+            if not self.accelerator.is_main_process:
+                trust_head(model, number)
+        policy = PackedPolicy(model, backend=self.config.head)
+        policy._no_split_modules = model._no_split_modules  # the units that Accelerate shards
+        return policy
 
     def _check_model(self, model: Any, datasets: list[Dataset]) -> None:
         """Refuses data that is not the model's, and a model that packs would change."""
@@ -164,7 +199,7 @@ class Run:
         if accelerator.distributed_type in ("NO", "MULTI_GPU"):
             model.to(accelerator.device)
         with accelerator.autocast():
-            probe_model(model)
+            self._with_weights(lambda: probe_model(model))
 
     def _loader(
         self, dataset: Dataset, ref_logps: Sequence[str], examples_per_step: int | None
@@ -194,21 +229,19 @@ class Run:
         inner = accelerator.unwrap_model(self.policy).model
         if config.reference_model is None and hasattr(inner, "peft_config"):
             return frozen(self.policy, partial(as_reference, self.policy, inner))
-        model = load_reference(config)
+        model = self._load(config.reference_model or config.model)
         if config.reference_model is not None:
             self._probe(model)
-        model.to(accelerator.device)
-        context = accelerator.autocast
-        if accelerator.is_fsdp2 and accelerator.mixed_precision == "bf16":
-            # The policy computes with its weights in bfloat16, where autocast keeps norms in
-            # float32.
-            for weight in model.parameters():
-                weight.data = weight.data.to(torch.bfloat16)
-            context = nullcontext
-        reference = frozen(PackedPolicy(model, backend=config.head), context)
+        reference, context = self._packed(model).eval(), accelerator.autocast
         if config.compile == "layers":
             compile_layers(model)
-        return reference
+        if accelerator.is_fsdp2:
+            from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+
+            # In the precision of the policy, which autocast is not.
+            reference, context = fsdp2_prepare_model(accelerator, reference), nullcontext
+            reference.set_reshard_after_forward(True)  # no backward pass follows
+        return frozen(reference.to(accelerator.device), context)
 
     def _restore(self, checkpoint: Path, state: RunState) -> None:
         """Restores optimizer, random generators, and weights that were sharded."""

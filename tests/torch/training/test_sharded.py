@@ -35,14 +35,18 @@ from packstore.torch import (
 
 
 def by_accelerate(settings: dict[str, Any], wrong: str) -> dict[str, Any]:
-    """Trains; tells how a failure on the first rank ends, and which modules ran."""
+    """Trains; tells how a failure on rank 0 ends, which modules ran, how many models were read."""
     shard()
+    read, from_pretrained = [], AutoModelForCausalLM.from_pretrained
+    AutoModelForCausalLM.from_pretrained = lambda *a, **k: (
+        read.append(1) or from_pretrained(*a, **k)
+    )
     with pytest.raises(PackstoreError) as caught:  # else the other rank would wait
         train(**settings, ref_logps=wrong)
     ran: set[str] = set()
     register_module_forward_pre_hook(lambda module, _: ran.add(type(module).__name__))
     train(**settings)
-    return {"failure": type(caught.value).__name__, "ran": ran}
+    return {"failure": type(caught.value).__name__, "ran": ran, "read": len(read)}
 
 
 def by_hand(model: Any, batch: Any) -> dict[str, Any]:
@@ -95,6 +99,9 @@ def test_log_probs_stay_exact_and_weights_tied(kit: SimpleNamespace, tmp_path: P
         assert rank["refused"][0] == "rounded"
         assert "output_dtype=None" in rank["refused"][1]
     assert [rank["failure"] for rank in ranks] == ["CompatibilityError"] * 2
+    # One rank reads policy and reference, and proves their heads; what runs after is sharded.
+    assert [rank["read"] for rank in ranks] == [3, 0]
+    assert "LlamaDecoderLayer" not in ranks[1]["ran"]
     # Accelerate's own policy would make log-probs bfloat16, 2 nats apart at 300.
     assert losses(Path(settings["output"]))[0] == pytest.approx(math.log(2), abs=1e-7)
     trained = AutoModelForCausalLM.from_pretrained(Path(settings["output"], "model"))
