@@ -1,299 +1,239 @@
-"""Stage 2: pairs a second of whole models, against what else there is.
+"""Pairs a second of whole models, against what else there is.
 
-Forward and backward of random models in bfloat16. The ways take turns, batch by batch:
+Forward and backward of random models in bfloat16. A way is a packing and a head, ``packing/head``:
 
-- ``padded``, ``padded_grouped``: [2B, longest] rows with a mask, transformers' sdpa, logits of all
-  tokens; batches of random pairs, and of pairs of similar length;
-- ``padding_free``: packs in layout concat, packstore's attention, logits of all tokens, as a plain
-  TRL-style trainer would have it;
-- ``concat`` and ``shared_prefix``: log-probs from hidden states without logits.
+- ``shared_prefix`` and ``padding_free``: flat rows in packstore's layouts, with its attention;
+- ``padded_grouped`` and ``padded``: `[2B, longest]` rows with a mask, transformers' sdpa; of pairs
+  of similar length, and of random ones;
+- ``triton`` and ``eager``: packstore's head, log-probs of supervised tokens without logits;
+- ``trl``: the head that TRL 1.16 fuses into models; ``logits``: float32 logits of all tokens.
 
-Each with eager and with compiled layers. The optimizer's step and the forward pass of a reference
-model are cases of their own.
+All ways train on the same pairs in turns, with the same loss. ``padded/trl`` is what TRL 1.16 does.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
-from itertools import islice
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
 
-from gpu.session import Figures, Session
-from gpu.sizes import batch_of, cut, grouped_by_length, lengths, make_model
+from gpu.predictions import Work, work
+from gpu.session import Figures, Session, failure
+from gpu.sizes import batch_of, cut, lengths, make_model
 
-BETA = 0.1
-WARM = 3
-LEAST = 3
-"""Timed rounds for which a model may take the time of the next ones."""
+OURS = "shared_prefix/triton"
+SAME_HEAD = "padding_free/triton"
+WAYS = (
+    *(OURS, SAME_HEAD, "padding_free/trl", "padded_grouped/trl", "padded/trl"),
+    *("shared_prefix/eager", "padding_free/eager", "padding_free/logits", "padded_grouped/logits"),
+)
+TRL_COLUMNS = 32768
+"""Columns of a tile of TRL's head, as TRL sets it."""
 
 PEAK = 989e12
 """Dense bfloat16 operations a second of an H100 or H200, by its data sheet."""
 
 
-def _dpo(logps: Tensor, batch: Any) -> Tensor:
-    """The mean loss of the pairs, from log-probs of the supervised tokens; the reference is 0."""
-    sums = logps.new_zeros(batch.num_segments)
-    sums = sums.index_add(0, batch.segment_ids[batch.target_index], logps)
-    return -logsigmoid(BETA * (sums[0::2] - sums[1::2])).mean()
-
-
-def padded_loss(model: Any, inputs: dict[str, Any], batch: Any) -> Tensor:
-    rows = batch.target_index - 1
-    logps = model(**inputs).logits.float().log_softmax(-1)
-    logps = logps[batch.segment_ids[rows], batch.position_ids[rows]]
-    return _dpo(logps.gather(-1, batch.labels[batch.target_index, None]).squeeze(-1), batch)
-
-
-def padding_free_loss(model: Any, inputs: dict[str, Any], batch: Any) -> Tensor:
-    logps = model(**inputs).logits[0].float().log_softmax(-1)[batch.target_index - 1]
-    return _dpo(logps.gather(-1, batch.labels[batch.target_index, None]).squeeze(-1), batch)
-
-
-def packed_loss(model: Any, inputs: dict[str, Any], batch: Any) -> Tensor:
-    from packstore.torch import PreferenceLoss, StepDivisor, packed_logps
-
-    logps = packed_logps(model, batch)
-    loss_fn, divisor = PreferenceLoss("dpo", beta=BETA), StepDivisor(float(batch.num_examples))
-    return loss_fn(logps, batch, torch.zeros_like(logps), divisor=divisor).loss
-
-
-Loss = Callable[[Any, dict[str, Any], Any], Tensor]
-WAYS: dict[str, tuple[str, Loss]] = {
-    "shared_prefix": ("shared_prefix", packed_loss),
-    "concat": ("concat", packed_loss),
-    "padding_free": ("concat", padding_free_loss),
-    "padded_grouped": ("padded", padded_loss),
-    "padded": ("padded", padded_loss),
-}
-
-
-class Way:
-    """One way to train a model: its batches, how attention and layers are set, its times."""
-
-    def __init__(self, name: str, compiled: bool, batches: list[Any], longest: Any) -> None:
-        self.name, self.compiled = name, compiled
-        self.layout, self.loss = WAYS[name]
-        self.padded = self.layout == "padded"
-        self.batches, self.longest = batches, longest
-        self.seconds: list[float] = []
-        self.pairs = self.tokens = self.work = 0.0
-
-    def inputs(self, batch: Any) -> dict[str, Any]:
-        return batch.model_inputs("padded" if self.padded else "hf")
-
-
-def stage(session: Session) -> None:
-    """Every model, length profile and number of tokens; the most telling first."""
-    sizes = session.sizes
-    profiles = sizes.profiles if sizes.cuda else sizes.profiles[:1]
-    plans = [(m, p, t) for t in sizes.tokens for p in profiles for m in sizes.models]
-    for number, (model_name, profile, tokens) in enumerate(plans):
-        share = session.left / (len(plans) - number)
-        name = f"{model_name}/{profile}/{tokens}"
-        try:
-            _group(session, name, model_name, profile, tokens, share)
-        except Exception as error:  # the cases inside are guarded; this is the model itself
-            session.case(name, lambda e=error: _raise(e))
-
-
-def _raise(error: Exception) -> Figures:
-    raise error
-
-
-def _group(
-    session: Session, name: str, model_name: str, profile: str, tokens: int, share: float
+def group(
+    session: Session,
+    model: str,
+    profile: str,
+    tokens: int,
+    ways: tuple[str, ...] = WAYS,
+    compiled: bool = False,
 ) -> None:
-    from packstore.torch import use_packed_attention
+    """Measures ways to train a model on pairs of a length profile, `tokens` in a micro-batch.
 
-    sizes, until = session.sizes, session.left - share
-    if session.left < 20 and sizes.cuda:
-        session.case(name, lambda: None, seconds=20)
-        return
-    family, config = sizes.models[model_name]
-    model = make_model(family, config, sizes)
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    use_packed_attention(model)
-    ours = model.config._attn_implementation
-    rows = lengths(profile, 40 * tokens // 300 + 200, sizes.longest)
-    same = rows[:8] if sizes.cuda else rows[:3]
-    ready: list[Way] = []
-    first = name.startswith(next(iter(sizes.models)))
-    for compiled in (False, True) if sizes.cuda or first else (False,):
-        for way_name in WAYS:
-            way = Way(way_name, compiled, _batches(rows, way_name, tokens, session), same)
-            told = f"{name}/{way_name}" + ("/compiled" if compiled else "")
-            if session.left < until and sizes.cuda:
-                session.case(told, lambda: None, seconds=session.left + 1)  # this group's share
-            elif session.case(told, lambda w=way: _warm(session, model, w, ours), seconds=8):
-                ready.append(way)
-    for number in range(sizes.rounds):
-        if sizes.cuda and session.left < until and number >= LEAST:
-            break
-        for way in list(ready):
-            try:
-                _timed(session, model, way, ours)
-            except Exception as error:  # out of memory, mostly: the other ways go on
-                print(f"{name}/{way.name}: {error}"[:300], flush=True)
-                ready.remove(way)
-    for way in ready:
-        told = f"{name}/{way.name}" + ("/compiled" if way.compiled else "")
-        if way.seconds and told in session.cases:
-            session.update(told, _figures(way, session))
-    _same_loss(session, name, ready)
-    for extra, work in (("optimizer", _optimizer), ("reference", _reference)):
-        session.case(
-            f"{name}/{extra}", lambda w=work: w(session, model, rows, tokens, ours), seconds=8
-        )
-
-
-def _batches(rows: np.ndarray, way: str, tokens: int, session: Session) -> list[Any]:
-    """Batches on the device, as many as are timed, and those to warm up with."""
-    layout, most = WAYS[way][0], session.sizes.rounds
-    runs = cut(rows, layout, tokens)
-    if way == "padded_grouped":
-        runs = iter(grouped_by_length(rows, tokens))
-    vocab = min(config["vocab_size"] for _, config in session.sizes.models.values())
-    made = [
-        batch_of(r, layout.replace("padded", "concat"), vocab) for r in islice(runs, most) if len(r)
-    ]
-    return [batch.to(session.sizes.device) for batch in made]
-
-
-def _set(model: Any, way: Way, ours: str, cuda: bool) -> None:
-    """Sets the attention of a way, and turns the compiled layers on or off."""
-    from packstore.torch import compile_layers
-
-    wanted = "sdpa" if way.padded else ours
-    if model.config._attn_implementation != wanted:
-        model.set_attn_implementation(wanted)
-    for layer in model.model.layers:
-        layer._compiled_call_impl = None
-    if way.compiled:  # its graphs are those of the class, and compiled once
-        compile_layers(model, **({} if cuda else {"backend": "eager"}))
-
-
-def _step(model: Any, way: Way, batch: Any, inputs: dict[str, Any]) -> Tensor:
-    loss = way.loss(model, inputs, batch)
-    loss.backward()
-    return loss.detach()
-
-
-def _warm(session: Session, model: Any, way: Way, ours: str) -> Figures:
-    """The loss of the same few pairs; steps to warm up, and their peak of memory."""
-    cuda = session.sizes.cuda
-    _set(model, way, ours, cuda)
-    vocab = min(config["vocab_size"] for _, config in session.sizes.models.values())
-    few = batch_of(way.longest, way.layout.replace("padded", "concat"), vocab)
-    few = few.to(session.sizes.device)
-    with torch.no_grad():
-        loss = float(way.loss(model, way.inputs(few), few))
-    if not cuda:
-        _step(model, way, way.batches[0], way.inputs(way.batches[0]))
-        return {"loss": loss}
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before, peak = torch.cuda.memory_allocated(), 0
-    for i in range(WARM):
-        batch = way.batches[i % len(way.batches)]
-        _step(model, way, batch, way.inputs(batch))
-        torch.cuda.synchronize()
-        peak = max(peak, torch.cuda.max_memory_allocated() - before)
-    return {"loss": loss, "peak_gib": peak / 2**30}
-
-
-def _timed(session: Session, model: Any, way: Way, ours: str) -> None:
-    """One step on the next batch; its time counts from an idle device to an idle device."""
-    _set(model, way, ours, session.sizes.cuda)
-    batch = way.batches[len(way.seconds) % len(way.batches)]
-    inputs = way.inputs(batch)
-    if session.sizes.cuda:
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    _step(model, way, batch, inputs)
-    if session.sizes.cuda:
-        torch.cuda.synchronize()
-    way.seconds.append(time.perf_counter() - start)
-    way.pairs += batch.num_examples
-    way.tokens += int(batch.lengths.sum())
-    way.work += operations(model.config, batch, way)
-
-
-def operations(config: Any, batch: Any, way: Way) -> float:
-    """Operations of the products and of causal attention that a step does, forward and backward.
-
-    Tiles of the head that packstore computes twice count once.
+    Those with compiled layers need a process that has compiled nothing: torch runs a layer without
+    a word in eager mode once it has compiled it for eight layouts, dtypes or grad modes.
     """
-    q_width = config.num_attention_heads * config.head_dim
-    kv_width = config.num_key_value_heads * config.head_dim
-    width, layers = config.hidden_size, config.num_hidden_layers
-    layer = width * (2 * q_width + 2 * kv_width + 3 * config.intermediate_size)
-    keys = batch.cu_seqlens_k.diff().double()
-    queries = batch.cu_seqlens.diff().double()
-    tokens, rows = float(batch.num_tokens), float(len(batch.target_index))
-    if way.padded:
-        keys = queries = torch.full_like(keys, float(batch.max_seqlen_k))
-        tokens = rows = float(len(keys)) * batch.max_seqlen_k
-    elif way.name == "padding_free":
-        rows = tokens
-    pairs = float((queries * keys - queries * (queries - 1) / 2).sum())
-    head = rows * width * config.vocab_size
-    return 6 * (tokens * layers * layer + head) + 12 * layers * pairs * q_width
+    name, end = f"{model}/{profile}/{tokens}", "/compiled" if compiled else ""
+    cases = {f"{name}/{way}{end}": way for way in ways}
+    cases = {case: way for case, way in cases.items() if session.only.search(case)}
+    if not cases or all("ms" in session.cases.get(case, {}) for case in cases):
+        return  # nothing was asked for, or a process before this one has done it
+    trial = Trial(session, model, profile, tokens, compiled)
+    ready = {c: w for c, w in cases.items() if session.case(c, partial(trial.warm, w), 8)}
+    for _ in range(session.sizes.rounds):
+        for case, way in list(ready.items()):
+            if session.left < 3:
+                break
+            try:
+                trial.round(way)
+            except Exception as error:  # the other ways go on
+                session.update(case, failure(error))
+                del ready[case]
+    timed = {case: way for case, way in ready.items() if way in trial.seconds}
+    if {OURS, SAME_HEAD} <= set(timed.values()):
+        session.case(f"{name}/ratio to padding-free{end}", trial.ratios, seconds=-60)
+    for case, way in timed.items():
+        session.update(case, trial.figures(way))
+    losses = [session.cases[case]["loss"] for case in ready]
+    if len(losses) > 1:
+        spread = max(losses) - min(losses)
+        same = {"right": spread < 0.01, "spread": spread, "ways": len(losses)}
+        session.case(f"{name}/same loss{end}", lambda: same, seconds=-60)
 
 
-def _figures(way: Way, session: Session) -> Figures:
-    total = sum(way.seconds)
-    return {
-        "pairs_per_second": way.pairs / total,
-        "tokens_per_second": way.tokens / total,
-        "ms": 1e3 * statistics.median(way.seconds),
-        "mfu": way.work / total / PEAK if session.sizes.cuda else None,
-        "rounds": len(way.seconds),
-    }
+class Trial:
+    """A model, the pairs of a round, and the times of each way."""
 
+    def __init__(
+        self, session: Session, model: str, profile: str, tokens: int, compiled: bool
+    ) -> None:
+        self.sizes, self.ceilings = session.sizes, session.ceilings
+        self.family, self.config = self.sizes.models[model]
+        self.tokens, self.compiled = tokens, compiled
+        rows = lengths(profile, 4000, self.sizes.longest[profile])
+        volume = self.sizes.micro_batches * self.sizes.tokens[0]  # full micro-batches of ours
+        runs = cut(rows, "shared_prefix", tokens)[: -(-volume // tokens)]
+        self.rows = np.concatenate(runs)
+        self.seconds: dict[str, list[float]] = {}
+        self.made: dict[str, list[Any]] = {}
 
-def _same_loss(session: Session, name: str, ready: list[Way]) -> None:
-    """All ways give the same loss on the same pairs, up to rounding."""
+    @cached_property
+    def model(self) -> Any:
+        from packstore.torch import compile_layers, use_packed_attention
 
-    def compare() -> Figures:
-        own = {
-            n: c["loss"]
-            for n, c in session.cases.items()
-            if n.startswith(name + "/") and "loss" in c
+        model = use_packed_attention(make_model(self.family, self.config, self.sizes))
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        self.packed = model.config._attn_implementation
+        if self.compiled:
+            compile_layers(model, **({} if self.sizes.cuda else {"backend": "eager"}))
+        return model
+
+    def batches(self, way: str) -> list[Any]:
+        """The pairs of a round as batches on the device."""
+        packing = way.partition("/")[0]
+        if packing not in self.made:
+            runs = cut(self.rows, packing, self.tokens)
+            self.made[packing] = [self._batch(run, packing) for run in runs]
+        return self.made[packing]
+
+    def _batch(self, rows: np.ndarray, packing: str) -> Any:
+        layout = "shared_prefix" if packing == "shared_prefix" else "concat"
+        return batch_of(rows, layout, self.config["vocab_size"]).to(self.sizes.device)
+
+    def loss(self, way: str, batch: Any) -> Tensor:
+        """The DPO loss of a batch, with a reference of log-probs 0."""
+        from packstore.torch import PreferenceLoss, StepDivisor, packed_logps
+
+        packing, _, head = way.partition("/")
+        padded = packing.startswith("padded")
+        model = self.model
+        wanted = "sdpa" if padded else self.packed
+        if model.config._attn_implementation != wanted:
+            model.set_attn_implementation(wanted)
+        if head in ("triton", "eager"):
+            backend = head if self.sizes.cuda else "eager"
+            sums = packed_logps(model, batch, backend=backend)
+        else:
+            rows, ids = batch.targets.rows, batch.targets.ids
+            owners = batch.segment_ids[rows]
+            inputs = batch.model_inputs("padded" if padded else "hf")
+            seen = (owners, batch.position_ids[rows]) if padded else (0, rows)
+            logps = self._head(head, inputs, seen, ids)
+            sums = logps.new_zeros(batch.num_segments).index_add(0, owners, logps)
+        divisor = StepDivisor(float(batch.num_examples))
+        loss_fn = PreferenceLoss("dpo", beta=0.1)
+        return loss_fn(sums, batch, torch.zeros_like(sums), divisor=divisor).loss
+
+    def _head(self, head: str, inputs: dict[str, Any], seen: Any, ids: Tensor) -> Tensor:
+        if head == "logits":
+            logps = self.model(**inputs).logits.float().log_softmax(-1)[seen]
+            return logps.gather(-1, ids[:, None]).squeeze(-1)
+        hidden = self.model.model(**inputs).last_hidden_state[seen]
+        return trl_head(hidden, self.model.lm_head.weight, ids)
+
+    def step(self, way: str, batch: Any) -> float:
+        """Forward and backward; returns the loss once the device is idle."""
+        loss = self.loss(way, batch)
+        loss.backward()
+        return float(loss.detach())
+
+    def warm(self, way: str) -> Figures:
+        """The loss of the same few pairs; a round to warm up, and its peak of memory."""
+        loss = self.step(way, self._batch(self.rows[:4], way.partition("/")[0]))
+        if self.sizes.cuda:
+            torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        self.round(way)
+        del self.seconds[way]
+        peak = torch.cuda.max_memory_allocated() - before
+        return {"loss": loss, "peak_gib": peak / 2**30, **self._compiled()}
+
+    def _compiled(self) -> Figures:
+        """Counts the compiled frames; raises if one was left to run without the compiler."""
+        if not self.compiled:
+            return {}
+        from torch._dynamo.utils import counters
+
+        frames, breaks = counters["frames"], sum(counters["graph_break"].values())
+        if not 0 < frames["total"] == frames["ok"]:
+            raise RuntimeError(f"{frames['ok']} of {frames['total']} frames were compiled")
+        return {"frames": frames["total"], "graph_breaks": breaks}
+
+    def round(self, way: str) -> None:
+        """Times all pairs, step by step: each begins and ends with an idle device."""
+        for batch in self.batches(way):
+            start = time.perf_counter()
+            self.step(way, batch)
+            self.seconds.setdefault(way, []).append(time.perf_counter() - start)
+        self._compiled()
+
+    def rate(self, way: str) -> float:
+        """Pairs a second."""
+        steps = self.seconds[way]
+        return len(self.rows) * len(steps) / len(self.batches(way)) / sum(steps)
+
+    def work(self, way: str) -> list[Work]:
+        """What must be done for each batch."""
+        packing, _, head = way.partition("/")
+        counted = []
+        for batch in self.batches(way):
+            queries, keys = (x.diff().cpu() for x in (batch.cu_seqlens, batch.cu_seqlens_k))
+            if packing.startswith("padded"):
+                queries = keys = torch.full_like(keys, batch.max_seqlen_k)
+            counts = (queries, keys, len(batch.targets.ids), head)
+            counted.append(work(self.family, self.config, *counts))
+        return counted
+
+    def expected(self, way: str) -> float:
+        """Pairs a second, by counting, at the measured ceilings."""
+        return len(self.rows) / sum(w.seconds(self.ceilings) for w in self.work(way))
+
+    def ratios(self) -> Figures:
+        """The rate of shared prefixes over that of every other way; the one with its head first."""
+        others = [way for way in self.seconds if way != OURS]
+        measured = {f"over {way}": self.rate(OURS) / self.rate(way) for way in others}
+        same = {f"over {SAME_HEAD}": self.expected(OURS) / self.expected(SAME_HEAD)}
+        return {**measured, **({} if self.compiled else {"expected": same})}
+
+    def figures(self, way: str) -> Figures:
+        steps = self.seconds[way]
+        rounds = len(steps) / len(self.batches(way))
+        needed = sum(w.needed for w in self.work(way)) * rounds
+        measured = {
+            "pairs_per_second": self.rate(way),
+            "ms": 1e3 * statistics.median(steps),
+            "mfu": needed / sum(steps) / PEAK if self.sizes.cuda else None,
+            "steps": len(steps),
         }
-        spread = max(own.values()) - min(own.values())
-        return {"right": spread < 0.01, "spread": spread, "ways": len(own)}
-
-    if ready:
-        session.case(f"{name}/same loss", compare, seconds=0)
+        if self.compiled or way.startswith("padded"):
+            return measured
+        return {**measured, "expected": {"pairs_per_second": self.expected(way)}}
 
 
-def _optimizer(session: Session, model: Any, rows: np.ndarray, tokens: int, ours: str) -> Figures:
-    """A step of AdamW, fused on a GPU as ``train`` has it."""
-    from gpu.right import seconds_of
+def trl_head(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
+    """Log-probs `[n]` by TRL's chunked head."""
+    from trl.kernels import ChunkedLogProbFunction
 
-    cuda = session.sizes.cuda
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-9, fused=cuda)
-    return {"ms": 1e3 * seconds_of(optimizer.step, cuda, times=5)}
-
-
-def _reference(session: Session, model: Any, rows: np.ndarray, tokens: int, ours: str) -> Figures:
-    """The forward pass that an online reference adds to each step; stored log-probs add none."""
-    from gpu.right import seconds_of
-    from packstore.torch import packed_logps
-
-    found = {}
-    for layout in ("concat", "shared_prefix"):
-        way = Way(layout, False, _batches(rows, layout, tokens, session)[:1], rows[:1])
-        _set(model, way, ours, session.sizes.cuda)
-        with torch.no_grad():
-            work = lambda w=way: packed_logps(model, w.batches[0])  # noqa: E731
-            found[f"{layout}_ms"] = 1e3 * seconds_of(work, session.sizes.cuda, times=5)
-    return found
+    return ChunkedLogProbFunction.apply(hidden, weight, None, ids, 1.0, TRL_COLUMNS, None, 1.0, ())[
+        0
+    ]

@@ -1,22 +1,19 @@
-"""Stage 3: where the time of a step goes, and each part beside its peers.
-
-A profile by kernel; the head beside TRL's, Liger's, Apple's and a compiled chunked one; attention
-kernels by segment length; the gather of shared keys and values.
-"""
+"""What the device can do, where the time of a step goes, and each part beside its peers."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from provenance import provenance
 from torch import Tensor
 
-from gpu.fast import packed_loss
-from gpu.right import seconds_of
+from gpu.fast import OURS, Trial, trl_head
+from gpu.predictions import HEADS, Work
 from gpu.right_kernels import distance
 from gpu.session import Figures, Session
-from gpu.sizes import batch_of, cut, lengths, make_model
 
 SORTS = {
     "products": ("gemm", "nvjet", "cutlass", "xmma", "mm_", "splitk", "::mm", "addmm"),
@@ -26,90 +23,103 @@ SORTS = {
 """Kinds of kernels, by parts of their names; all others count as elementwise."""
 
 
-def stage(session: Session) -> None:
-    """The head first, as its peers are the question; the profiles, then attention."""
-    for vocab, width in session.sizes.head_shapes[::-1]:
-        heads(session, vocab, width)
-    for model_name in session.sizes.models:
-        for layout in ("shared_prefix", "concat"):
-            session.case(
-                f"profile/{model_name}/{layout}",
-                lambda m=model_name, lay=layout: profile(session, m, lay),
-                seconds=15,
-            )
-    gathers(session)
-    kernels(session)
+def device(session: Session) -> None:
+    """Machine and versions; the rates of a copy and of a bfloat16 product, for all expectations."""
+    session.case("about", lambda: about(session))
+    session.case("ceilings", lambda: ceilings(session))
 
 
-def profile(session: Session, model_name: str, layout: str) -> Figures:
+def about(session: Session) -> Figures:
+    packages = "torch transformers accelerate triton numpy pyarrow trl liger-kernel"
+    found: Figures = {"device": "cpu"}
+    if session.sizes.cuda:
+        card = torch.cuda.get_device_properties(0)
+        found = {
+            "device": card.name,
+            "capability": f"{card.major}.{card.minor}",
+            "memory_gib": card.total_memory / 2**30,
+            "cuda": torch.version.cuda,
+        }
+    return {**found, **provenance(*packages.split())}
+
+
+def ceilings(session: Session) -> Figures:
+    device, size = session.sizes.device, 8192 if session.sizes.cuda else 128
+    a, b = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
+    source = torch.empty(size * size * 8, device=device, dtype=torch.int64)
+    target = torch.empty_like(source)
+    product = seconds_of(lambda: torch.mm(a, b), session.sizes.cuda)
+    copy = seconds_of(lambda: target.copy_(source), session.sizes.cuda)
+    return {
+        "product_tflops": 2 * size**3 / product / 1e12,
+        "copy_tb_per_second": 2 * source.nbytes / copy / 1e12,
+    }
+
+
+def seconds_of(work: Callable[[], Any], cuda: bool, times: int = 10, warm: int = 3) -> float:
+    """Median seconds of a call, on the device's clock."""
+    for _ in range(warm if cuda else 1):
+        work()
+    found = []
+    for _ in range(times if cuda else 1):
+        if cuda:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            work()
+            end.record()
+            end.synchronize()
+            found.append(begin.elapsed_time(end) / 1e3)
+        else:
+            start = time.perf_counter()
+            work()
+            found.append(time.perf_counter() - start)
+    return sorted(found)[len(found) // 2]
+
+
+def profiles(session: Session) -> None:
+    """Each model with shared prefixes."""
+    for model in session.sizes.models:
+        session.case(f"profile/{model}/{OURS}", lambda m=model: profile(session, m), seconds=10)
+
+
+def profile(session: Session, model: str) -> Figures:
     """One step of forward and backward by kernel: the 20 longest, and the share of each kind."""
-    from packstore.torch import use_packed_attention
-
-    sizes = session.sizes
-    family, config = sizes.models[model_name]
-    model = use_packed_attention(make_model(family, config, sizes))
-    rows = next(cut(lengths("hh", 400, sizes.longest), layout, sizes.tokens[0]))
-    batch = batch_of(rows, layout, config["vocab_size"]).to(sizes.device)
-
-    def step() -> None:
-        packed_loss(model, {}, batch).backward()
-
-    for _ in range(3 if sizes.cuda else 1):
-        step()
+    cuda = session.sizes.cuda
+    trial = Trial(session, model, "hh", session.sizes.tokens[0], compiled=False)
+    batch = trial.batches(OURS)[0]
+    for _ in range(3 if cuda else 1):
+        trial.step(OURS, batch)
     kinds = torch.profiler.ProfilerActivity
-    with torch.profiler.profile(activities=[kinds.CPU, *([kinds.CUDA] if sizes.cuda else [])]) as p:
-        step()
-        if sizes.cuda:
-            torch.cuda.synchronize()
-    if sizes.cuda:  # kernels only: an operator's time is that of its kernels
-        found = [e for e in p.key_averages() if e.device_type.name == "CUDA"]
-        times = {e.key: e.self_device_time_total for e in found}
-        counts = {e.key: e.count for e in found}
-    else:
-        times = {e.key: e.self_cpu_time_total for e in p.key_averages()}
-        counts = {e.key: e.count for e in p.key_averages()}
+    with torch.profiler.profile(activities=[kinds.CPU, *([kinds.CUDA] if cuda else [])]) as p:
+        trial.step(OURS, batch)
+    # On a GPU kernels only: an operator's time is that of its kernels.
+    found = [e for e in p.key_averages() if not cuda or e.device_type.name == "CUDA"]
+    times = {e.key: e.self_device_time_total if cuda else e.self_cpu_time_total for e in found}
+    counts = {e.key: e.count for e in found}
     total = sum(times.values()) or 1
     shares = dict.fromkeys((*SORTS, "elementwise"), 0.0)
-    for name, time in times.items():
+    for name, took in times.items():
         sort = next((s for s, parts in SORTS.items() if any(x in name for x in parts)), None)
-        shares[sort or "elementwise"] += time / total
+        shares[sort or "elementwise"] += took / total
     longest = sorted(times, key=lambda name: -times[name])[:20]
     table = [(name[:100], times[name] / 1e3, counts[name]) for name in longest]
-    for name, ms, count in table[: 20 if sizes.cuda else 3]:
+    for name, ms, count in table[: 20 if cuda else 3]:
         print(f"           {ms:8.3f} ms {count:5} x {name}")
     return {"ms": total / 1e3, "kernels": sum(counts.values()), "shares": shares, "table": table}
 
 
-def _routes(session: Session) -> dict[str, Callable[..., Tensor]]:
+def routes(cuda: bool) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
     """Ways from hidden `[n, H]`, weight `[V, H]` and targets `[n]` to log-probs `[n]`."""
     from packstore.torch.logprobs.fused_head import HeadLogProbs
-    from packstore.torch.logprobs.tiles import Projection, default_chunk
+    from packstore.torch.logprobs.tiles import GPU_CHUNK, Projection
 
-    cuda = session.sizes.cuda
-
-    def ours(chunk: int, backend: str = "eager") -> Callable[..., Tensor]:
+    def ours(chunk: int, backend: str) -> Callable[..., Tensor]:
         how = Projection(chunk_size=chunk, backend=backend)
         return lambda h, w, t: HeadLogProbs.apply(h, w, None, t, how)
-
-    def default(h: Tensor, w: Tensor, t: Tensor) -> Tensor:
-        return ours(default_chunk(h.device))(h, w, t)
 
     def logits(h: Tensor, w: Tensor, t: Tensor) -> Tensor:
         made = (h @ w.T).float()
         return made.gather(-1, t[:, None]).squeeze(-1) - made.logsumexp(-1)
-
-    compiled = torch.compile(logits, dynamic=True, backend="inductor" if cuda else "eager")
-
-    def chunked(h: Tensor, w: Tensor, t: Tensor) -> Tensor:
-        from torch.utils.checkpoint import checkpoint
-
-        parts = zip(h.split(1024), t.split(1024), strict=True)
-        return torch.cat([checkpoint(compiled, a, w, b, use_reentrant=False) for a, b in parts])
-
-    def trl(h: Tensor, w: Tensor, t: Tensor) -> Tensor:
-        from trl.kernels import ChunkedLogProbFunction
-
-        return ChunkedLogProbFunction.apply(h, w, None, t, 1.0, len(w), None, 1.0, ())[0]
 
     def liger(h: Tensor, w: Tensor, t: Tensor) -> Tensor:
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
@@ -121,137 +131,101 @@ def _routes(session: Session) -> dict[str, Callable[..., Tensor]]:
 
         return -linear_cross_entropy(h, w, t, reduction="none")
 
+    triton = "triton" if cuda else "eager"
+    kernels = {"liger cross entropy, sum": liger, "cut cross entropy": apple}
     return {
-        "packstore": default,
-        "trl": trl,
-        "compiled_chunked": chunked,
+        "triton": ours(GPU_CHUNK, triton),
+        "eager": ours(GPU_CHUNK, "eager"),
+        "trl": trl_head,
         "logits": logits,
-        "liger_cross_entropy_sum": liger,
-        "cut_cross_entropy": apple,
-        **({"packstore triton": ours(2**26, "triton")} if cuda else {}),
-        **{f"packstore 2^{k}": ours(2**k) for k in ((23, 25, 26, 27) if cuda else (8,))},
+        **(kernels if cuda else {}),
+        **{f"tiles of 2^{k}": ours(2**k, triton) for k in (23, 25, 27)},
     }
 
 
-def heads(session: Session, vocab: int, width: int) -> None:
-    """Forward and backward of each route: time, peak of memory, error against float64."""
-    sizes = session.sizes
-    n = sizes.head_tokens[-2]
-
-    def measure(route: Callable[..., Tensor]) -> Figures:
-        generator = torch.Generator(sizes.device).manual_seed(0)
-        kind = {"generator": generator, "device": sizes.device}
-        hidden = torch.randn(n, width, **kind).to(sizes.dtype).requires_grad_()
-        weight = (torch.randn(vocab, width, **kind) * width**-0.5 * 4).to(sizes.dtype)
-        weight.requires_grad_()
-        targets = torch.randint(vocab, (n,), **kind)
-        up = torch.rand(n, **kind)
-
-        def step() -> Tensor:
-            hidden.grad = weight.grad = None
-            out = route(hidden, weight, targets)
-            (out * up).sum().backward() if out.ndim else out.backward()
-            return out.detach()
-
-        out = step()
-        figures: Figures = {}
-        if sizes.cuda:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            step()
-            torch.cuda.synchronize()
-            figures["peak_mib"] = (torch.cuda.max_memory_allocated() - before) / 2**20
-        if out.ndim:
-            with torch.no_grad():
-                exact = hidden[:64].double() @ weight.double().T
-                wanted = exact.gather(-1, targets[:64, None]).squeeze(-1) - exact.logsumexp(-1)
-            figures["error"] = distance(out[:64], wanted)
-        return {"ms": 1e3 * seconds_of(step, sizes.cuda), **figures}
-
-    for name, route in _routes(session).items():
-        session.case(f"head/{vocab}x{width}/{name}", lambda r=route: measure(r), seconds=5)
-
-
-def gathers(session: Session) -> None:
-    """Keys and values of shared prefixes: the gather, and the sum of their gradients."""
-    sizes = session.sizes
-
-    def measure(tokens: int, profile: str, heads: int, size: int) -> Figures:
-        rows = next(cut(lengths(profile, tokens // 4, sizes.longest), "shared_prefix", tokens))
-        layout = batch_of(rows, "shared_prefix", 100).to(sizes.device).layout
-        shape = (layout.num_queries, heads, size)
-        keys = torch.randn(shape, device=sizes.device).to(sizes.dtype).requires_grad_()
-        up = torch.randn_like(layout.keys(keys).detach())
-        forward = seconds_of(lambda: layout.keys(keys), sizes.cuda)
-        both = seconds_of(lambda: torch.autograd.grad(layout.keys(keys), keys, up), sizes.cuda)
-        moved = 2 * up.nbytes
-        return {
-            "forward_us": 1e6 * forward,
-            "backward_us": 1e6 * (both - forward),
-            "forward_tb_per_second": moved / forward / 1e12,
-        }
-
-    for _, config in sizes.models.values():
-        heads, size = config["num_key_value_heads"], config["head_dim"]
-        for tokens in sizes.tokens:
-            for profile in sizes.profiles:
+def heads(session: Session, tiles: bool) -> None:
+    """Forward and backward of each route, or of other sizes of tiles, by shape of the head."""
+    for vocab, width in session.sizes.head_shapes:
+        for name, route in routes(session.sizes.cuda).items():
+            if name.startswith("tiles") == tiles:
                 session.case(
-                    f"gather/{profile}/{tokens}/{heads} heads of {size}",
-                    lambda t=tokens, p=profile, h=heads, s=size: measure(t, p, h, s),
+                    f"head/{vocab}x{width}/{name}",
+                    lambda n=name, r=route, v=vocab, w=width: _head(session, n, r, v, w),
+                    seconds=5,
                 )
 
 
-def kernels(session: Session) -> None:
+def _head(
+    session: Session, name: str, route: Callable[..., Tensor], vocab: int, width: int
+) -> Figures:
+    """Time, peak of memory, error against float64."""
+    sizes, n = session.sizes, session.sizes.head_tokens[1]
+    generator = torch.Generator(sizes.device).manual_seed(0)
+    kind = {"generator": generator, "device": sizes.device}
+    hidden = torch.randn(n, width, **kind).to(sizes.dtype).requires_grad_()
+    weight = (torch.randn(vocab, width, **kind) * width**-0.5 * 4).to(sizes.dtype)
+    weight.requires_grad_()
+    targets = torch.randint(vocab, (n,), **kind)
+    up = torch.rand(n, **kind)
+
+    def step() -> Tensor:
+        hidden.grad = weight.grad = None
+        out = route(hidden, weight, targets)
+        (out * up).sum().backward() if out.ndim else out.backward()
+        return out.detach()
+
+    out = step()
+    figures: Figures = {}
+    if sizes.cuda:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step()
+        torch.cuda.synchronize()
+        figures["peak_mib"] = (torch.cuda.max_memory_allocated() - before) / 2**20
+    if out.ndim:
+        with torch.no_grad():
+            exact = hidden[:64].double() @ weight.double().T
+            wanted = exact.gather(-1, targets[:64, None]).squeeze(-1) - exact.logsumexp(-1)
+        figures["error"] = distance(out[:64], wanted)
+    if name in HEADS:
+        times, passes = HEADS[name]
+        counted = Work(0, 2 * n * vocab * width, 0, times, n * vocab * passes)
+        figures["expected"] = {"ms": 1e3 * counted.seconds(session.ceilings)}
+    return {"ms": 1e3 * seconds_of(step, sizes.cuda), **figures}
+
+
+def attention(session: Session) -> None:
     """Attention by segment length: operations a second of causal attention, forward + backward."""
     from packstore.torch.attention import ATTENTION, Settings
+    from packstore.torch.batch.layout import AttentionLayout
 
     sizes = session.sizes
     total = sizes.tokens[-1]
     heads, kv_heads, size = sizes.heads[0]
 
-    def inputs() -> tuple[list[Tensor], Tensor]:
-        shapes = [(total, n, size) for n in (heads, kv_heads, kv_heads, heads)]
-        *qkv, up = (torch.randn(s, device=sizes.device).to(sizes.dtype) for s in shapes)
-        return [x.requires_grad_() for x in qkv], up
-
-    def packed(backend: str, length: int) -> Figures:
-        from packstore.torch.batch.layout import AttentionLayout
-
+    def rate(backend: str, length: int) -> Figures:
         ends = torch.arange(0, total + 1, length, dtype=torch.int32, device=sizes.device)
         layout = AttentionLayout(ends, ends, length, length, total)
         attend = ATTENTION.load(backend)
-        qkv, up = inputs()
-        return rate(lambda: attend(*qkv, layout, Settings(size**-0.5)), qkv, up, length)
+        shapes = [(total, n, size) for n in (heads, kv_heads, kv_heads, heads)]
+        *qkv, up = (torch.randn(s, device=sizes.device).to(sizes.dtype) for s in shapes)
+        qkv = [x.requires_grad_() for x in qkv]
 
-    def cudnn(length: int) -> Figures:
-        from torch.nn.attention import SDPBackend, sdpa_kernel
+        def forward() -> Tensor:
+            return attend(*qkv, layout, Settings(size**-0.5))
 
-        qkv, up = inputs()
-        kind = SDPBackend.CUDNN_ATTENTION if sizes.cuda else SDPBackend.MATH
-
-        def attend() -> Tensor:
-            rows = [x.view(-1, length, x.shape[1], size).transpose(1, 2) for x in qkv]
-            with sdpa_kernel(kind):
-                out = torch.nn.functional.scaled_dot_product_attention(
-                    *rows, is_causal=True, enable_gqa=True
-                )
-            return out.transpose(1, 2).reshape(up.shape)
-
-        return rate(attend, qkv, up, length)
-
-    def rate(attend: Callable[[], Any], qkv: list[Tensor], up: Tensor, length: int) -> Figures:
+        one = seconds_of(forward, sizes.cuda)
+        both = seconds_of(lambda: torch.autograd.grad(forward(), qkv, up), sizes.cuda)
         work = total // length * (length * (length + 1) / 2) * heads * size * 4
-        forward = seconds_of(attend, sizes.cuda)
-        both = seconds_of(lambda: torch.autograd.grad(attend(), qkv, up), sizes.cuda)
         return {
-            "forward_ms": 1e3 * forward,
+            "forward_ms": 1e3 * one,
             "both_ms": 1e3 * both,
-            "forward_tflops": work / forward / 1e12,
+            "forward_tflops": work / one / 1e12,
             "both_tflops": 3.5 * work / both / 1e12,
         }
 
     for length in (128, 512, 2048, 8192) if sizes.cuda else (32,):
-        session.case(f"attention/cudnn dense/{length}", lambda n=length: cudnn(n))
         for backend in sizes.backends:
-            session.case(f"attention/{backend}/{length}", lambda b=backend, n=length: packed(b, n))
+            told = f"attention by length/{backend}/{length}"
+            session.case(told, lambda b=backend, n=length: rate(b, n))

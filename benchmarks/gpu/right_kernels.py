@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -36,11 +37,8 @@ def verdict(
     errors = {name: distance(found[name], exact[name]) for name in exact}
     allowed = {name: max(2 * distance(plain[name], exact[name]), FLOOR) for name in exact}
     right = all(e <= min(LIMIT, allowed[n]) for n, e in errors.items())
-    return {"right": right, "errors": errors, "over_plain": _ratios(errors, allowed)}
-
-
-def _ratios(errors: dict[str, float], allowed: dict[str, float]) -> dict[str, float]:
-    return {name: 2 * error / allowed[name] for name, error in errors.items()}
+    over_plain = {name: 2 * error / allowed[name] for name, error in errors.items()}
+    return {"right": right, "errors": errors, "over_plain": over_plain}
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, layout: Any, window: int | None, scale: float) -> Tensor:
@@ -82,7 +80,7 @@ def layouts(sizes: Sizes) -> dict[str, Any]:
     """Layouts of rows: both of packstore, key runs of any length, empty segments, fixed shapes."""
     from packstore.torch import pad_batch
 
-    rows = next(cut(lengths("hh", 100, sizes.row // 4), "concat", sizes.row))
+    rows = cut(lengths("hh", 100, sizes.row // 4), "concat", sizes.row)[0]
     found = {}
     for name in ("concat", "shared_prefix"):
         batch = batch_of(rows, name, 100)
@@ -102,135 +100,92 @@ def run(attend: Callable[..., Tensor], tensors: list[Tensor], up: Tensor) -> dic
     return dict(zip(("o", "dq", "dk", "dv"), (output.detach(), *grads), strict=True))
 
 
-def attention(session: Session) -> None:
-    """Every backend, layout, head size and window, forward and backward, against float32."""
+def attention(
+    session: Session, backends: Iterable[str], heads: Iterable[tuple[int, int, int]]
+) -> None:
+    """Backends on every layout and window, forward and backward, against float32."""
     from packstore.torch.attention import ATTENTION, Settings
 
     sizes = session.sizes
     made = layouts(sizes)
-    known: dict[Any, Any] = {}
 
     def compare(backend: str, name: str, heads: tuple[int, int, int], window: int | None) -> Any:
-        layout, key = made[name], (name, heads, window)
-        scale = heads[2] ** -0.5
-        settings = Settings(scale, window)
-        if key not in known:
-            known.clear()  # one backend after another would need them all
-            generator = torch.Generator(sizes.device).manual_seed(0)
-            shapes = [(layout.num_queries, n, heads[2]) for n in (*heads[:2], heads[1], heads[0])]
-            kind = {"generator": generator, "device": sizes.device}
-            *qkv, up = (torch.randn(shape, **kind).to(sizes.dtype) for shape in shapes)
-            exact = ATTENTION.load("reference")
-            known[key] = (
-                qkv,
-                up,
-                run(lambda *x: plain(*x, layout, window, scale), qkv, up),
-                run(lambda *x: exact(*x, layout, settings), [x.float() for x in qkv], up.float()),
-            )
-        qkv, up, coarse, exact = known[key]
-        attend = ATTENTION.load(backend)
-        return verdict(run(lambda *x: attend(*x, layout, settings), qkv, up), coarse, exact)
+        attend, exact = ATTENTION.load(backend), ATTENTION.load("reference")
+        layout, settings = made[name], Settings(heads[2] ** -0.5, window)
+        qkv, up = random_heads(sizes, layout.num_queries, *heads)
+        return verdict(
+            run(lambda *x: attend(*x, layout, settings), qkv, up),
+            run(lambda *x: plain(*x, layout, window, settings.scale), qkv, up),
+            run(lambda *x: exact(*x, layout, settings), [x.float() for x in qkv], up.float()),
+        )
 
-    absent = _absent(session)
-    there = [backend for backend in sizes.backends if backend not in absent]
-    for flex in (False, True):  # it compiles for each head size: the first one only, and last
-        for heads in sizes.heads[: 1 if flex else None]:
-            for name in made:
-                for window in (None, sizes.window):
-                    for backend in (b for b in there if (b == "flex") == flex):
-                        told = f"attention/{backend}/{name}/{heads}/window {window}"
-                        session.case(
-                            told, lambda b=backend, n=name, h=heads, w=window: compare(b, n, h, w)
-                        )
-
-
-def _absent(session: Session) -> dict[str, str]:
-    """Backends whose packages are not installed, with the reason; recorded."""
-    from packstore.torch.attention import ATTENTION
-
-    absent = {}
-    for backend in session.sizes.backends:
+    for backend in backends:
         try:
             ATTENTION.load(backend)
-        except ImportError as error:
-            absent[backend] = str(error)[:100]
-    session.case("backends absent", lambda: absent)
-    return absent
+        except ImportError:  # recorded once, not for each case
+            session.case(f"attention/{backend}", lambda b=backend: ATTENTION.load(b))
+            continue
+        for shape in heads:
+            for name in made:
+                for window in (None, sizes.window):
+                    told = f"attention/{backend}/{name}/{shape}/window {window}"
+                    args = (backend, name, shape, window)
+                    session.case(told, partial(compare, *args))
 
 
-def deterministic(session: Session) -> None:
+def random_heads(
+    sizes: Sizes, tokens: int, heads: int, kv_heads: int, size: int
+) -> tuple[list[Tensor], Tensor]:
+    """Queries, keys and values, and the gradient of the output."""
+    generator = torch.Generator(sizes.device).manual_seed(0)
+    kind = {"generator": generator, "device": sizes.device}
+    shapes = [(tokens, n, size) for n in (heads, kv_heads, kv_heads, heads)]
+    *qkv, up = (torch.randn(shape, **kind).to(sizes.dtype) for shape in shapes)
+    return qkv, up
+
+
+def deterministic(session: Session, backends: Iterable[str]) -> None:
     """The same bits twice, forward and backward, with deterministic algorithms."""
     from packstore.torch.attention import ATTENTION, Settings
 
     sizes = session.sizes
-    heads, kv_heads, size = sizes.heads[0]
+    *heads, size = sizes.heads[0]
 
     def twice(backend: str) -> Figures:
-        layout = batch_of(
-            next(cut(lengths("hh", 100, sizes.row // 4), "concat", sizes.row)), "shared_prefix", 100
-        )
-        layout = layout.to(sizes.device).layout
+        layout = layouts(sizes)["shared_prefix"]
         attend = ATTENTION.load(backend)
-        shapes = [(layout.num_queries, n, size) for n in (heads, kv_heads, kv_heads, heads)]
-        *qkv, up = (torch.randn(s, device=sizes.device).to(sizes.dtype) for s in shapes)
+        qkv, up = random_heads(sizes, layout.num_queries, *heads, size)
         torch.use_deterministic_algorithms(True)
         try:
-            both = [
+            one, two = (
                 run(lambda *x: attend(*x, layout, Settings(size**-0.5)), qkv, up) for _ in range(2)
-            ]
+            )
         finally:
             torch.use_deterministic_algorithms(False)
-        same = {name: bool(torch.equal(both[0][name], both[1][name])) for name in both[0]}
+        same = {name: bool(torch.equal(one[name], two[name])) for name in one}
         return {"right": all(same.values()), **same}
 
-    for backend in sizes.backends:
-        if backend != "flex":
-            session.case(f"deterministic/{backend}", lambda b=backend: twice(b))
+    for backend in backends:
+        session.case(f"deterministic/{backend}", partial(twice, backend))
 
 
-def native_groups(session: Session) -> None:
-    """Reports if torch's kernel takes grouped queries without a Python argument for them."""
-    from packstore.torch.attention import torch_varlen
-
-    def ask() -> Figures:
-        layout = ragged("cuda")
-        shapes = [(layout.num_queries, n, 64) for n in (8, 2, 2, 8)]
-        *qkv, up = (torch.randn(s, device="cuda").to(torch.bfloat16) for s in shapes)
-        ends = (layout.cu_seqlens_q, layout.cu_seqlens_k, layout.max_seqlen_q, layout.max_seqlen_k)
-
-        def native(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            call = torch_varlen.varlen.varlen_attn
-            return call(q, layout.keys(k), layout.keys(v), *ends, scale=0.125, window_size=(-1, 0))
-
-        def repeated(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return native(q, k.repeat_interleave(4, 1), v.repeat_interleave(4, 1))
-
-        wanted = run(repeated, qkv, up)
-        found = run(native, qkv, up)
-        return {name: distance(found[name], wanted[name]) for name in found}
-
-    if session.sizes.cuda and not torch_varlen.GROUPS:
-        session.case("grouped queries without a flag (an error here says: not taken)", ask)
+HEADS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "softcap": {"softcap": 30.0},
+    "bias": {"bias": True},
+    "frozen": {"frozen": True},
+    "autocast": {"autocast": True},
+    "float32": {"dtype": torch.float32},
+}
 
 
-def head(session: Session) -> None:
+def head(session: Session, tokens: Iterable[int], ways: Iterable[str]) -> None:
     """Log-probs and gradients of the head, against float64."""
-    sizes = session.sizes
-    ways = {
-        "plain": {},
-        "softcap": {"softcap": 30.0},
-        "bias": {"bias": True},
-        "frozen": {"frozen": True},
-        "autocast": {"autocast": True},
-        "float32": {"dtype": torch.float32},
-    }
-    if sizes.cuda:
-        ways |= {f"triton {n}": {**w, "backend": "triton"} for n, w in ways.items()}
-    for n in sizes.head_tokens:
-        for name, how in ways.items():
-            few = name not in ("plain", "triton plain") and n not in (7, sizes.head_tokens[-2])
-            if not few:
-                session.case(f"head/{n} tokens/{name}", lambda n=n, how=how: _head(session, n, how))
+    for n in tokens:
+        for way in ways:
+            for backend in ("eager", "triton") if session.sizes.cuda else ("eager",):
+                how = {**HEADS[way], "backend": backend}
+                session.case(f"head/{n} tokens/{backend} {way}", partial(_head, session, n, how))
 
 
 def _head(session: Session, n: int, how: dict[str, Any]) -> Figures:
@@ -238,7 +193,7 @@ def _head(session: Session, n: int, how: dict[str, Any]) -> Figures:
     from packstore.torch.logprobs.tiles import Projection, default_chunk
 
     sizes = session.sizes
-    vocab, width = sizes.head_shapes[-2 if len(sizes.head_shapes) > 1 else 0]
+    vocab, width = sizes.head_shapes[0]
     dtype = torch.float32 if how.get("autocast") else how.get("dtype", sizes.dtype)
     generator = torch.Generator(sizes.device).manual_seed(0)
     kind = {"generator": generator, "device": sizes.device}
@@ -251,7 +206,7 @@ def _head(session: Session, n: int, how: dict[str, Any]) -> Figures:
     chunk = default_chunk(torch.device(sizes.device)) if sizes.cuda else 512
 
     def ours(h: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-        made = Projection(softcap=softcap, chunk_size=chunk, backend=how.get("backend", "eager"))
+        made = Projection(softcap=softcap, chunk_size=chunk, backend=how["backend"])
         return HeadLogProbs.apply(h, w, b, targets, made)
 
     def logits(h: Tensor, w: Tensor, b: Tensor | None) -> Tensor:

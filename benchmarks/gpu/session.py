@@ -5,64 +5,62 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import multiprocessing
 import os
 import re
 import signal
-import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from provenance import provenance
 
-from gpu.predictions import misses
+from gpu.predictions import CEILINGS, misses
 from gpu.sizes import Sizes
 from packstore.errors import MissingExtraError
 
 Figures = dict[str, Any]
 
-GOES_ON = "GPU_SESSION_GOES_ON"
-"""Set in the environment of a process that goes on with a stage."""
-
 LOST = 77
 """Exit code of a process whose device does not answer any more."""
 
-SILENCE = 200
+SILENCE = 150
 """Seconds without a finished case after which a process is killed."""
 
+GRACE = 10
+"""Seconds that a case may be late before its process is killed."""
 
-class OverBudgetError(BaseException):
-    """The time of a case is over; not an Exception, so that no ``except`` inside it holds it up."""
+TRIES = 9
+"""Processes of a part at most."""
+
+GOOD = ("right", "measured")
+BAD = ("unfinished", "WRONG", "FAILED")
+VERDICTS = (*GOOD, "does not fit", "absent", "skipped", *BAD)
 
 
 class Session:
     """The cases of one stage, within a budget of seconds.
 
-    A case is a function that returns figures; ``right`` among them is its verdict. An exception of
-    any class is recorded as the result of its case, and the next one runs. If a case has left the
-    device unusable, the process exits with ``LOST``; :func:`supervise` starts one that goes on.
+    A case is a function that returns figures; ``right`` among them is its verdict, and those under
+    ``expected`` are compared with what was measured. An exception of any class is recorded as the
+    result of its case, and the next one runs. If a case has left the device unusable, the process
+    exits with ``LOST``; :func:`supervise` starts one that goes on.
 
     Args:
-        stage: number of the stage, 1 to 4.
+        stage: number of the stage.
         out: folder of the results; ``stage<N>.json`` is written after each case.
-        budget: seconds after which no case starts.
         sizes: devices and sizes.
         only: a regular expression; cases whose names do not contain it are left out.
+        stop: time at which no case starts any more.
     """
 
-    def __init__(
-        self, stage: int, out: Path, budget: float, sizes: Sizes, only: str | None = None
-    ) -> None:
-        self.stage, self.budget, self.sizes = stage, budget, sizes
-        self.only = re.compile(only or "")
+    def __init__(self, stage: int, out: Path, sizes: Sizes, only: str, stop: float) -> None:
+        self.sizes, self.only, self.stop = sizes, re.compile(only), stop
         self.path = out / f"stage{stage}.json"
-        self.results: Figures = {"stage": stage, "began": time.time(), "cases": {}}
-        if os.environ.get(GOES_ON) and self.path.exists():
+        self.results: Figures = {"stage": stage, "cases": {}}
+        if self.path.exists():
             self.results = json.loads(self.path.read_text(encoding="utf-8"))
-        out.mkdir(parents=True, exist_ok=True)
-        self.write()
 
     @property
     def cases(self) -> dict[str, Figures]:
@@ -71,8 +69,18 @@ class Session:
 
     @property
     def left(self) -> float:
-        """Seconds of the budget that are left."""
-        return self.budget - (time.time() - self.results["began"])
+        """Seconds until no case starts any more."""
+        return self.stop - time.time()
+
+    @property
+    def ceilings(self) -> dict[str, float]:
+        """What the device reached at best in this stage; that of an H100, if it was not asked."""
+        measured = self.cases.get("ceilings", {}) if self.sizes.cuda else {}
+        return {name: measured.get(name, value) for name, value in CEILINGS.items()}
+
+    def wants(self, name: str) -> bool:
+        """True for a case that is to run, and was not recorded by a process before this one."""
+        return bool(self.only.search(name)) and name not in self.cases
 
     def case(self, name: str, work: Callable[[], Figures | None], seconds: float = 3) -> bool:
         """Runs a case; returns True if it ended without an exception and is not wrong.
@@ -80,12 +88,10 @@ class Session:
         Args:
             name: name of the case, unique in the stage.
             work: returns the figures.
-            seconds: the case is skipped if less than that is left of the budget.
+            seconds: the case is skipped if less than that is left.
         """
-        if not self.only.search(name):
-            return False
-        if name in self.cases:  # recorded by the process that this one replaced
-            return self.cases[name].get("verdict") in ("right", "measured")
+        if not self.wants(name):
+            return self.cases.get(name, {}).get("verdict") in GOOD
         if self.left < seconds:
             self._close(name, {"verdict": "skipped", "why": "budget"})
             return False
@@ -93,72 +99,53 @@ class Session:
         self.write()
         started = time.perf_counter()
         try:
-            figures = dict(self._limited(work) or {})
+            figures = dict(work() or {})
             right = figures.get("right")
             figures["verdict"] = {None: "measured", True: "right"}.get(right, "WRONG")
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
-            absent = isinstance(error, ModuleNotFoundError | MissingExtraError)
-            figures = {"verdict": "absent" if absent else "FAILED"}
-            figures["why"] = f"{type(error).__name__}: {error}"[:1000]
+        except Exception as error:
+            figures = failure(error)
         figures["seconds"] = round(time.perf_counter() - started, 2)
         self._close(name, figures)
         self._clean_up()
-        return figures["verdict"] in ("right", "measured")
+        return figures["verdict"] in GOOD
 
     def update(self, name: str, figures: Figures) -> None:
         """Adds figures to a recorded case, and prints them."""
-        self.cases[name].update(figures)
-        self._compare(name, self.cases[name])
-        self.write()
-        print(f"      {name}: {_short(figures)}", flush=True)
-        _print_misses(self.cases[name])
+        self._close(name, {**self.cases[name], **figures})
 
     def write(self) -> None:
         """Writes the JSON, so that what was measured outlives a crash."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         beside = self.path.with_suffix(".part")
         beside.write_text(json.dumps(self.results, indent=1, default=str) + "\n", encoding="utf-8")
         beside.replace(self.path)
 
-    def table(self) -> None:
-        """Prints all cases; the wrong and failed ones last, where they are seen."""
-        print(f"\nstage {self.stage}: {len(self.cases)} cases, {self.budget - self.left:.0f} s")
-        order = ("right", "measured", "absent", "skipped", "unfinished", "WRONG", "FAILED")
-        for verdict in order:
-            own = {n: c for n, c in self.cases.items() if c["verdict"] == verdict}
-            if verdict == "right" and len(own) > 40:
-                print(f"right      {len(own)} cases")
+    def table(self) -> bool:
+        """Prints the ratios, then all cases, wrong ones last; returns True if none is."""
+        print(f"\nstage {self.results['stage']}: {len(self.cases)} cases")
+        for name, figures in self.cases.items():
+            if "ratio" in name:
+                print(f"{name}  {_short(figures)}")
+        for verdict in VERDICTS:
+            same = {n: c for n, c in self.cases.items() if c["verdict"] == verdict}
+            if verdict == "right" and len(same) > 40:
+                print(f"right      {len(same)} cases")
                 continue
-            for name, figures in own.items():
+            for name, figures in same.items():
                 print(f"{verdict:10} {name}  {_short(figures)}")
-        counts = {v: sum(c["verdict"] == v for c in self.cases.values()) for v in order}
+        counts = {v: sum(c["verdict"] == v for c in self.cases.values()) for v in VERDICTS}
         print("  ".join(f"{name}: {count}" for name, count in counts.items() if count), flush=True)
-
-    def _limited(self, work: Callable[[], Figures | None]) -> Figures | None:
-        """Runs `work`; a signal ends it when the budget is over, if Python gets to run."""
-
-        def ring(*_: Any) -> None:
-            raise OverBudgetError("the budget of the stage is over")
-
-        before = signal.signal(signal.SIGALRM, ring)
-        signal.setitimer(signal.ITIMER_REAL, max(self.left, 1))
-        try:
-            return work()
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
+        return not any(counts[verdict] for verdict in BAD)
 
     def _close(self, name: str, figures: Figures) -> None:
-        self._compare(name, figures)
+        expected = figures.pop("expected", {})
+        if self.sizes.cuda and expected:
+            figures |= {"expected": expected, "misses": misses(expected, figures)}
         self.cases[name] = figures
         self.write()
         print(f"{figures['verdict']:10} {name}  {_short(figures)}", flush=True)
-        _print_misses(figures)
-
-    def _compare(self, name: str, figures: Figures) -> None:
-        if self.sizes.cuda:
-            figures.update(misses(name, figures))
+        for text in figures.get("misses", ()):
+            print(f"           MISS {text}", flush=True)
 
     def _clean_up(self) -> None:
         if not self.sizes.cuda:
@@ -172,43 +159,82 @@ class Session:
             os._exit(LOST)
 
 
-def supervise(command: list[str], path: Path, budget: float) -> int:
-    """Runs a stage in a process, and in further ones if it crashes, hangs or loses its device.
+def failure(error: BaseException) -> Figures:
+    """The verdict about an exception: a package or memory that is lacking is no failure."""
+    verdict = "FAILED"
+    if isinstance(error, ModuleNotFoundError | MissingExtraError):
+        verdict = "absent"
+    elif isinstance(error, torch.OutOfMemoryError):
+        verdict = "does not fit"
+    return {"verdict": verdict, "why": f"{type(error).__name__}: {error}"[:1000]}
+
+
+class Part(NamedTuple):
+    """Cases that run in a process of their own, which has compiled nothing before.
+
+    Attributes:
+        name: what it is about.
+        seconds: after that no case of it starts.
+        works: run the cases, one after another.
+    """
+
+    name: str
+    seconds: float
+    works: tuple[Callable[[Session], Any], ...]
+
+
+def supervise(parts: Iterable[Part], session: Callable[[float], Session], budget: float) -> None:
+    """Runs the parts of a stage; if one crashes, hangs or loses its device, another goes on.
+
+    Processes are forked, so that torch and transformers are imported once; the caller must not have
+    touched CUDA.
 
     Args:
-        command: runs the stage; a case that is recorded in `path` is not run again.
-        path: the JSON of the stage.
-        budget: seconds; a process that is still there 15 seconds later is killed.
-
-    Returns:
-        The exit code of the last process.
+        parts: in order.
+        session: makes the session of a part, given the time at which it stops.
+        budget: seconds of all parts.
     """
-    began, environment = time.time(), dict(os.environ)
-    while True:
-        code = _watched(command, environment, path, began + budget + 15)
-        if code not in (LOST, -signal.SIGKILL, -signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS):
-            return code
-        over = time.time() - began > budget
-        print(f"the process ended with {code}" + ("" if over else "; another goes on"), flush=True)
-        if over:
-            return 1
-        environment[GOES_ON] = "1"
+    end = time.time() + budget
+    for part in parts:
+        stop = min(end, time.time() + part.seconds)
+        for _ in range(TRIES):
+            if not (code := _watched(part, session(stop), stop + GRACE)):
+                break
+            print(f"{part.name}: a process ended with {code}; another goes on", flush=True)
 
 
-def _watched(command: list[str], environment: dict[str, str], path: Path, end: float) -> int:
-    """Runs a process and its children, which are killed after `SILENCE` or at the time `end`."""
-    started = time.time()
-    process = subprocess.Popen(command, env=environment, start_new_session=True)
+def _watched(part: Part, session: Session, end: float) -> int:
+    """Runs a part and its children, which are killed after `SILENCE` or at the time `end`."""
+    end = max(end, time.time() + GRACE)  # when its time is over, all is recorded as skipped
+    process = multiprocessing.get_context("fork").Process(target=_run, args=(part, session))
+    last = time.time()
+    process.start()
     try:
-        while process.poll() is None:
-            time.sleep(0.2)
-            last = max(path.stat().st_mtime if path.exists() else 0, started)
+        while process.is_alive():
+            process.join(0.2)
+            if session.path.exists():
+                last = max(last, session.path.stat().st_mtime)
             if time.time() > min(last + SILENCE, end):
-                os.killpg(process.pid, signal.SIGKILL)
+                _kill(process)
     finally:
-        with contextlib.suppress(ProcessLookupError):  # also a training run that is left behind
-            os.killpg(process.pid, signal.SIGKILL)
-    return process.wait()
+        _kill(process)  # also a training run that is left behind
+    process.join()
+    return process.exitcode or 0
+
+
+def _kill(process: Any) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _run(part: Part, session: Session) -> None:
+    os.setsid()
+    for number, work in enumerate(part.works):
+        try:
+            work(session)
+        except Exception as error:  # cases are guarded; this is what prepares them
+            session.cases[f"{part.name}, work {number}"] = failure(error)
+            session.write()
 
 
 def _short(figures: Figures) -> str:
@@ -223,23 +249,3 @@ def _short(figures: Figures) -> str:
             value = "(" + _short(value) + ")"
         shown.append(f"{name} {value}")
     return " ".join(shown)[:300]
-
-
-def _print_misses(figures: Figures) -> None:
-    for text in figures.get("misses", ()):
-        print(f"           MISS {text}", flush=True)
-
-
-def about(sizes: Sizes) -> Figures:
-    """Machine and versions."""
-    packages = "torch transformers accelerate triton numpy pyarrow liger-kernel"
-    device: Figures = {"device": "cpu"}
-    if sizes.cuda:
-        found = torch.cuda.get_device_properties(0)
-        device = {
-            "device": found.name,
-            "capability": f"{found.major}.{found.minor}",
-            "memory_gib": found.total_memory / 2**30,
-            "cuda": torch.version.cuda,
-        }
-    return {**device, **provenance(*packages.split())}

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -41,9 +40,10 @@ SMALL = {
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
     "head_dim": 64,
-    "initializer_range": 0.1,
+    "initializer_range": 0.05,
 }
-"""For comparisons with float32; large enough weights that attention matters."""
+"""For comparisons with float32: weights so large that attention matters, and so small that 16 bits
+suffice."""
 
 TINY = {
     "vocab_size": 100,
@@ -53,12 +53,13 @@ TINY = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 8,
-    "initializer_range": 0.1,
+    "initializer_range": 0.05,
 }
 
 PROFILES = {
     "hh": (94, 32, 32),
     "ultrafeedback": (121, 288, 288),
+    "long": (4096, 256, 256),
 }
 """Medians of the tokens of prompt, chosen and rejected; log-normal with sigma 0.9."""
 
@@ -68,15 +69,18 @@ class Sizes:
     """Devices and sizes.
 
     Attributes:
-        backends: attention backends to try, the slowest to compile last.
+        backends: attention backends to try: that of `auto` first, the slowest to compile last.
         heads: query heads, key heads and head size of the kernel cases.
         row: tokens of the rows in cases of correctness.
         models: model family and config by name.
         small: config of the models in cases of correctness.
-        tokens: tokens of a micro-batch.
-        head_tokens, head_shapes: tokens; vocabulary and width of the head.
-        longest: longest sequence of a length profile.
-        rounds: timed rounds at most.
+        tokens: tokens of a micro-batch, the smaller and the larger.
+        head_tokens: tokens of the head: a few, many, and sizes at the edges of tiles.
+        head_shapes: vocabulary and width of the head.
+        longest: longest prompt or response by length profile.
+        rounds: timed rounds.
+        micro_batches: those with shared prefixes in a round.
+        pairs: pairs that are packed by length profile.
         pairs_per_step: pairs of a training step.
         steps: training steps.
     """
@@ -88,16 +92,17 @@ class Sizes:
     row: int
     models: dict[str, tuple[str, dict[str, Any]]]
     small: dict[str, Any]
-    tokens: tuple[int, ...]
-    head_tokens: tuple[int, ...]
+    tokens: tuple[int, int]
+    head_tokens: tuple[int, int, tuple[int, ...]]
     head_shapes: tuple[tuple[int, int], ...]
-    longest: int
+    longest: dict[str, int]
     rounds: int
+    micro_batches: int
+    pairs: dict[str, int]
     pairs_per_step: int
     steps: int
-    profiles: tuple[str, ...] = field(default=tuple(PROFILES))
-    pack_size: int = 8192
-    window: int = 64
+    pack_size: int
+    window: int
 
     @property
     def cuda(self) -> bool:
@@ -113,25 +118,31 @@ GPU = Sizes(
     models={"llama-1.2b": ("Llama", LLAMA), "qwen3-0.6b": ("Qwen3", QWEN3)},
     small=SMALL,
     tokens=(8192, 32768),
-    head_tokens=(1, 7, 4105, 8193),
-    head_shapes=((32768, 2048), (128256, 2048), (151936, 1024)),
-    longest=1024,
-    rounds=10,
+    head_tokens=(7, 4105, (1, 8193)),
+    head_shapes=((128256, 2048), (151936, 1024)),
+    longest={"hh": 2048, "ultrafeedback": 2048, "long": 8192},
+    rounds=3,
+    micro_batches=8,
+    pairs={"hh": 6000, "ultrafeedback": 1500},
     pairs_per_step=64,
     steps=30,
+    pack_size=8192,
+    window=64,
 )
 DRY = Sizes(
     device="cpu",
-    backends=("sdpa", "reference"),
+    backends=("sdpa", "flash_attn", "reference"),
     heads=((4, 2, 16),),
     row=80,
     models={"llama-1.2b": ("Llama", TINY), "qwen3-0.6b": ("Qwen3", TINY)},
     small=TINY,
-    tokens=(256,),
-    head_tokens=(1, 7, 33),
+    tokens=(256, 512),
+    head_tokens=(7, 33, (1,)),
     head_shapes=((100, 32),),
-    longest=40,
+    longest={"hh": 40, "ultrafeedback": 40, "long": 60},
     rounds=1,
+    micro_batches=2,
+    pairs={"hh": 32, "ultrafeedback": 32},
     pairs_per_step=4,
     steps=4,
     pack_size=256,
@@ -176,29 +187,30 @@ def batch_of(rows: np.ndarray, layout: str, vocab_size: int) -> Any:
     return collate(packs, "preference")
 
 
-def tokens_of(rows: np.ndarray, layout: str) -> int:
-    """Tokens that pairs fill in a layout; ``padded`` rows count their padding."""
+def tokens_of(rows: np.ndarray, packing: str) -> int:
+    """Tokens that pairs fill; of padded rows, their padding counts."""
     p, c, r = rows.T
-    if layout == "padded":
+    if packing.startswith("padded"):
         return 2 * len(p) * int((p + np.maximum(c, r)).max())
-    return int((2 * p + c + r).sum() if layout == "concat" else (p + 1 + c + r).sum())
+    return int((p + 1 + c + r if packing == "shared_prefix" else 2 * p + c + r).sum())
 
 
-def cut(rows: np.ndarray, layout: str, size: int) -> Iterator[np.ndarray]:
-    """Yields runs of pairs, as many in each as `size` tokens hold."""
-    start = 0
-    for stop in range(1, len(rows)):
-        if tokens_of(rows[start : stop + 1], layout) > size:
-            yield rows[start:stop]
+def cut(rows: np.ndarray, packing: str, size: int) -> list[np.ndarray]:
+    """Runs of pairs, as many in each as `size` tokens hold.
+
+    ``padded_grouped`` are pairs of similar length, the runs in random order.
+    """
+    grouped = packing == "padded_grouped"
+    if grouped:
+        rows = rows[np.argsort(rows[:, 0] + rows[:, 1:].max(1), kind="stable")]
+    runs, start = [], 0
+    for stop in range(1, len(rows) + 1):
+        if stop == len(rows) or tokens_of(rows[start : stop + 1], packing) > size:
+            runs.append(rows[start:stop])
             start = stop
-
-
-def grouped_by_length(rows: np.ndarray, size: int, seed: int = 0) -> list[np.ndarray]:
-    """Padded batches of pairs of similar length, in random order."""
-    order = np.argsort(rows[:, 0] + rows[:, 1:].max(1), kind="stable")
-    batches = list(cut(rows[order], "padded", size))
-    np.random.default_rng(seed).shuffle(batches)
-    return batches
+    if grouped:
+        np.random.default_rng(0).shuffle(runs)
+    return runs
 
 
 def make_model(family: str, config: dict[str, Any], sizes: Sizes, dtype: Any = None) -> Any:
