@@ -49,8 +49,8 @@ def group(
 ) -> None:
     """Measures ways to train a model on pairs of a length profile, `tokens` in a micro-batch.
 
-    Those with compiled layers need a process that has compiled nothing: torch runs a layer without
-    a word in eager mode once it has compiled it for eight layouts, dtypes or grad modes.
+    Those with compiled layers need a process that has compiled for no other model: beyond a number
+    of graphs torch runs layers without the compiler.
     """
     name, end = f"{model}/{profile}/{tokens}", "/compiled" if compiled else ""
     cases = {f"{name}/{way}{end}": way for way in ways}
@@ -58,7 +58,8 @@ def group(
     if not cases or all("ms" in session.cases.get(case, {}) for case in cases):
         return  # nothing was asked for, or a process before this one has done it
     trial = Trial(session, model, profile, tokens, compiled)
-    ready = {c: w for c, w in cases.items() if session.case(c, partial(trial.warm, w), 8)}
+    least = 40 if compiled and session.sizes.cuda else 8
+    ready = {c: w for c, w in cases.items() if session.case(c, partial(trial.warm, w), least)}
     for _ in range(session.sizes.rounds):
         for case, way in list(ready.items()):
             if session.left < 3:

@@ -188,6 +188,22 @@ def head(session: Session, tokens: Iterable[int], ways: Iterable[str]) -> None:
                 session.case(f"head/{n} tokens/{backend} {way}", partial(_head, session, n, how))
 
 
+def chosen(session: Session) -> None:
+    """Does head `auto` take Triton's passes on this device, after its proof?"""
+    from packstore.torch.logprobs.auto import choose
+    from packstore.torch.logprobs.tiles import EAGER, Projection
+
+    def ask() -> Figures:
+        sizes = session.sizes
+        kind = {"device": sizes.device, "dtype": sizes.dtype}
+        hidden, weight = torch.randn(16, 128, **kind), torch.randn(32768, 128, **kind)
+        targets = torch.arange(16, device=sizes.device)
+        triton = choose(hidden, weight, None, targets, Projection(backend="auto")) is not EAGER
+        return {"right": triton == sizes.cuda, "triton": triton}
+
+    session.case("head auto", ask)
+
+
 def _head(session: Session, n: int, how: dict[str, Any]) -> Figures:
     from packstore.torch.logprobs.fused_head import HeadLogProbs
     from packstore.torch.logprobs.tiles import Projection, default_chunk

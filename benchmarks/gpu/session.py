@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -121,20 +122,14 @@ class Session:
         beside.replace(self.path)
 
     def table(self) -> bool:
-        """Prints the ratios, then all cases, wrong ones last; returns True if none is."""
+        """Prints the ratios, then all cases but right ones; returns True if none is wrong."""
         print(f"\nstage {self.results['stage']}: {len(self.cases)} cases")
-        for name, figures in self.cases.items():
-            if "ratio" in name:
-                print(f"{name}  {_short(figures)}")
-        for verdict in VERDICTS:
-            same = {n: c for n, c in self.cases.items() if c["verdict"] == verdict}
-            if verdict == "right" and len(same) > 40:
-                print(f"right      {len(same)} cases")
-                continue
-            for name, figures in same.items():
-                print(f"{verdict:10} {name}  {_short(figures)}")
-        counts = {v: sum(c["verdict"] == v for c in self.cases.values()) for v in VERDICTS}
-        print("  ".join(f"{name}: {count}" for name, count in counts.items() if count), flush=True)
+        verdicts = {name: case["verdict"] for name, case in self.cases.items()}
+        for name in sorted(verdicts, key=lambda n: ("ratio" not in n, VERDICTS.index(verdicts[n]))):
+            if verdicts[name] != "right":
+                print(f"{verdicts[name]:12} {name}  {_short(self.cases[name])}")
+        counts = Counter(verdicts.values())
+        print("  ".join(f"{name}: {count}" for name, count in counts.items()), flush=True)
         return not any(counts[verdict] for verdict in BAD)
 
     def _close(self, name: str, figures: Figures) -> None:
@@ -143,7 +138,7 @@ class Session:
             figures |= {"expected": expected, "misses": misses(expected, figures)}
         self.cases[name] = figures
         self.write()
-        print(f"{figures['verdict']:10} {name}  {_short(figures)}", flush=True)
+        print(f"{figures['verdict']:12} {name}  {_short(figures)}", flush=True)
         for text in figures.get("misses", ()):
             print(f"           MISS {text}", flush=True)
 

@@ -28,6 +28,7 @@ def _first(sizes: Sizes, data: Path, scratch: Path) -> list[Part]:
         parts.device,
         partial(right_kernels.attention, backends=(auto,), heads=sizes.heads[:2]),
         partial(right_kernels.head, tokens=(few, many), ways=ALWAYS),
+        right_kernels.chosen,
         partial(right_models.packed_is_padded, families=("Llama", "Qwen3")),
         partial(right_models.isolation, backends=(auto,)),
         right_models.waits,
