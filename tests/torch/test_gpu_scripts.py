@@ -106,6 +106,7 @@ def test_verdicts(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler's
 def test_compiled_layers_that_are_not_compiled_fail(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
