@@ -92,6 +92,17 @@ function parseJson(text) {
 
 const isObject = (value) => typeof value === "object" && value !== null && !Array.isArray(value);
 
+/** The current manifest; a field that is missing or of another type breaks it. */
+function checked(folder, prefix, check) {
+  const document = readManifest(folder, prefix);
+  try {
+    check(document);
+  } catch (error) {
+    throw error instanceof TypeError ? new Refused("manifest") : error;
+  }
+  return document;
+}
+
 /** The manifest with the highest number, its hash verified. */
 function readManifest(folder, prefix) {
   const pattern = new RegExp(`^${prefix}-(\\d{6}|[1-9]\\d{6,})\\.json$`);
@@ -188,6 +199,18 @@ function checkManifest(m) {
   }
   need(records.read === records.packed + sum(Object.values(records.dropped)), "manifest");
   need(records.packed === totals.examples, "manifest");
+  const { fill_rate: fill, examples_per_pack: spread } = m.statistics;
+  need(typeof fill === "number" && typeof spread.mean === "number", "manifest");
+  need((about.combined_from ?? []).every((p) => Number.isSafeInteger(p.sources)), "manifest");
+}
+
+/** What the manifest of a side dataset tells of itself. */
+function checkSide(side) {
+  need(count(side.side_version) === 1 && side.features.length === 0, "unsupported");
+  need(side.kind in KINDS, "unsupported");
+  checkNames(side.columns);
+  checkFiles(side.shards);
+  checkSha256(side.lineage);
 }
 
 // ----------------------------------------------------------------- shards (sections 7 to 11)
@@ -500,11 +523,7 @@ function spansOf(side, m) {
 
 /** The known columns of a side dataset, its rows by id, and the ids that it covers. */
 async function readSide(folder, m) {
-  const side = readManifest(folder, "side"), rows = new Map();
-  need(count(side.side_version) === 1 && side.features.length === 0, "unsupported");
-  need(side.kind in KINDS, "unsupported");
-  checkNames(side.columns);
-  checkFiles(side.shards);
+  const side = checked(folder, "side", checkSide), rows = new Map();
   const columns = known(side.columns, SIDE), covered = spansOf(side, m);
   need((side.columns.ref_logps ?? "list<float32>") === "list<float32>", "side");
   need(side.kind === m.kind && covered.length > 0, "side");
@@ -549,12 +568,7 @@ function joinSides(packs, sides, kind) {
 
 /** All of a dataset, checked: packs with derived values and the columns of side datasets. */
 async function read(folder, folders) {
-  const m = readManifest(folder, "manifest");
-  try {
-    checkManifest(m);
-  } catch (error) {
-    throw error instanceof TypeError ? new Refused("manifest") : error; // a field is missing
-  }
+  const m = checked(folder, "manifest", checkManifest);
   for (const file of m.further_files ?? []) stored(folder, file);
   const shards = [];
   for (const shard of m.shards) shards.push(await readShard(folder, shard, m));

@@ -14,7 +14,7 @@ import math
 import re
 import sys
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,16 @@ def members(pairs: list[tuple[str, Any]]) -> Json:
     """An object of I-JSON: names differ, and texts are valid Unicode."""
     need(len({name for name, _ in pairs}) == len(pairs), "manifest")
     return dict(pairs)
+
+
+def checked(folder: Path, prefix: str, check: Callable[[Json], None]) -> Json:
+    """The current manifest; a field that is missing or of another type breaks it."""
+    document = read_manifest(folder, prefix)
+    try:
+        check(document)
+    except (LookupError, TypeError, AttributeError) as error:
+        raise Refused("manifest") from error
+    return document
 
 
 def read_manifest(folder: Path, prefix: str) -> Json:
@@ -100,9 +110,9 @@ def check_files(files: Sequence[Json]) -> None:
 
 def check_names(columns: Json) -> None:
     """Names of carried columns and of side data."""
-    for name in columns:
+    for name, type_ in columns.items():
         ok = re.fullmatch("_?[A-Za-z][A-Za-z0-9_]*", name) and name not in COLUMNS.split()
-        need(ok, "manifest")
+        need(ok and isinstance(type_, str), "manifest")
 
 
 def check_manifest(m: Json) -> None:
@@ -145,6 +155,19 @@ def check_manifest(m: Json) -> None:
     r = m["records"]
     need(r["read"] == r["packed"] + sum(map(count, r["dropped"].values())), "manifest")
     need(r["packed"] == totals["examples"], "manifest")
+    s = m["statistics"]
+    for value in (s["fill_rate"], s["examples_per_pack"]["mean"]):
+        need(type(value) in (int, float), "manifest")
+    need(all(isinstance(p["sources"], int) for p in about.get("combined_from", [])), "manifest")
+
+
+def check_side(side: Json) -> None:
+    """What the manifest of a side dataset tells of itself."""
+    need(count(side["side_version"]) == 1 and not side["features"], "unsupported")
+    need(side["kind"] in KINDS, "unsupported")
+    check_names(side["columns"])
+    check_files(side["shards"])
+    check_sha256(side["lineage"])
 
 
 # -------------------------------------------------------------------- shards (sections 7 to 11)
@@ -167,8 +190,8 @@ def known(columns: Json, types: Json) -> Json:
 def check_schema(schema: pa.Schema, types: Json, metadata: Json, name: str = "schema") -> None:
     """Compares names, types (None: any) and metadata; no column may be null."""
     need(schema.names == list(types), name)
-    found = {k.decode(): v.decode() for k, v in (schema.metadata or {}).items()}
-    need(found == metadata, name)
+    texts = {k.encode(): v.encode() for k, v in metadata.items()}
+    need((schema.metadata or {}) == texts, name)
     for field, type_ in zip(schema, types.values(), strict=True):
         need(type_ is None or (str(field.type) == type_ and not field.nullable), name)
 
@@ -177,12 +200,10 @@ def check_chunks(metadata: Any, names: Any, name: str = "encoding") -> None:
     """Compression, encodings, sizes, and places of the columns `names`, in all row groups."""
     for group in map(metadata.row_group, range(metadata.num_row_groups)):
         chunks = [group.column(i) for i in range(group.num_columns)]
-        at = [c.data_page_offset for c in chunks] + [
-            chunks[-1].data_page_offset + chunks[-1].total_compressed_size
-        ]
-        side_by_side = all(
-            c.total_compressed_size == b - a for c, (a, b) in zip(chunks, pairwise(at), strict=True)
-        )
+        at = [c.data_page_offset for c in chunks]
+        at.append(at[-1] + chunks[-1].total_compressed_size)
+        steps = [b - a for a, b in pairwise(at)]
+        side_by_side = steps == [c.total_compressed_size for c in chunks]
         read = [c for c in chunks if c.path_in_schema.partition(".")[0] in names]
         need(not any(c.has_dictionary_page for c in read), name)
         need(all(c.compression in CODECS and set(c.encodings) <= ENCODINGS for c in read), name)
@@ -219,6 +240,7 @@ def row_groups(data: bytes, shard: Json, m: Json) -> Iterator[pa.RecordBatch]:
                 crc = arrow_crc32(batch, buffer)
             else:
                 group = file.metadata.row_group(g)
+                need(group.num_rows == shard["row_groups"]["rows"][g], "counts")
                 first, last = group.column(0), group.column(group.num_columns - 1)
                 end = last.data_page_offset + last.total_compressed_size
                 crc = zlib.crc32(data[first.data_page_offset : end])
@@ -230,7 +252,7 @@ def row_groups(data: bytes, shard: Json, m: Json) -> Iterator[pa.RecordBatch]:
             for column in batch.columns:
                 need(not column.null_count and not column.values.null_count, "schema")
             yield batch
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, ValueError, SystemError) as error:  # what pyarrow raises
         raise Refused("encoding") from error
 
 
@@ -445,11 +467,7 @@ def spans_of(side: Json, m: Json) -> list[tuple[int, int]]:
 
 def read_side(folder: Path, m: Json) -> tuple[Json, Json, list[tuple[int, int]]]:
     """The known columns of a side dataset, its rows by id, and the ids that it covers."""
-    side = read_manifest(folder, "side")
-    need(count(side["side_version"]) == 1 and not side["features"], "unsupported")
-    need(side["kind"] in KINDS, "unsupported")
-    check_names(side["columns"])
-    check_files(side["shards"])
+    side = checked(folder, "side", check_side)
     columns, rows = known(side["columns"], SIDE), {}
     need(side["columns"].get("ref_logps", "list<float32>") == "list<float32>", "side")
     covered = spans_of(side, m)
@@ -499,11 +517,7 @@ def join(packs: list[Json], folders: Sequence[Path], m: Json) -> None:
 
 def read(folder: Path, sides: Sequence[Path] = ()) -> Json:
     """All of a dataset, checked: packs with derived values and the columns of side datasets."""
-    m = read_manifest(folder, "manifest")
-    try:
-        check_manifest(m)
-    except (LookupError, TypeError, AttributeError) as error:  # a field is missing, or another type
-        raise Refused("manifest") from error
+    m = checked(folder, "manifest", check_manifest)
     for file in m.get("further_files", []):
         stored(folder, file)
     shards = [read_shard(folder, shard, m) for shard in m["shards"]]

@@ -71,11 +71,15 @@ def plain(packs: Any, manifest: Any) -> dict[str, Any]:
     side = {name: values.tolist() for name, values in joined.items()}
     side |= {name: out.pop(name) for name in list(batch.columns) if name not in manifest.carry}
     out |= {"side": side} if side else {}
-    return {name: [text(v) for v in x] if isinstance(x, list) else x for name, x in out.items()}
+    return {name: text(value) for name, value in out.items()}
 
 
 def text(value: Any) -> Any:
-    """A number that is not finite as a text."""
+    """The same, but for numbers that are not finite as texts."""
+    if isinstance(value, dict):
+        return {name: text(v) for name, v in value.items()}
+    if isinstance(value, list):
+        return [text(v) for v in value]
     if not isinstance(value, float) or math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else f"{'-' * (value < 0)}Infinity"
