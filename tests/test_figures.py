@@ -124,3 +124,23 @@ def weights(strategy: str) -> str:
     """The least and the largest weight of a pair, over the files."""
     found = [r["pack_mean_weight"][strategy] for r in MEASURED]
     return f"{min(w[0] for w in found):.1f} to {max(w[-1] for w in found):.1f}"
+
+
+def test_the_loaders_page_says_what_balancing_saves() -> None:
+    simulated = {
+        tuple(row[n] for n in ("set", "ranks", "packs of a rank", "dealt", "planned by")): row
+        for row in result("balance")["rows"]
+    }
+    for size in ("32k", "128k"):
+        key = f"long prompts, {size}", 64, 4
+        ways = [simulated[*key, dealt, "tokens"] for dealt in ("in order", "balanced")]
+        found = [f"{way[kind]:.2f}" for kind in ("ddp", "fsdp2") for way in ways]
+        assert rows("docs/loaders.md")[size] == found
+    saved: dict[str, float] = {}
+    for (*key, dealt, _), row in simulated.items():
+        for kind in ("ddp", "fsdp2"):
+            share = 1 - row[kind] / simulated[*key, dealt, "tokens"][kind]
+            saved[dealt] = max(share, saved.get(dealt, 0))
+    page = (ROOT / "docs" / "loaders.md").read_text(encoding="utf-8")
+    besides, without = (f"{100 * saved[dealt]:.0f} %" for dealt in ("balanced", "in order"))
+    assert f"would save {besides} beside it, without it {without} at most" in page
