@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+import warnings
 from collections import defaultdict
 from pathlib import Path
 from statistics import mean
@@ -15,8 +16,9 @@ import numpy as np
 import pytest
 import torch
 from gradients import scores_alone
+from ranks import launch
 from small_jobs import write_jsonl
-from train_runs import checkpoints, losses
+from train_runs import checkpoints, losses, shard
 from transformers import AutoModelForSequenceClassification
 
 pytest.importorskip("accelerate", reason="training needs accelerate")
@@ -148,6 +150,25 @@ def test_the_head_is_drawn_by_the_seed_and_runs_go_on(
         shutil.rmtree(path)
     resumed = train(**settings(made, tmp_path / "whole", save_every=3))
     assert resumed.evaluation == whole.evaluation
+
+
+def on_rank(task: dict[str, Any]) -> None:
+    """A run on one of the ranks, its weights whole or in shards."""
+    warnings.simplefilter("ignore")
+    if task["sharded"]:
+        shard()
+    train(**task["settings"])
+
+
+@pytest.mark.parametrize("sharded", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_two_ranks_equal_one(made: SimpleNamespace, tmp_path: Path, sharded: bool) -> None:
+    long: dict[str, Any] = {"examples_per_step": 20, "epochs": 3}  # two packs a step and more
+    train(**settings(made, tmp_path / "one", **long))
+    task = {"settings": settings(made, tmp_path / "two", **long), "sharded": sharded}
+    launch(__file__, task, 2, tmp_path)
+    assert np.abs(np.subtract(*map(losses, (tmp_path / "one", tmp_path / "two")))).max() < 1e-9
+    scores = [scored_by_transformers(tmp_path / run / "model") for run in ("one", "two")]
+    assert np.abs(scores[0] - scores[1]).max() < 1e-6
 
 
 def test_an_adapter_holds_the_head(made: SimpleNamespace, tmp_path: Path) -> None:
