@@ -179,7 +179,8 @@ class PackedPolicy(nn.Module):
     Args:
         model: a Hugging Face causal LM, or a sequence-classification model of one label, prepared
             by :func:`use_packed_attention`.
-        settings: `chunk_size`, `keep_logits`, `backend`, `per_token` of :func:`segment_logps`.
+        settings: `chunk_size`, `keep_logits`, `backend`, `per_token` of :func:`segment_logps`, for
+            a causal LM.
 
     Raises:
         CompatibilityError: as :func:`packed_logps`; compile this module, not the model.

@@ -52,7 +52,7 @@ def record(i: int) -> dict[str, Any]:
     chosen, rejected = [3 + i % 7] * (1 + i % 7) + [END], [4, 20 + i % 9, END]
     scores = {"chosen_reward": i / 9, "rejected_reward": -0.5}
     text = {"prompt": [1, 2, i % 9], "chosen": chosen, "rejected": rejected}
-    return {**text, **scores, "source": ("forum", "wiki")[i % 3 == 0]}
+    return {**text, **scores, "source": ("forum", "wiki")[i % 3 == 0], "trust": i % 5 / 4}
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def made(kit: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> Simp
     model = kit.tiny_model(eos_token_id=END)
     model.save_pretrained(folder / "model")
     write_jsonl(folder / "rows.jsonl", [record(i) for i in range(40)])
-    how: dict[str, Any] = {"pack_size": 60, "carry": ("source:string",)}
+    how: dict[str, Any] = {"pack_size": 60, "carry": ("source:string", "trust:float64")}
     data = [
         packstore.pack(str(folder / "rows.jsonl"), str(folder / layout), layout=layout, **how)
         for layout in ("concat", "shared_prefix")
@@ -119,7 +119,8 @@ def test_a_run_and_its_model_in_transformers(
         model = load_model(result.model, dtype="float64", scores=True)
         found = evaluate(model, data, loss=loss, by="source", rows=True)
         assert np.abs(np.array(found["rows"]["scores"].to_pylist()) - scores).max() < 1e-6
-        assert "logps" not in found["rows"].column_names
+        names = [*found["rows"].column_names, *found["metrics"]]
+        assert not [name for name in names if "logps" in name]
         for source, right in by.items():
             assert found["by"][source]["rewards/accuracies"] == pytest.approx(mean(right))
         assert found["metrics"]["rewards/margins"] == pytest.approx(gaps.mean(), abs=1e-6)
@@ -150,6 +151,25 @@ def test_the_head_is_drawn_by_the_seed_and_runs_go_on(
         shutil.rmtree(path)
     resumed = train(**settings(made, tmp_path / "whole", save_every=3))
     assert resumed.evaluation == whole.evaluation
+
+
+def test_weights_of_a_column_in_train_and_evaluate(
+    made: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Sums of weights times losses, over the sum of weights of the step, or of all."""
+    still = {"loss_parameters": {"weight_field": "trust"}, "learning_rate": 0.0}
+    result = train(**settings(made, tmp_path, examples_per_step=99, **still))
+    scores = scored_by_transformers(result.model)
+    each = np.log1p(np.exp(scores[:, 1] - scores[:, 0]))
+    expected = np.average(each, weights=[record(i)["trust"] for i in range(40)])
+    assert abs(expected - each.mean()) > 1e-3
+    assert losses(tmp_path) == pytest.approx([expected], abs=1e-6)
+    assert result.evaluation["eval/loss"] == pytest.approx(expected, abs=1e-6)
+    flags = ["--loss", "bradley_terry", "--loss-parameter", "weight_field=trust", "--json"]
+    capsys.readouterr()
+    assert main(["evaluate", made.data[0].url, "--model", str(result.model), *flags]) == 0
+    printed = json.loads(capsys.readouterr().out)["metrics"]
+    assert printed["loss"] == pytest.approx(expected, abs=1e-5)
 
 
 def on_rank(task: dict[str, Any]) -> None:
