@@ -98,7 +98,7 @@ def _difference(
 
     def values(of: Passes) -> list[Tensor]:
         state = torch.zeros((3, len(inputs)), device=inputs.device)
-        state[0] = -torch.inf
+        state[0] = torch.finfo(state.dtype).min
         found = [state]
         for tile in made:
             found += of.fold_rest(state.clone(), tile, inputs.dtype)

@@ -12,7 +12,6 @@ the softmax so far, as flash attention sums values, and the backward pass is a s
 
 from __future__ import annotations
 
-import math
 from functools import reduce
 from typing import Any
 
@@ -47,7 +46,7 @@ class HeadLogProbs(torch.autograd.Function):
         keep = how.keep_logits and any(needs_head)
         # Rows: highest logit so far, sum of exponentials relative to it, logit of the target.
         state = torch.zeros((3, len(hidden)), dtype=exact, device=hidden.device)
-        state[0] = -math.inf
+        state[0] = torch.finfo(exact).min  # not -inf, as a tile of such logits would be NaN
         inputs = hidden.to(operand)
         rest = torch.zeros_like(hidden, dtype=exact) if ctx.frozen_head else None
         kept: list[Tensor] = []

@@ -68,7 +68,7 @@ class Passes(NamedTuple):
 
     Attributes:
         fold: ``(state, tile)``: updates the rows of `state` `[3, n]` in place: highest logit so
-            far, sum of exponentials relative to it, logit of the target.
+            far, never -inf, sum of exponentials relative to it, logit of the target.
         gap: ``(tile, log_total, upstream, dtype)``: the derivative by the product over `scale`,
             ``upstream * ([j is the target] - softmax_j) * slope_j``, rounded once to `dtype`;
             `slope` is the derivative of the cap.

@@ -47,7 +47,7 @@ def tanh(x):  # type: ignore[no-untyped-def]
 def logits_and_slopes(  # type: ignore[no-untyped-def]
     product, bias, at, inside, scale, softcap, BIAS: tl.constexpr, CAP: tl.constexpr
 ):
-    """Logits of columns `at`, and the derivative of the cap there."""
+    """Logits of columns `at`, -inf outside the tile, and the derivative of the cap there."""
     logits = tl.load(product + at, mask=inside, other=0.0)
     if BIAS:
         logits += tl.load(bias + at, mask=inside, other=0.0).to(tl.float32)
@@ -57,7 +57,7 @@ def logits_and_slopes(  # type: ignore[no-untyped-def]
         capped = tanh(logits / softcap)
         logits = softcap * capped
         slopes = 1 - capped * capped
-    return logits, slopes
+    return tl.where(inside, logits, float("-inf")), slopes
 
 
 @triton.jit(do_not_specialize=["state_stride"])
@@ -78,7 +78,6 @@ def fold_kernel(  # type: ignore[no-untyped-def]
         inside = at < columns
         logits, _ = logits_and_slopes(product, bias, at, inside, scale, softcap, BIAS, CAP)
         chosen = tl.where(inside & (at == target), logits, chosen)
-        logits = tl.where(inside, logits, float("-inf"))
         higher = tl.maximum(highest, tl.max(logits, 0))
         total = total * tl.exp(highest - higher) + tl.sum(tl.exp(logits - higher), 0)
         highest = higher

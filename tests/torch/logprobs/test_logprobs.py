@@ -48,6 +48,23 @@ def test_from_logits(kit: SimpleNamespace, batch: PackedBatch) -> None:
     assert segment_logps(batch, logits=logits.bfloat16()).dtype == torch.float32
 
 
+def test_a_masked_vocabulary(kit: SimpleNamespace) -> None:
+    """By a bias of -inf, also where a whole tile is so, and the first."""
+    batch = kit.row(1, seed=5)
+    hidden, weight = normal(batch.num_tokens, HIDDEN), normal(kit.VOCAB, HIDDEN, seed=1)
+    others = ~torch.isin(torch.arange(kit.VOCAB), batch.targets.ids)
+    assert others[:3].all()
+    bias = torch.zeros(kit.VOCAB, dtype=torch.float64).masked_fill(others, -torch.inf)
+    expected = one_by_one(batch, hidden @ weight.T + bias)
+    for head, leaves in ((weight, [hidden, weight]), (weight.detach(), [hidden])):
+        found = segment_logps(batch, hidden=hidden, weight=head, bias=bias, chunk_size=3)
+        assert (found - expected).abs().max() < 1e-12
+        made = torch.autograd.grad(found.sum(), leaves)
+        wanted = torch.autograd.grad(expected.sum(), leaves, retain_graph=True)
+        for a, b in zip(made, wanted, strict=True):
+            assert (a - b).abs().max() < 1e-11
+
+
 @pytest.mark.parametrize(
     ("biased", "softcap", "chunk_size"),
     [(False, None, 1), (True, None, 90), (False, 1.5, 7), (True, 1.5, 100_000)],
