@@ -13,6 +13,8 @@ from contextvars import ContextVar
 from functools import cache
 from typing import Any, NoReturn
 
+import torch
+
 from packstore.errors import BackendError
 from packstore.torch.batch.layout import AttentionLayout
 
@@ -31,6 +33,16 @@ def computing(layout: AttentionLayout | None) -> Iterator[None]:
         yield
     finally:
         LAYOUT.reset(token)
+
+
+def layout_of(keyword: AttentionLayout | None) -> AttentionLayout | None:
+    """Returns the layout of the row: :data:`LAYOUT`, or in graphs and elsewhere what was passed on.
+
+    FSDP2 may pass a copy to each layer, and a copy has neither the sizes nor the mask that another
+    layer has waited for.
+    """
+    known = None if torch.compiler.is_compiling() else LAYOUT.get()
+    return keyword if known is None else known
 
 
 class UnservedError(BackendError):

@@ -22,10 +22,10 @@ from packstore.registry import missing_extra
 from packstore.torch.attention import ATTENTION, Attend, Settings
 from packstore.torch.batch.layout import AttentionLayout
 from packstore.torch.models.mask import (
-    LAYOUT,
     PREFIX,
     RequestedMask,
     UnservedError,
+    layout_of,
     skip_row_search,
     window_of,
 )
@@ -193,8 +193,7 @@ def _register(backend: str) -> str:
         s_aux: Tensor | None = None,
         **others: Any,
     ) -> tuple[Tensor, None]:
-        layout = LAYOUT.get() if packed_layout is None else packed_layout
-        layout = _checked(query_1NTH, key_1KTH, layout)
+        layout = _checked(query_1NTH, key_1KTH, layout_of(packed_layout))
         mask = attention_mask if isinstance(attention_mask, RequestedMask) else None
         if mask is None:
             _refuse_mask(attention_mask)

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from packstore.errors import BackendError
 from packstore.torch.batch.layout import AttentionLayout
-from packstore.torch.models.mask import LAYOUT, PREFIX, UnservedError, computing
+from packstore.torch.models.mask import LAYOUT, PREFIX, UnservedError, computing, layout_of
 from packstore.torch.models.unwrap import backbone_of, check_adapters, evaluating
 
 logger = logging.getLogger("packstore")
@@ -164,7 +164,7 @@ class _Mixer(_Replaced):
     def __call__(self, *args: Any, packed_layout: Any = None, **kwargs: Any) -> Any:
         if not _is_ours(self.config):
             return self.own(*args, **kwargs)
-        layout = LAYOUT.get() if packed_layout is None else packed_layout
+        layout = layout_of(packed_layout)
         if layout is None:
             raise BackendError(
                 f"packed row: {type(self.module).__name__} must know the segments; found no "

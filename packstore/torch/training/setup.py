@@ -318,8 +318,7 @@ def _make_accelerator(config: TrainConfig) -> Any:
         needed = "Accelerate must take the settings of device and precision"
         remedy = "Start a new process for a run with others"
         raise ConfigError(sentence("training", needed, quote(str(error), 200), remedy)) from error
-    if accelerator.is_main_process:
-        make_output(config)
+    run_on_rank_zero(partial(make_output, config))
     if accelerator.is_fsdp2 and accelerator.mixed_precision == "bf16":
         # Accelerate's own policy rounds outputs, which are log-probs, and sums of gradients to
         # bfloat16, and copies the layout of a row for each layer.

@@ -32,6 +32,8 @@ from packstore.torch import (
     use_packed_attention,
     write_ref_logps,
 )
+from packstore.torch.batch.layout import AttentionLayout
+from packstore.torch.reference.reference import run_on_rank_zero
 
 
 def by_accelerate(settings: dict[str, Any], wrong: str) -> dict[str, Any]:
@@ -64,6 +66,27 @@ def by_hand(model: Any, batch: Any) -> dict[str, Any]:
             PreferenceLoss("simpo")(found[name], batch)
         except ConfigError as error:
             found["refused"] = (name, str(error))
+    # Torch's default casts inputs of each layer, and so copies the layout of the row.
+    policy = PackedPolicy(use_packed_attention(deepcopy(model)))
+    for module in (*policy.model.model.layers, policy):
+        fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    used: list[AttentionLayout] = []
+    split = AttentionLayout.split
+
+    def recorded(layout: AttentionLayout, *rows: Any) -> Any:
+        used.append(layout)
+        return split(layout, *rows)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AttentionLayout, "split", recorded)
+        policy(batch)
+    found["layouts"] = (len(used), len(set(used)))
+    try:
+        run_on_rank_zero(lambda: 1 // 0)
+    except ArithmeticError as error:
+        found["error"] = repr(error)
+    except PackstoreError as error:
+        found["error"] = str(error)
     return found
 
 
@@ -98,6 +121,8 @@ def test_log_probs_stay_exact_and_weights_tied(kit: SimpleNamespace, tmp_path: P
         torch.testing.assert_close(rank["kept"], expected, rtol=0, atol=0)
         assert rank["refused"][0] == "rounded"
         assert "output_dtype=None" in rank["refused"][1]
+        assert rank["layouts"] == (2, 1)  # each layer attends; what one waited for serves all
+        assert "ZeroDivisionError" in rank["error"]  # else the other rank would wait
     assert [rank["failure"] for rank in ranks] == ["CompatibilityError"] * 2
     # One rank reads policy and reference, and proves their heads; what runs after is sharded.
     assert [rank["read"] for rank in ranks] == [3, 0]
