@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from copy import deepcopy
+from functools import cache
 from itertools import product
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from gradients import alone, recompute_layers, take_gradients
+from ranks import launch
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from packstore.format import Examples, to_offsets
 from packstore.pack.fill import fill
@@ -21,6 +30,7 @@ from packstore.torch import (
     PackedPolicy,
     PreferenceLoss,
     collate,
+    compile_layers,
     count_step,
     segment_logps,
     use_packed_attention,
@@ -86,6 +96,95 @@ def step(model: Any, policy: Callable[[PackedBatch], Tensor], cell: Cell) -> Any
     for loss in losses:
         loss.backward()
     return sum(loss.detach() for loss in losses), take_gradients(model)
+
+
+def ddp(policy: PackedPolicy) -> Any:
+    return DistributedDataParallel(policy)
+
+
+def fsdp(policy: PackedPolicy) -> Any:
+    """By torch's ``fully_shard``, and its defaults."""
+    for layer in policy.model.model.layers:
+        fully_shard(layer)
+    return fully_shard(policy)
+
+
+@cache
+def accelerator() -> Any:
+    """With the answers that ``accelerate config`` proposes for FSDP."""
+    from accelerate import Accelerator
+    from train_runs import shard
+
+    shard()
+    return Accelerator(cpu=True)
+
+
+def fsdp_by_accelerate(policy: PackedPolicy) -> Any:
+    policy._no_split_modules = policy.model._no_split_modules  # type: ignore[assignment]
+    return accelerator().prepare(policy, torch.optim.AdamW(policy.parameters()))[0]
+
+
+WRAPPERS: dict[str, Callable[[PackedPolicy], Any]] = {
+    "ddp": ddp,
+    "fsdp": fsdp,
+    "fsdp by accelerate": fsdp_by_accelerate,
+}
+OnRanks = tuple[str, bool, bool, bool, int, str]
+"""Wrapper, tied weights, gradient checkpointing, compiled layers, batches a rank, layout."""
+ON_RANKS: list[OnRanks] = [
+    (*cell, layout)
+    for i, cell in enumerate(product(WRAPPERS, (0, 1), (0, 1), (0, 1), (1, 2)))
+    for layout in [("concat", "shared_prefix")[i % 2]]
+]
+
+
+def on_rank(task: dict[str, Any]) -> list[Any]:
+    """Loss and gradients of the step on one of the ranks, in each cell."""
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")  # the compiler's
+    rank, world, found = dist.get_rank(), dist.get_world_size(), []
+    for wrapper, tied, recomputes, compiled, accumulation, layout in task["cells"]:
+        model = use_packed_attention(deepcopy(task["models"][tied]), "sdpa").train()
+        if recomputes:
+            recompute_layers(model)
+        policy = PackedPolicy(model)
+        if compiled:
+            compile_layers(model, backend="eager")
+        names = [name for name, _ in policy.named_parameters()]
+        policy = WRAPPERS[wrapper](policy)
+        batches = list(share("[1, 1, 2]", layout, world * accumulation))[rank::world]
+        loss_fn = PreferenceLoss("dpo", beta=BETA, sft_weight=SFT_WEIGHT)
+        divisor, total = count_step(batches, loss_fn).averaged(world), torch.zeros(())
+        for number, batch in enumerate(batches, start=1):
+            waits = number < len(batches) and wrapper == "ddp"
+            with policy.no_sync() if waits else nullcontext():
+                loss = loss_fn(policy(batch), batch, divisor=divisor).loss
+                loss.backward()
+            total = total + loss.detach() / world
+        dist.all_reduce(total)
+        weights = {n.removeprefix("module."): w.grad for n, w in policy.named_parameters()}
+        assert list(weights) == names  # also tied ones
+        for name in names:
+            grad = weights.pop(name)
+            whole = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+            weights[name.removeprefix("model.")] = whole
+        found.append((total, weights))
+    return found
+
+
+@pytest.mark.parametrize(
+    "cells",
+    [ON_RANKS[13::16], pytest.param(ON_RANKS, marks=pytest.mark.slow)],
+    ids=["some", "all"],
+)
+def test_every_way_to_share_among_ranks(
+    kit: SimpleNamespace, tmp_path: Path, cells: list[OnRanks]
+) -> None:
+    pytest.importorskip("accelerate", reason="training needs accelerate")
+    models = [kit.tiny_model(tie_word_embeddings=tied) for tied in (False, True)]
+    expected = [expected_step(deepcopy(model), "sdpa") for model in models]
+    for rank in launch(__file__, {"models": models, "cells": cells}, 2, tmp_path):
+        for cell, found in zip(cells, rank, strict=True):
+            assert_equal(found, expected[cell[1]], 1e-9, cell)
 
 
 def assert_equal(found: Any, expected: Any, limit: float, what: Any) -> None:

@@ -271,3 +271,24 @@ def test_refused_inputs() -> None:
     uncounted = batch.replace(step=replace(batch.step, batches=2, counts=None))
     with pytest.raises(ConfigError, match="must be divided by the count of its whole optimizer st"):
         loss_fn(logps, uncounted)
+
+
+@pytest.mark.parametrize("name", ["dpo", "simpo", "kto", "bradley_terry", "tokens"])
+def test_log_probs_in_16_bits_are_refused(kit: SimpleNamespace, name: str) -> None:
+    """Of policy and reference, of sequences and tokens; and scores."""
+    batch = kit.row()
+    loss_fn: Any = PolicyLoss(kl_weight=0.1) if name == "tokens" else PreferenceLoss(name)
+    given = {"logps": torch.zeros(batch.num_segments)}
+    if name == "tokens":
+        given = dict.fromkeys(
+            ("logps", "old_logps", "ref_logps"), torch.zeros(len(batch.targets.ids))
+        )
+    elif loss_fn.reference:
+        given["ref_logps"] = given["logps"]
+    assert torch.isfinite(loss_fn(batch=batch, **given).loss)
+    for key, dtype in product(given, (torch.bfloat16, torch.float16)):
+        lower = {**given, key: given[key].to(dtype)}
+        with pytest.raises(
+            ConfigError, match=rf"{key}: log-probs must be float32.*output_dtype=None"
+        ):
+            loss_fn(batch=batch, **lower)
