@@ -112,6 +112,9 @@ def ranks(device: str | None) -> Iterator[torch.device]:
         torch.distributed.init_process_group("nccl" if gpu else "gloo")
     try:
         yield chosen
+        from packstore.torch.models.load import tell_uncompiled
+
+        tell_uncompiled()
     finally:
         if several:
             torch.distributed.destroy_process_group()

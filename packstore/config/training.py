@@ -63,7 +63,7 @@ class TrainLossConfig(Settings):
     """Settings of the loss."""
 
     loss: str | Mapping[str, float | Mapping[str, float]] = setting(
-        "dpo", "dpo, sft, bradley_terry, …; a wrong name lists all"
+        "dpo", "dpo, sft, …; a wrong name lists all"
     )
     loss_parameters: Mapping[str, Any] = setting(
         dict,

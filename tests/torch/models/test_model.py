@@ -41,6 +41,7 @@ SMALL = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2}
         ({"past_key_values": "past", "use_cache": True}, "without a past; found"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated")  # since transformers 5.24
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_refused_calls(
     kit: SimpleNamespace, name: str, change: dict[str, Any], message: str
