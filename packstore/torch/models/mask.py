@@ -41,7 +41,8 @@ def layout_of(keyword: AttentionLayout | None) -> AttentionLayout | None:
     FSDP2 may pass a copy to each layer, and a copy has neither the sizes nor the mask that another
     layer has waited for.
     """
-    known = None if torch.compiler.is_compiling() else LAYOUT.get()
+    graph = keyword is not None and torch.compiler.is_compiling()  # which that variable would break
+    known = None if graph else LAYOUT.get()
     return keyword if known is None else known
 
 

@@ -179,6 +179,20 @@ def test_what_is_not_compiled_is_told(
     assert any("sdpa" in text for text in told)
 
 
+def test_layers_that_pass_no_layout_on(
+    kit: SimpleNamespace, as_on_a_gpu: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They find it in the thread, which breaks the graph: the same numbers, and a line on it."""
+    plain = use_packed_attention(kit.tiny_family("stablelm"))
+    model = use_packed_attention(kit.tiny_family("stablelm"))
+    compile_layers(model, backend="eager")
+    batch = kit.row(2, "shared_prefix")
+    for a, b in zip(gradients(model, batch), gradients(plain, batch), strict=True):
+        assert (a - b).abs().max() <= 1e-9 * b.abs().max()
+    tell_uncompiled()
+    assert "ContextVar" in caplog.text
+
+
 def test_a_model_without_named_layers_is_refused(kit: SimpleNamespace) -> None:
     model = kit.tiny_family("llama")
     model._no_split_modules = None
