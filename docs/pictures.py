@@ -6,7 +6,7 @@ python docs/pictures.py
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from pathlib import Path
 
@@ -206,6 +206,48 @@ def gains() -> str:
     return picture(780, bottom + 44, "Tokens of an epoch by how it is batched; packs are 1", *parts)
 
 
+GREEN, ORANGE = COLOURS["chosen"], COLOURS["rejected"]
+
+
+def feedback() -> str:
+    """Curves of training by feedback: a reward model, KTO, GRPO."""
+    found = json.loads((RESULTS / "feedback.json").read_text(encoding="utf-8"))
+    of_reward, of_kto = found["reward"]["curve"], found["kto"]["curve"]
+    good, bad = (of_kto[f"rewards/{side}"] for side in ("chosen", "rejected"))
+    parts = [
+        *_curves(50, "reward model: ranked right", {"": (of_reward["rewards/accuracies"], GREEN)}),
+        *_curves(320, "KTO: rewards", {"good": (good, GREEN), "bad": (bad, ORANGE)}),
+        *_curves(610, "GRPO: reward", {"": (found["grpo"]["rewards"], GREEN)}),
+        text(50, 236, "each point: the mean of six steps", fill=QUIET),
+    ]
+    return picture(840, 256, "Curves of a reward model, of KTO and of GRPO", *parts)
+
+
+def _curves(
+    left: float, title: str, series: dict[str, tuple[Sequence[float], str]]
+) -> Iterator[str]:
+    """A panel of curves over steps, each a name, values and a colour."""
+    means = {
+        name: [sum(values[i : i + 6]) / 6 for i in range(len(values) - 5)]
+        for name, (values, _) in series.items()
+    }
+    every = [value for values in means.values() for value in values]
+    low, high, width, top, height = min(every), max(every), 190.0, 60.0, 130.0
+    yield text(left, 36, title, font_weight="bold")
+    yield f'<path d="M{left:g} {top:g}v{height:g}h{width:g}" fill="none" stroke="{QUIET}"/>'
+    for value, y in ((high, top), (low, top + height)):
+        yield text(left - 6, y + 5, f"{value:.2f}", "end", fill=QUIET)
+    for name, values in means.items():
+        xs = [left + width * i / (len(values) - 1) for i in range(len(values))]
+        ys = [top + height * (high - value) / (high - low) for value in values]
+        line = " ".join(f"{x:.1f},{y:.1f}" for x, y in zip(xs, ys, strict=True))
+        colour = series[name][1]
+        yield f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>'
+        yield text(left + width + 6, ys[-1] + 5, name, fill=colour)
+    steps = len(next(iter(series.values()))[0])
+    yield text(left + width, top + height + 20, f"{steps} steps", "end", fill=QUIET)
+
+
 def _row(x: float, y: float, parts: Sequence[tuple[str, float]], height: float = 34) -> list[str]:
     drawn = []
     for side, width in parts:
@@ -241,6 +283,7 @@ PICTURES: dict[str, Callable[[], str]] = {
     "words": words,
     "weights": weights,
     "gains": gains,
+    "feedback": feedback,
 }
 """Name of the file -> what draws it."""
 

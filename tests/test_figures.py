@@ -144,3 +144,21 @@ def test_the_loaders_page_says_what_balancing_saves() -> None:
     page = (ROOT / "docs" / "loaders.md").read_text(encoding="utf-8")
     besides, without = (f"{100 * saved[dealt]:.0f} %" for dealt in ("balanced", "in order"))
     assert f"would save {besides} beside it, without it {without} at most" in page
+
+
+def test_figures_of_feedback() -> None:
+    found = result("feedback")
+    reward, times = (
+        found["reward"],
+        [v["median_ms"] for k, v in found["rollouts"].items() if "," in k],
+    )
+    after, (trained, held_out) = reward["held_out"]["rewards/accuracies"], reward["pairs"]
+    page = (ROOT / "docs" / "losses.md").read_text(encoding="utf-8")
+    assert f"a reward model of {trained} pairs" in page
+    assert f"ranks {100 * after:.1f} % of {held_out} held-out" in page
+    assert f"{100 * reward['accuracy_before']:.1f} % with its head as drawn" in page
+    assert f"with {found['layers']} of the 30 layers" in page
+    good, bad = (found["kto"]["held_out"][f"rewards/{side}"] for side in ("chosen", "rejected"))
+    assert good > bad > 0
+    page = (ROOT / "docs" / "loaders.md").read_text(encoding="utf-8")
+    assert f"take {min(times):.0f} to {max(times):.0f} ms of a core" in page

