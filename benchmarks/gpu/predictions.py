@@ -31,8 +31,9 @@ HEADS = {"triton": (4, 8 + 14), "eager": (4, 24 + 45), "trl": (4, 4 + 10), "logi
 """Way -> products of the head; bytes a logit that its passes move, forward and backward. ``logits``
 holds the logits of all tokens; the others make them twice, of supervised tokens alone."""
 
-GATHERED = 48
-"""Bytes that an element of a gathered key or value moves: two copies, a sum in float32."""
+GATHERED = 8 + 18 + 6
+"""Bytes that an element of a gathered key or value moves: two copies; its gradient, widened and
+added in float32; the sum, set to zero before and rounded after, once for about two copies."""
 
 LLAMA_8B = {
     **LLAMA,
@@ -91,7 +92,7 @@ def work(
     traffic = tokens * layers * elementwise(family, **config) + rows * vocab * passes
     traffic += 6 * (layers * layer + vocab * width)  # gradients are added to the last ones
     if keys.sum() > tokens:
-        traffic += keys.sum() * layers * kv_width * GATHERED / 2
+        traffic += keys.sum() * layers * kv_width * GATHERED
     return Work(
         layers=6 * tokens * layers * layer,
         head=2 * rows * width * vocab,
