@@ -16,6 +16,7 @@ import itertools
 import logging
 import re
 import resource
+import runpy
 import sys
 import tempfile
 import warnings
@@ -27,6 +28,7 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 
 import hostile_values  # noqa: E402
+import kit_reader  # noqa: E402
 from fuzz_targets import CORPUS, TARGETS, make_input  # noqa: E402
 
 import packstore  # noqa: E402
@@ -109,6 +111,7 @@ def readers(url: str, number: int) -> Iterator[tuple[str, Callable[[], object]]]
 
     more = [{"prompt": [5], "chosen": [8, 9], "rejected": [7]}]
     again = {"pack_size": 48, "max_drop_rate": 1.0, "num_workers": 0}
+    yield "page", lambda: agree(url, f"{url}/side")
     yield "packs", lambda: list(opened().iter_packs())
     yield "batches", lambda: [b.validate(full=True) for b in opened().iter_batches()]
     yield "sizes", lambda: opened().pack_index
@@ -125,6 +128,15 @@ def readers(url: str, number: int) -> Iterator[tuple[str, Callable[[], object]]]
     yield "show", lambda: command("show", url, "--pack", "0", "--count", "2", "--ids")
     yield "stats", lambda: command("inspect" if number % 2 else "stats", url)
     yield "append", lambda: packstore.append(url, more, num_workers=0).verify(jobs=1)
+
+
+def agree(*folders: str) -> None:
+    """The reader that was written from format.md reads the same; it may refuse less."""
+    answer = kit_reader.answer(*folders)
+    assert "refused" in answer or answer == BY_THE_PAGE(*folders)
+
+
+BY_THE_PAGE = runpy.run_path(str(ROOT / "examples" / "readers" / "reader.py"))["answer"]
 
 
 if __name__ == "__main__":
