@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from packstore.errors import CompatibilityError, sentence
+from packstore.errors import CompatibilityError, ConfigError, sentence
 from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.logprobs.logprobs import segment_logps
 from packstore.torch.logprobs.scores import check_head, scores_of
@@ -197,6 +197,8 @@ class PackedPolicy(nn.Module):
         self.scores = is_reward_model(model)
         if self.scores:
             check_head(model)
+            if given := settings.keys() - {"backend"}:
+                raise ConfigError(f"PackedPolicy: {', '.join(given)} go with a causal LM only.")
         else:
             find_head(model)
             router_settings(model)

@@ -30,6 +30,7 @@ from packstore.errors import CompatibilityError, ConfigError
 from packstore.testing import random_examples
 from packstore.torch import (
     PackedLoss,
+    PackedPolicy,
     PreferenceLoss,
     collate,
     evaluate,
@@ -212,6 +213,8 @@ def test_what_does_not_fit_is_refused(made: SimpleNamespace, kit: SimpleNamespac
         evaluate(use_packed_attention(kit.tiny_model(head="score")), made.data[0], loss="cpo")
     with pytest.raises(CompatibilityError, match="whose score is a matrix of one row; found none"):
         segment_scores(causal, kit.row())
+    with pytest.raises(ConfigError, match="per_token go with a causal LM only"):
+        PackedPolicy(kit.tiny_model(head="score"), per_token=True)
     with pytest.raises(ConfigError, match=r"must hold every weight .*score\.weight"):
         load_model(made.model, scores=True)
     with pytest.raises(ConfigError, match="it must take log-probs; found scores"):
