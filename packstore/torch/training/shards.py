@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
-from itertools import cycle
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,14 @@ from torch.distributed.checkpoint.hf_storage import (
 )
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import async_save
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from packstore.errors import FormatError, sentence
 
-FILES = 8
-"""Files of each rank; one at a time is in memory twice."""
+FILES = 16
+"""Files of each rank, of about one size; one at a time is in memory three times."""
+
+_THREAD = ThreadPoolExecutor(1, "checkpoint")
 
 
 class Writer(HuggingFaceStorageWriter):
@@ -47,11 +49,12 @@ def write_shards(
     tensors: Mapping[str, Tensor], folder: Path, group: Any, finished: Callable[[], None]
 ) -> Future[Any]:
     """Copies this rank's share of `tensors` and begins to write it; collective over `group`."""
-    files = dict(zip(tensors, cycle(range(1, FILES + 1)), strict=False))
+    ends = list(accumulate(tensor.numel() for tensor in tensors.values()))
+    files = {n: 1 + FILES * (end - 1) // ends[-1] for n, end in zip(tensors, ends, strict=True)}
     writer = Writer(folder, files, finished)
-    writing = async_save(dict(tensors), storage_writer=writer, process_group=group)
-    assert isinstance(writing, Future)  # the writer copies before it returns
-    return writing
+    # torch's async_save would take the memory of a second copy.
+    copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+    return _THREAD.submit(save, copies, storage_writer=writer, process_group=group)
 
 
 def read_tensors(tensors: dict[str, Tensor], folder: Path) -> None:

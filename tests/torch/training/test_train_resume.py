@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import time
 import warnings
@@ -24,7 +25,7 @@ from train_runs import checkpoints, losses, records, save_gpt2, shard, state_of
 from transformers import AutoModelForCausalLM
 
 from packstore.cli import main
-from packstore.errors import FormatError
+from packstore.errors import FormatError, StorageError
 from packstore.testing import random_examples
 from packstore.torch import PackedDataLoader, PackedDataset, train
 
@@ -76,7 +77,10 @@ def assert_same(found: Path, expected: Path) -> None:
 
 
 def on_rank(task: dict[str, Any]) -> int:
-    """Trains; ends this process after a step or inside a checkpoint; counts calls of `no_sync`."""
+    """Trains; ends this process after a step or inside a checkpoint; counts calls of `no_sync`.
+
+    Returns -1 if a checkpoint cannot be written, as files of the rank `full` are limited.
+    """
     warnings.simplefilter("ignore")
     where, place = task.get("kill", (None, 0))
     seen, unsynchronised = [], []
@@ -107,7 +111,15 @@ def on_rank(task: dict[str, Any]) -> int:
     register_optimizer_step_post_hook(after_step)
     if task.get("shard"):
         shard()
-    train(**task["settings"])
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if task.get("full") == int(os.environ["RANK"]):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        train(**task["settings"])
+    except StorageError:
+        return -1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     return len(unsynchronised)
 
 
@@ -160,6 +172,8 @@ def test_sharded_over_two_ranks_killed_and_resumed_on_2_1_2(
     """
     settings = {**base, "output": str(tmp_path)}
     sharded = {"settings": settings, "shard": True}
+    assert launch(__file__, {**sharded, "full": 1}, 2, tmp_path) == [-1, -1]
+    assert list((tmp_path / "checkpoints").iterdir()) == []
     assert launch(__file__, {**sharded, "kill": ("checkpoint", 6)}, 2, tmp_path) == []
     left = tmp_path / "checkpoints" / ".step-00000006.partial"
     assert left.is_dir()
