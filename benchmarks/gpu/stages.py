@@ -79,6 +79,7 @@ def _fast(sizes: Sizes, data: Path, scratch: Path) -> list[Part]:
             group = partial(fast.group, model=model, profile=profile, tokens=tokens)
             eager = partial(group, ways=fast.WAYS[:4])
             compiled = partial(group, ways=fast.WAYS[:3], compiled=True)
-            groups.append(Part(f"{model}/{profile}/{tokens}", 90, (eager, compiled)))
+            works = (eager,) if profile == "hh" else (eager, compiled)
+            groups.append(Part(f"{model}/{profile}/{tokens}", 90, works))
     last = (partial(parts.heads, tiles=True), parts.attention)
     return [Part("device", 30, (parts.device,)), *groups, Part("parts", 60, last)]
