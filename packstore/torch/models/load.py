@@ -30,7 +30,7 @@ ADAPTER_FILE = "adapter_config.json"
 
 GRAPHS = 64
 """Graphs at most of one function, beyond which torch.compile leaves it uncompiled. transformers has
-one for all layers, of which a run needs one a kind of layer, layout, and sort of call."""
+one for all layers, of which a run needs one a kind of layer, layout, and sort of call: up to 12."""
 
 _TOLD: set[str] = set()
 """What :func:`tell_uncompiled` has logged."""

@@ -112,12 +112,14 @@ def test_a_compiled_model_serves_every_batch(kit: SimpleNamespace) -> None:
 TWO_KINDS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 20}
 FAMILIES: dict[str, dict[str, Any]] = {"llama": {}, "gemma3_text": TWO_KINDS, "olmo3": TWO_KINDS}
 
+RUNS = product(FAMILIES, (True, False))
+
 
 @pytest.mark.parametrize(
     "runs",
     [
-        [("llama", True)],
-        pytest.param(list(product(FAMILIES, (True, False))), marks=pytest.mark.slow),
+        [("llama", True, 2)],
+        pytest.param([(*run, 2 - i % 2) for i, run in enumerate(RUNS)], marks=pytest.mark.slow),
     ],
     ids=["one", "many"],
 )
@@ -127,9 +129,12 @@ def test_training_compiles_policy_reference_and_validation(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-    runs: list[tuple[str, bool]],
+    runs: list[tuple[str, bool, int]],
 ) -> None:
-    """No layer attends uncompiled, whatever else was compiled in the process."""
+    """No layer attends uncompiled, whatever else was compiled in the process.
+
+    A run has one model, with LoRA, or two.
+    """
     pytest.importorskip("accelerate", reason="training needs accelerate")
     found, backend = graphs()
     compiled, uncompiled = [], []
@@ -149,15 +154,17 @@ def test_training_compiles_policy_reference_and_validation(
     settings = kit.short_run(tmp_path, "shared_prefix") | {"dtype": "float64", "max_steps": 2}
     other = kit.packed(random_examples(9, seed=5), [2, 3, 4], "concat")
     settings["validation"] = kit.write(str(tmp_path / "held-out"), other).url
-    for number, (name, recomputes) in enumerate(runs):
+    for number, (name, recomputes, models) in enumerate(runs):
         kit.tiny_family(name, **FAMILIES[name]).save_pretrained(settings["model"])
         uncompiled.clear()
         before, output = len(found), str(tmp_path / f"run-{number}")
-        train(**settings, output=output, compile="layers", gradient_checkpointing=recomputes)
-        assert 0 < len(found) - before <= 12
-        probed = 2 * 2 * 2  # of policy and reference, both layouts through two layers
-        assert len(uncompiled) == probed
-    assert len(compiled) == len(set(compiled)) == 4 * len(runs)
+        how = {"compile": "layers", "gradient_checkpointing": recomputes}
+        train(**settings, **how, output=output, lora={"rank": 2} if models == 1 else {})
+        assert len(found) - before <= 12  # none, where those of another model do
+        # Two layers: the probe in both layouts, and the proof of each head.
+        assert len(uncompiled) == 2 * (2 + models)
+    assert len(compiled) == len(set(compiled)) == 2 * sum(models for *_, models in runs)
+    assert found
     assert "uncompiled" not in caplog.text
 
 
@@ -168,9 +175,9 @@ def test_what_is_not_compiled_is_told(
     counters.clear()
     model = use_packed_attention(kit.tiny_family("llama"))
     compile_layers(model, backend="eager", recompile_limit=1)
-    batches = [kit.row(2, layout) for layout in ("concat", "shared_prefix")]
-    for batch in batches:
-        model(**batch.model_inputs())
+    for enabled in (True, False):
+        with torch.set_grad_enabled(enabled):
+            model(**kit.row().model_inputs())
     for _ in range(2):
         tell_uncompiled()
     told = [record.getMessage() for record in caplog.records if record.name.startswith("packstore")]
