@@ -29,13 +29,10 @@ SHARES = 16
 """Approximate shares of the input for a partition. More would mix sources of one file each better,
 but more partitions would read each file."""
 
-MOST_READERS = 8
-"""A partition takes fewer shares where each file would else be read by more partitions. Each reads
-it to its end: with 8 reads, half of the time of a cluster (``benchmarks/scale.py``)."""
-
 FILES, READERS = 64, 4
 """A partition takes blocks of `FILES` files, as long as no file is read by more than `READERS`
-partitions; those reads take a tenth of the time of tokenizing the file."""
+partitions, each to its end: a tenth of the time of tokenizing the file. It takes fewer shares where
+more would read it: ten partitions of ten files took 20 % more on a cluster with 8 reads."""
 
 BLOCKS = 128
 """Approximate minimum of blocks for each of several partitions, down to the size below. Fewer would
@@ -75,7 +72,7 @@ def split(inputs: Sequence[tuple[Input, int]], partitions: int) -> list[list[Sli
     mixed = total // (partitions * BLOCKS) if partitions > 1 else BLOCK_BYTES
     block_bytes = max(MIN_BLOCK_BYTES, min(BLOCK_BYTES, mixed))
     readers = min(READERS, -(-FILES * partitions // max(len(inputs), 1)))
-    each = max(1, min(SHARES, MOST_READERS * len(inputs) // partitions))
+    each = max(1, min(SHARES, READERS * len(inputs) // partitions))
     share = seen = 0
     for item, size in inputs:
         # Rounded up so far, so that all partitions get as many shares where sizes are alike.
