@@ -10,21 +10,16 @@ gather weights together. Lengths are random; layout `concat`.
 
 from __future__ import annotations
 
-import argparse
-import json
-from pathlib import Path
+import itertools
 from typing import Any
 
 import numpy as np
+from common import RESULTS, parser, provenance, save, show
 from numba import njit
-from provenance import provenance
-from rich.console import Console
-from rich.table import Table
 
 import packstore
 from packstore.torch.data.steps import spread
 
-RESULTS = Path(__file__).parent / "results" / "balance.json"
 SETS = {
     "hh, 8k": (94, 32, 8192),
     "uf, 8k": (121, 288, 8192),
@@ -45,13 +40,9 @@ SLACKS = 1.02, 1.1, 1.25
 
 WINDOW = 8192
 RANKS = (8, 64, 512)
-BATCHES = (1, 4)
-WAYS = [
-    (ranks, batches, way)
-    for ranks in RANKS
-    for batches in BATCHES
-    for way in ("in order", "balanced")[:batches]
-]
+WAYS = ((1, "in order"), (4, "in order"), (4, "balanced"))
+"""Packs of a rank, and how they are dealt."""
+
 STEPS = 20
 
 
@@ -105,10 +96,10 @@ def idle(costs: np.ndarray, squares: np.ndarray, ranks: int, batches: int, way: 
     return by_step / steps / batches, by_batch / steps / batches
 
 
-def measure(name: str, ranks: tuple[int, ...]) -> list[dict[str, Any]]:
+def measure(name: str, ranks: list[int]) -> list[dict[str, Any]]:
     """The rows of one set of lengths."""
     size, rows = SETS[name][2], []
-    tokens, squares = draw(name, STEPS * max(ranks) * max(BATCHES))
+    tokens, squares = draw(name, STEPS * max(ranks) * 4)
     costs = tokens + SQUARE * squares
     plan = packstore.plan(tokens, pack_size=size, seed=0)
     each = np.repeat(np.arange(plan.num_packs), np.diff(plan.offsets))
@@ -121,36 +112,27 @@ def measure(name: str, ranks: tuple[int, ...]) -> list[dict[str, Any]]:
         ways[f"cost, {slack}"] = shuffled[pack_of]
     for planned, pack_of in ways.items():
         of_packs = np.bincount(pack_of, costs), np.bincount(pack_of, squares).astype(np.int64)
-        ideal = costs.sum() / len(of_packs[0])
-        for number, batches, way in WAYS:
-            if number in ranks:
-                ddp, fsdp = idle(*of_packs, number, batches, way)
-                figures = {"ddp": round(ddp / ideal, 3), "fsdp2": round(fsdp / ideal, 3)}
-                row = {"set": name, "planned by": planned, "ranks": number}
-                row |= {"packs of a rank": batches, "dealt": way, **figures}
-                rows.append(
-                    row | {"packs": len(of_packs[0]), "costliest": of_packs[0].max() / mean}
-                )
+        packs = len(of_packs[0])
+        ideal = costs.sum() / packs
+        for number, (batches, way) in itertools.product(ranks, WAYS):
+            ddp, fsdp = (x / ideal for x in idle(*of_packs, number, batches, way))
+            row = {"set": name, "planned by": planned, "ranks": number}
+            row |= {"packs of a rank": batches, "dealt": way}
+            row |= {"ddp": round(ddp, 3), "fsdp2": round(fsdp, 3)}
+            rows.append(row | {"packs": packs, "costliest": of_packs[0].max() / mean})
     return rows
 
 
 def main() -> None:
     """Simulates and prints."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
-    parser.add_argument("--ranks", type=int, nargs="+", default=list(RANKS))
-    parser.add_argument("--out", default=str(RESULTS), help="-: nowhere")
-    args = parser.parse_args()
-    rows = [row for name in args.sets for row in measure(name, tuple(args.ranks))]
-    table = Table(*rows[0])
-    for row in rows:
-        table.add_row(*(f"{x:.3f}" if isinstance(x, float) else str(x) for x in row.values()))
-    Console(width=120).print(table)
-    if args.out != "-":
-        result = {"environment": provenance("numpy", "numba", "torch"), "rows": rows}
-        Path(args.out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    command = parser(__doc__)
+    command.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
+    command.add_argument("--ranks", type=int, nargs="+", default=list(RANKS))
+    command.add_argument("--out", default=RESULTS / "balance.json", help="-: nowhere")
+    args = command.parse_args()
+    rows = [row for name in args.sets for row in measure(name, args.ranks)]
+    show(rows[0], [row.values() for row in rows])
+    save(args.out, {"environment": provenance("numpy", "numba", "torch"), "rows": rows})
 
 
 if __name__ == "__main__":

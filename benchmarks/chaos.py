@@ -40,8 +40,8 @@ sys.path.insert(0, str(HERE.parent / "tests" / "support"))
 import chaos_jobs  # noqa: E402
 from chaos_jobs import KEEP, NAMES, SETTINGS, Scene, play, records  # noqa: E402
 from chaos_observer import Observer  # noqa: E402
+from common import provenance  # noqa: E402
 from fault_proxy import LATE_S, Faults, faulty  # noqa: E402
-from provenance import provenance  # noqa: E402
 from server_kinds import BUCKET  # noqa: E402
 from stores import Store, serving  # noqa: E402
 

@@ -17,7 +17,6 @@ Figures:
 
 from __future__ import annotations
 
-import argparse
 import json
 import runpy
 import statistics
@@ -27,12 +26,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from provenance import provenance
-from real_model import save_model
+from common import HERE, RESULTS, parser, provenance, records, save
+from real_model import SIDES, save_model, train_packs
 
-RESULTS = Path(__file__).parent / "results" / "feedback.json"
-GRPO = Path(__file__).parents[1] / "examples" / "grpo.py"
-SIDES = ("chosen", "rejected")
+GRPO = HERE.parent / "examples" / "grpo.py"
 CURVE = ("loss", "rewards/accuracies", "rewards/chosen", "rewards/rejected")
 
 
@@ -47,35 +44,27 @@ def pack(rows: list[dict[str, Any]], folder: Path) -> str:
 
 def run(folder: Path, name: str, train: str, held_out: str, rate: float, **loss: Any) -> Any:
     """Trains for one epoch; returns the curve, and the figures of what was held out."""
-    import packstore.torch
-
-    result = packstore.torch.train(
-        model=str(folder / "model"), dataset=train, validation=held_out, output=str(folder / name),
-        examples_per_step=16, learning_rate=rate, warmup=0.1, log_every=1, mixed_precision="none",
-        **loss,
-    )  # fmt: skip
-    lines = (folder / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    curve = [line for line in map(json.loads, lines) if "loss" in line]
+    how = {"learning_rate": rate, "warmup": 0.1, "examples_per_step": 16, **loss}
+    result, lines = train_packs(folder, name, dataset=train, validation=held_out, **how)
     return {
         "steps": result.step,
         "learning_rate": rate,
-        "curve": {key: [round(line[key], 4) for line in curve] for key in CURVE},
+        "curve": {key: [round(line[key], 4) for line in lines] for key in CURVE},
         "held_out": {key: result.evaluation[f"eval/{key}"] for key in CURVE},
     }
 
 
 def reward(folder: Path, pairs: list[dict[str, Any]], held_out: list[dict[str, Any]]) -> Any:
     """A reward model's accuracy, and that of a random head."""
-    import packstore.torch
+    import packstore
+    from packstore.torch import evaluate
     from packstore.torch.models.load import load_model
 
     parts = [pack(rows, folder / name) for rows, name in ((pairs, "pairs"), (held_out, "held"))]
-    packstore.torch.train(  # no step of any length: the head as it is drawn
-        model=str(folder / "model"), dataset=parts[1], output=str(folder / "drawn"),
-        loss="bradley_terry", max_steps=1, learning_rate=0.0, mixed_precision="none",
-    )  # fmt: skip
+    how: dict[str, Any] = {"loss": "bradley_terry", "max_steps": 1, "learning_rate": 0.0}
+    train_packs(folder, "drawn", dataset=parts[1], **how)  # the head stays as it is drawn
     drawn = load_model(folder / "drawn" / "model", scores=True)
-    before = packstore.torch.evaluate(drawn, packstore.open(parts[1]), loss="bradley_terry")
+    before = evaluate(drawn, packstore.open(parts[1]), loss="bradley_terry")
     how = {"loss": "bradley_terry", "loss_parameters": {"center": 0.01}}
     found = run(folder, "reward", *parts, rate=3e-5, **how)
     counts = [packstore.open(part).manifest.pairs for part in parts]
@@ -125,21 +114,18 @@ def rollouts() -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--data", required=True, help="JSON lines of scored pairs of text")
-    parser.add_argument("--pairs", type=int, default=600, help="for the reward model")
-    parser.add_argument("--layers", type=int, default=8, help="of the model's 30")
-    parser.add_argument("--kto-pairs", type=int, default=200)
-    parser.add_argument("--held-out", type=int, default=240)
-    parser.add_argument("--out", default=str(RESULTS), help="-: nowhere")
-    args = parser.parse_args()
+    command = parser(__doc__)
+    command.add_argument("--data", type=Path, required=True, help="JSON lines of pairs of text")
+    command.add_argument("--pairs", type=int, default=600, help="for the reward model")
+    command.add_argument("--layers", type=int, default=8, help="of the model's 30")
+    command.add_argument("--kto-pairs", type=int, default=200)
+    command.add_argument("--held-out", type=int, default=240)
+    command.add_argument("--out", default=RESULTS / "feedback.json", help="-: nowhere")
+    args = command.parse_args()
     result = {"environment": provenance("transformers", "torch"), "rollouts": rollouts()}
     result["layers"] = args.layers
     result["grpo"] = {"rewards": [round(x, 4) for x in runpy.run_path(str(GRPO))["train"](80)]}
-    lines = Path(args.data).read_text(encoding="utf-8").splitlines()
-    rows = [row for row in map(json.loads, lines) if all(isinstance(row[s], str) for s in SIDES)]
+    rows = [row for row in records(args.data) if all(isinstance(row[s], str) for s in SIDES)]
     rows = [rows[i] for i in np.random.default_rng(0).permutation(len(rows))]
     held_out, rest = rows[: args.held_out], rows[args.held_out :]
     with tempfile.TemporaryDirectory() as place:
@@ -148,8 +134,7 @@ def main() -> None:
         result["reward"] = reward(folder, rest[: args.pairs], held_out)
         result["kto"] = kto(folder, rest[: args.kto_pairs], held_out[: args.held_out // 4])
     print(json.dumps({name: result[name] for name in ("rollouts", "reward", "kto")}, indent=1))
-    if args.out != "-":
-        Path(args.out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    save(args.out, result)
 
 
 if __name__ == "__main__":

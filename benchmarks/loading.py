@@ -51,7 +51,7 @@ from peers_loading import READERS
 from peers_loading.report import show
 from peers_loading.runner import ChildError, Interpreter, Runner
 from peers_loading.texts import write_examples
-from provenance import provenance
+from common import provenance
 from rich.console import Console
 
 HERE = Path(__file__).parent

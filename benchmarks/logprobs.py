@@ -26,7 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from provenance import provenance
+from common import provenance
 
 RESULTS = Path(__file__).parent / "results" / "logprobs.json"
 BASE = "log_softmax, supervised rows"

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from peers_packing import MOST_EXAMPLES, MOST_TOKENS, PEERS, Trl, peers
 from peers_packing.lengths import SETS, draw
-from provenance import provenance
+from common import provenance
 from rich.console import Console
 from rich.table import Table
 

@@ -29,9 +29,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from provenance import provenance
-from rich.console import Console
-from rich.table import Table
+from common import parser, provenance, records, save, show
 
 STEP, DEVICE = 4, 2
 SIDES = ("chosen", "rejected")
@@ -66,23 +64,22 @@ def prepare(folder: Path, data: str, count: int) -> None:
     import packstore
 
     tokenizer = save_model(folder / "model")
+
+    def fits(line: str) -> bool:
+        """Returns True if TRL's default `max_length` truncates neither side of a pair."""
+        row = json.loads(line)
+        sides = [row["prompt"] + [{"role": "assistant", "content": row[s]}] for s in SIDES]
+        texts = [tokenizer.apply_chat_template(side, tokenize=False) for side in sides]
+        return max(map(len, tokenizer(texts, add_special_tokens=False)["input_ids"])) <= 1024
+
     with open(data, encoding="utf-8") as lines:
-        pairs = list(islice((x for x in lines if fits(x, tokenizer)), 2 * count))
-    (folder / "train.jsonl").write_text("".join(pairs[:count]), encoding="utf-8")
-    (folder / "held-out.jsonl").write_text("".join(pairs[count:]), encoding="utf-8")
+        pairs = list(islice(filter(fits, lines), 2 * count))
     settings: Any = {"tokenizer": str(folder / "model"), "pack_size": 2048}
-    for part in ("train", "held-out"):
+    for part, own in (("train", pairs[:count]), ("held-out", pairs[count:])):
+        (folder / f"{part}.jsonl").write_text("".join(own), encoding="utf-8")
         for layout in ("concat", "shared_prefix"):
             out = folder / f"{part}-{layout}"
             packstore.pack(folder / f"{part}.jsonl", out, layout=layout, **settings)
-
-
-def fits(line: str, tokenizer: Any) -> bool:
-    """Returns True if TRL's default `max_length` truncates neither side of a pair."""
-    row = json.loads(line)
-    sides = [row["prompt"] + [{"role": "assistant", "content": row[s]}] for s in SIDES]
-    texts = [tokenizer.apply_chat_template(side, tokenize=False) for side in sides]
-    return max(map(len, tokenizer(texts, add_special_tokens=False)["input_ids"])) <= 1024
 
 
 def train_trl(folder: Path, packed: bool) -> list[float]:
@@ -91,13 +88,10 @@ def train_trl(folder: Path, packed: bool) -> list[float]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import DPOConfig, DPOTrainer
 
-    lines = (folder / "train.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [
-        {
-            "prompt": row["prompt"],
-            **{side: [{"role": "assistant", "content": row[side]}] for side in SIDES},
-        }
-        for row in map(json.loads, lines)
+        {"prompt": row["prompt"]}
+        | {side: [{"role": "assistant", "content": row[side]}] for side in SIDES}
+        for row in records(folder / "train.jsonl")
     ]
     args = DPOConfig(
         output_dir=str(folder / ("trl_packed" if packed else "trl")), num_train_epochs=1,
@@ -121,17 +115,13 @@ def train_trl(folder: Path, packed: bool) -> list[float]:
     return [line["loss"] for line in trainer.state.log_history if "loss" in line]
 
 
-def train_packs(folder: Path, layout: str) -> list[float]:
-    """Trains as `packstore train` does; returns the loss of each step."""
+def train_packs(folder: Path, name: str, **settings: Any) -> tuple[Any, list[dict[str, Any]]]:
+    """Trains as `packstore train` does; returns its result, and the metrics of each step."""
     from packstore.torch import train
 
-    train(
-        model=str(folder / "model"), dataset=str(folder / f"train-{layout}"),
-        output=str(folder / layout), examples_per_step=STEP, learning_rate=LEARNING_RATE,
-        schedule="constant", warmup=0, log_every=1, mixed_precision="none",
-    )  # fmt: skip
-    lines = (folder / layout / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [line["loss"] for line in map(json.loads, lines) if "loss" in line]
+    how = {"log_every": 1, "mixed_precision": "none", **settings}
+    result = train(model=str(folder / "model"), output=str(folder / name), **how)
+    return result, [line for line in records(folder / name / "metrics.jsonl") if "loss" in line]
 
 
 def run(contender: str, folder: Path) -> dict[str, Any]:
@@ -140,11 +130,12 @@ def run(contender: str, folder: Path) -> dict[str, Any]:
     if contender.startswith("trl"):
         losses = train_trl(folder, packed=contender == "trl_packed")
     else:
-        losses = train_packs(folder, contender)
+        how = {"dataset": str(folder / f"train-{contender}"), "learning_rate": LEARNING_RATE}
+        how |= {"examples_per_step": STEP, "schedule": "constant", "warmup": 0}
+        losses = [line["loss"] for line in train_packs(folder, contender, **how)[1]]
     seconds = time.perf_counter() - start
-    pairs = len((folder / "train.jsonl").read_text(encoding="utf-8").splitlines())
     return {
-        "seconds_per_pair": seconds / pairs,
+        "seconds_per_pair": seconds / len(list(records(folder / "train.jsonl"))),
         "peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6,
         "losses": losses,
         "held_out": accuracy(folder, folder / contender / "model"),
@@ -168,47 +159,35 @@ def accuracy(folder: Path, model: Path) -> dict[str, float]:
     return {name: metrics[name] for name in ("loss", "rewards/accuracies", "rewards/margins")}
 
 
-def show(results: dict[str, Any]) -> None:
-    """Prints the figures, and both curves of TRL."""
-    table = Table("", "s a pair", "peak GB", "held-out accuracy", title="SmolLM2-135M")
-    for name, row in results.items():
-        accurate = row["held_out"]["rewards/accuracies"]
-        table.add_row(
-            name, f"{row['seconds_per_pair']:.2f}", f"{row['peak_gb']:.1f}", f"{accurate:.1%}"
-        )
-    Console(width=100).print(table)
-    for name, row in results.items():
-        print(f"{name:14}", *(f"{loss:.6f}" for loss in row["losses"]))
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--data", required=True, help="JSON lines of chat pairs")
-    parser.add_argument("--pairs", type=int, default=96, help="trained; a multiple of 4")
-    parser.add_argument("--contenders", nargs="+", default=CONTENDERS, choices=CONTENDERS)
-    parser.add_argument("--json", help="also write the figures here")
-    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    command = parser(__doc__)
+    command.add_argument("--data", required=True, help="JSON lines of chat pairs")
+    command.add_argument("--pairs", type=int, default=96, help="trained; a multiple of 4")
+    command.add_argument("--contenders", nargs="+", default=CONTENDERS, choices=CONTENDERS)
+    command.add_argument("--json", help="also write the figures here")
+    command.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    args = command.parse_args()
     if args.child:
         contender, place = args.child
-        result = run(contender, Path(place))
-        Path(place, f"{contender}.json").write_text(json.dumps(result), encoding="utf-8")
+        save(Path(place, f"{contender}.json"), run(contender, Path(place)))
         return
     with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
-        prepare(folder, args.data, args.pairs)
+        prepare(Path(place), args.data, args.pairs)
         results = {}
         for name in args.contenders:
-            command = [sys.executable, __file__, "--data", args.data, "--child", name, place]
-            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-            results[name] = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
-    show(results)
-    if args.json:
-        about = provenance("trl", "transformers", "torch")
-        about |= {"pairs": args.pairs, "pairs_per_step": STEP, "pairs_per_device_batch": DEVICE}
-        Path(args.json).write_text(
-            json.dumps({**about, "results": results}, indent=1) + "\n", encoding="utf-8"
-        )
+            child = [sys.executable, __file__, "--data", args.data, "--child", name, place]
+            subprocess.run(child, check=True, stdout=subprocess.DEVNULL)
+            results[name] = json.loads(Path(place, f"{name}.json").read_text(encoding="utf-8"))
+    figures = [
+        (n, r["seconds_per_pair"], r["peak_gb"], r["held_out"]["rewards/accuracies"])
+        for n, r in results.items()
+    ]
+    show(("", "s a pair", "peak GB", "held-out accuracy"), figures, "SmolLM2-135M")
+    for name, row in results.items():
+        print(f"{name:14}", *(f"{loss:.6f}" for loss in row["losses"]))
+    about = provenance("trl", "transformers", "torch")
+    about |= {"pairs": args.pairs, "pairs_per_step": STEP, "pairs_per_device_batch": DEVICE}
+    save(args.json, {**about, "results": results})
 
 
 if __name__ == "__main__":

@@ -17,13 +17,10 @@ and the bytes of the manifest for a million tokens. Simulated:
 
 from __future__ import annotations
 
-import argparse
 import heapq
-import json
+import itertools
 import math
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter, deque
@@ -33,10 +30,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from common import RESULTS, parser, provenance, save, show
+from peers_etl.child import in_process
 from peers_etl.texts import write_pairs
-from provenance import provenance
-from rich.console import Console
-from rich.table import Table
 
 import packstore
 from packstore.config import PARTITION_BYTES
@@ -48,7 +44,6 @@ from packstore.io.write.shard_writer import ShardFile, ShardWriter
 from packstore.tokenizer import encode
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
-RESULTS = Path(__file__).parent / "results" / "scale.json"
 SAMPLE = 18_000
 """Pairs that are packed to measure."""
 
@@ -71,8 +66,6 @@ STAGES: dict[str, tuple[Any, str]] = {
 
 HOLDS = {"read": 0.5, "tokenize in Python": 0.9, "encode texts": 0.25, "spill": 0.4}
 """Stages of reading -> their share of time with the GIL, by `py-spy --gil`."""
-
-COLUMNS = ("pairs", "files", "partitions", "reads", "hours", "ideal", "reading", "manifest MB")
 
 
 @dataclass(frozen=True)
@@ -148,12 +141,9 @@ def measure(shared: Path, scratch: Path) -> Measured:
 
 def on_cores(number: int, source: Path, tokenizer: str, scratch: Path) -> dict[str, float]:
     """Seconds of the job by stage, in a process that may use so many cores."""
+    cores = ("taskset", "-c", f"0-{number - 1}")
     task = {"contender": "packstore", "source": str(source), "out": str(scratch / f"on-{number}")}
-    task |= {"tokenizer": tokenizer, "pack_size": 8192}
-    child = [sys.executable, "-m", "peers_etl.child", json.dumps(task)]
-    command = ["taskset", "-c", f"0-{number - 1}", *child]
-    done = subprocess.run(command, cwd=Path(__file__).parent, stdout=subprocess.PIPE, check=True)
-    return dict(json.loads(done.stdout.splitlines()[-1])["stages"])
+    return dict(in_process({**task, "tokenizer": tokenizer}, *cores)["stages"])
 
 
 def one_machine(stages: dict[str, float], cores: int, way: str) -> tuple[float, str]:
@@ -212,40 +202,26 @@ def simulate(pairs: float, workers: int, files: int, m: Measured, a: Assumed) ->
 
 def main() -> None:
     """Measures, simulates and prints."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shared", type=Path, default=SHARED, help="with pairs and tokenizers")
-    parser.add_argument("--pairs", type=float, nargs="+", default=[1e6, 1e8, 1e9, 1e10])
-    parser.add_argument("--workers", type=int, default=1000)
-    parser.add_argument("--files", type=int, nargs="+", default=[1000, 4000, 256_000])
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    args = parser.parse_args()
+    command = parser(__doc__)
+    command.add_argument("--shared", type=Path, default=SHARED, help="with pairs and tokenizers")
+    command.add_argument("--pairs", type=float, nargs="+", default=[1e6, 1e8, 1e9, 1e10])
+    command.add_argument("--workers", type=int, default=1000)
+    command.add_argument("--files", type=int, nargs="+", default=[1000, 4000, 256_000])
+    command.add_argument("--out", default=RESULTS / "scale.json", help="-: nowhere")
+    args = command.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         m = measure(args.shared, Path(scratch))
-    console, assumed = Console(width=140), Assumed()
-    console.print({k: v if isinstance(v, dict) else round(v, 6) for k, v in asdict(m).items()})
-    machine, table = [], Table("cores", "way", "limit", "GB an hour", "pairs an hour")
-    for cores in CORES:
-        for way in WAYS:
-            seconds, limit = one_machine(m.stages, cores, way)
-            gb, pairs = 3.6 / seconds, 3600e6 / seconds / m.pair_bytes
-            of = {"cores": cores, "way": way, "limit": limit}
-            machine.append(of | {"gb_hour": gb, "pairs_hour": pairs})
-            table.add_row(str(cores), way, limit, f"{gb:,.0f}", f"{pairs:,.0f}")
-    console.print(table)
-    table, rows = Table(*COLUMNS), []
-    for pairs in args.pairs:
-        for files in args.files:
-            row = simulate(pairs, args.workers, files, m, assumed)
-            rows.append(row)
-            table.add_row(
-                f"{pairs:.0e}", f"{files:,}", f"{row['partitions']:,}", f"{row['reads']:.1f}",
-                f"{row['hours']:.2f}", f"{row['ideal_hours']:.2f}", f"{row['reading_share']:.0%}",
-                f"{row['manifest_mb']:,.0f}",
-            )  # fmt: skip
-    console.print(table)
-    facts = {"measured": asdict(m), "assumed": asdict(assumed), "machine": machine, "jobs": rows}
-    result = {"environment": provenance("numpy", "pyarrow", "fastokens"), **facts}
-    args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    assumed, machine = Assumed(), []
+    show(("measured", "figures"), asdict(m).items())
+    for cores, way in itertools.product(CORES, WAYS):
+        seconds, limit = one_machine(m.stages, cores, way)
+        rates = {"gb_hour": 3.6 / seconds, "pairs_hour": 3600e6 / seconds / m.pair_bytes}
+        machine.append({"cores": cores, "way": way, "limit": limit, **rates})
+    jobs = [simulate(n, args.workers, f, m, assumed) for n in args.pairs for f in args.files]
+    for rows in (machine, jobs):
+        show(rows[0], [row.values() for row in rows])
+    facts = {"measured": asdict(m), "assumed": asdict(assumed), "machine": machine, "jobs": jobs}
+    save(args.out, {"environment": provenance("numpy", "pyarrow", "fastokens"), **facts})
 
 
 if __name__ == "__main__":

@@ -23,25 +23,23 @@ per pack and then a mean over packs (1 is fair). Without --data, on the project'
 
 from __future__ import annotations
 
-import argparse
-import json
 import tempfile
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from provenance import provenance
-from rich.console import Console
-from rich.table import Table
+from common import HERE, parser, provenance, save, show
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
 import packstore
 from packstore.format.arrays import Examples, Int32, Int64
 from packstore.format.seeds import permutation
+from packstore.pack.fill import unpack
 from packstore.pack.layout import sizes
 
-ROOT = Path(__file__).parents[1]
+SAMPLE = HERE.parent / "examples" / "sample" / "pairs.jsonl"
 ORDERS = 10
 """Random orders that are drawn; figures are their mean."""
 BATCH = 16
@@ -53,8 +51,6 @@ STRATEGIES = ("first_fit_shuffle", "first_fit_decreasing", "pool")
 
 def load(path: str, tokenizer: str, template: str | None, pack_size: int) -> Examples:
     """All examples of a file that fit a pack, tokenized, in input order."""
-    from packstore.pack.fill import unpack
-
     with tempfile.TemporaryDirectory() as folder:
         dataset = packstore.pack(
             path, f"{folder}/out", tokenizer, pack_size=pack_size, strategy="none",
@@ -74,40 +70,33 @@ def padded_tokens(lengths: Int32, cut: list[Int64]) -> int:
     return sum(lengths[own].size * int(lengths[own].max()) for own in cut)
 
 
-def grouped(lengths: Int32, seed: int) -> Int64:
-    """An order in which transformers' sampler would give the pairs; lengths `[E, 2]`."""
+def grouped(lengths: Int32, seed: int) -> list[Int64]:
+    """Batches as transformers' sampler would give the pairs; lengths `[E, 2]`."""
     longest = lengths.max(axis=1).tolist()
     draw = torch.Generator().manual_seed(seed)
     order = get_length_grouped_indices(longest, BATCH, GROUP_BATCHES, generator=draw)
-    return np.array(order, np.int64)
+    return batches(np.array(order, np.int64), BATCH)
 
 
 def processed_tokens(lengths: Int32) -> tuple[dict[str, float], dict[str, float]]:
     """Tokens of an epoch by each way without packs, and the price of two of them."""
     tokens = lengths.sum(axis=1)
-    found: dict[str, list[float]] = {}
-    spread: dict[str, list[float]] = {"random": [], "grouped": []}
-    largest = []
+    found, means = defaultdict(list), defaultdict(list)
     for seed in range(ORDERS):
         shuffled = permutation(len(lengths), seed)
-        for size in (BATCH, 4, 1):
-            own = padded_tokens(lengths, batches(shuffled, size))
-            found.setdefault(f"padded_random_{size}", []).append(own)
-        by_length = batches(grouped(lengths, seed), BATCH)
-        name = f"length_grouped_{BATCH}"
-        found.setdefault(name, []).append(padded_tokens(lengths, by_length))
-        steps = batches(shuffled, BATCH)
-        for way, cut in (("random", steps), ("grouped", by_length)):
-            spread[way].append(np.var([tokens[own].mean() for own in cut if len(own) == BATCH]))
-        sums = [tokens[own].sum() for own in steps if len(own) == BATCH]
-        largest.append(max(sums) / np.mean(sums))
-    mean = {name: float(np.mean(values)) for name, values in found.items()}
+        cuts = {f"padded_random_{size}": batches(shuffled, size) for size in (BATCH, 4, 1)}
+        cuts[f"length_grouped_{BATCH}"] = grouped(lengths, seed)
+        for way, cut in cuts.items():
+            found[way].append(padded_tokens(lengths, cut))
+            means[way].append([tokens[own].mean() for own in cut if len(own) == BATCH])
+    ways = (f"padded_random_{BATCH}", f"length_grouped_{BATCH}")
+    random, by_length = (np.array(means[way]) for way in ways)  # [ORDERS, full batches]
+    variances = by_length.var(axis=1).mean(), random.var(axis=1).mean()
     price = {
-        "length_grouped_variance_over_random": float(
-            np.mean(spread["grouped"]) / np.mean(spread["random"])
-        ),
-        "padding_free_largest_step_over_mean": float(np.mean(largest)),
+        "length_grouped_variance_over_random": float(variances[0] / variances[1]),
+        "padding_free_largest_step_over_mean": float((random.max(1) / random.mean(1)).mean()),
     }
+    mean = {way: float(np.mean(values)) for way, values in found.items()}
     return {**mean, "padding_free": int(tokens.sum())}, price
 
 
@@ -140,48 +129,31 @@ def measure(path: str, tokenizer: str, template: str | None, pack_size: int) -> 
     }
 
 
-def show(results: list[dict[str, Any]], pack_size: int) -> None:
-    """Prints the figures as tables, a column per file."""
-    for title, key in (
-        (f"tokens over those of packs of {pack_size}", "over_packs"),
-        (f"tokens over those of packs of {pack_size} with shared prefixes", "over_shared_packs"),
-        ("price of the ways without packs", "price"),
-    ):
-        table = Table("", *(f"{r['file']}\n{r['pairs']} pairs" for r in results), title=title)
-        for way in results[0][key]:
-            table.add_row(way, *(f"{r[key][way]:.2f}" for r in results))
-        Console(width=150).print(table)
-    table = Table("fill, weight min…max", *(r["file"] for r in results), title="mean per pack")
-    for s in STRATEGIES:
-        ends = [(r["fill"][s], *r["pack_mean_weight"][s]) for r in results]
-        table.add_row(s, *(f"{fill:.2%}  {low:.2f}…{high:.2f}" for fill, low, *_, high in ends))
-    Console(width=150).print(table)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--data", nargs="+", default=[str(ROOT / "examples/sample/pairs.jsonl")])
-    parser.add_argument("--tokenizer", required=True)
-    parser.add_argument("--chat-template", default=None)
-    parser.add_argument("--pack-size", type=int, default=4096)
-    parser.add_argument("--json", help="also write the figures here")
-    args = parser.parse_args()
-    results = [
-        measure(path, args.tokenizer, args.chat_template, args.pack_size) for path in args.data
-    ]
-    show(results, args.pack_size)
-    if args.json:
-        about = {
-            **provenance("transformers"),
-            "tokenizer": Path(args.tokenizer).name,
-            "chat_template": args.chat_template,
-            "pack_size": args.pack_size,
-            "orders": ORDERS,
-            "group_batches": GROUP_BATCHES,
-        }
-        Path(args.json).write_text(
-            json.dumps({**about, "results": results}, indent=1) + "\n", encoding="utf-8"
+    command = parser(__doc__)
+    command.add_argument("--data", nargs="+", default=[str(SAMPLE)])
+    command.add_argument("--tokenizer", required=True)
+    command.add_argument("--chat-template", default=None)
+    command.add_argument("--pack-size", type=int, default=4096)
+    command.add_argument("--json", help="also write the figures here")
+    args = command.parse_args()
+    how = (args.tokenizer, args.chat_template, args.pack_size)
+    results = [measure(path, *how) for path in args.data]
+    files = [f"{r['file']}\n{r['pairs']} pairs" for r in results]
+    for key, title in (
+        ("over_packs", f"tokens over those of packs of {args.pack_size}"),
+        ("over_shared_packs", "the same with shared prefixes"),
+        ("price", "price of the ways without packs"),
+        ("fill", "share of packs that is filled"),
+        ("pack_mean_weight", "weight of a pair under a mean per pack: least, 1 %, 99 %, most"),
+    ):
+        show(
+            ("", *files), [(way, *(r[key][way] for r in results)) for way in results[0][key]], title
         )
+    about: dict[str, Any] = {"tokenizer": Path(args.tokenizer).name, "orders": ORDERS}
+    about |= {"chat_template": args.chat_template, "pack_size": args.pack_size}
+    about |= {"group_batches": GROUP_BATCHES, "results": results}
+    save(args.json, provenance("transformers") | about)
 
 
 if __name__ == "__main__":

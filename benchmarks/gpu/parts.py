@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from provenance import provenance
+from common import provenance
 from torch import Tensor
 
 from gpu.fast import OURS, Trial, trl_head

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib
 import json
 import os
 import resource
+import subprocess
 import sys
 import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from common import HERE, memory
 
 CONTENDERS = {
     "packstore": "peers_etl.ours:pack",
@@ -27,42 +29,24 @@ CONTENDERS = {
 
 @dataclass(kw_only=True)
 class Task:
-    """Arguments of a run.
+    """Arguments of a run."""
 
-    Attributes:
-        contender: a name in `CONTENDERS`.
-        source: JSON lines.
-        out: a folder for the result.
-        tokenizer: a folder with ``tokenizer.json``.
-        pack_size: tokens of a pack.
-        template: chat template, if the tokenizer has none of its own.
-        limit: bytes of RLIMIT_DATA, or None.
-    """
-
-    contender: str
-    source: str
-    out: str
-    tokenizer: str
-    pack_size: int
-    template: str | None = None
-    limit: int | None = None
+    contender: str  # a name in `CONTENDERS`
+    source: str  # JSON lines
+    out: str  # a folder for the result
+    tokenizer: str  # a folder with ``tokenizer.json``
+    pack_size: int = 8192
+    limit: int | None = None  # bytes of RLIMIT_DATA
 
 
 @dataclass
 class Watch:
-    """Measurements of a run.
+    """Measurements of a run."""
 
-    Attributes:
-        stages: seconds by stage.
-        counts: tokens and packs of the output.
-        engine: tokenizer engine, where there is a choice.
-        peaks: of memory, in bytes, which a thread reads.
-    """
-
-    stages: dict[str, float] = field(default_factory=dict)
-    counts: dict[str, int] = field(default_factory=dict)
-    engine: str | None = None
-    peaks: dict[str, int] = field(default_factory=lambda: {"anonymous": 0, "data": 0})
+    stages: dict[str, float] = field(default_factory=dict)  # seconds
+    counts: dict[str, int] = field(default_factory=dict)  # tokens and packs of the output
+    engine: str | None = None  # tokenizer engine, where there is a choice
+    peaks: dict[str, int] = field(default_factory=lambda: {"anonymous": 0, "data": 0})  # bytes
     _begun: float = field(default_factory=time.perf_counter)
 
     def stage(self, name: str) -> None:
@@ -73,13 +57,10 @@ class Watch:
 
     def look(self) -> None:
         """Reads the memory of this process, for ever."""
-        names = {"RssAnon": "anonymous", "VmData": "data"}
         while True:
-            for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
-                key, _, value = line.partition(":")
-                if key in names:
-                    size = int(value.split()[0]) << 10
-                    self.peaks[names[key]] = max(self.peaks[names[key]], size)
+            sizes = memory()
+            for name, size in (("anonymous", sizes["RssAnon"]), ("data", sizes["VmData"])):
+                self.peaks[name] = max(self.peaks[name], size)
             time.sleep(0.05)
 
 
@@ -120,7 +101,19 @@ def run(task: Task) -> dict[str, Any]:
     return found | {f"peak_{name}": size for name, size in watch.peaks.items()}
 
 
+def in_process(task: dict[str, Any], *prefix: str, **environment: str) -> dict[str, Any]:
+    """The measurements of a task in a process of its own, started by `prefix`.
+
+    Raises:
+        SystemExit: it failed; with the end of what it said.
+    """
+    command = [*prefix, sys.executable, "-m", "peers_etl.child", json.dumps(task)]
+    how: Any = {"cwd": HERE, "env": os.environ | environment, "capture_output": True, "text": True}
+    done = subprocess.run(command, check=False, **how)
+    if done.returncode:
+        raise SystemExit(f"{task['contender']} failed:\n{done.stderr[-3000:]}")
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
 if __name__ == "__main__":
-    given = json.loads(sys.argv[1])
-    names = {f.name for f in dataclasses.fields(Task)}
-    print(json.dumps(run(Task(**{k: v for k, v in given.items() if k in names}))))
+    print(json.dumps(run(Task(**json.loads(sys.argv[1])))))

@@ -19,10 +19,8 @@ def pack(task: Task, watch: Watch) -> None:
         else:
             watch.stage("plan, fill, write")
 
-    dataset = packstore.pack(
-        task.source, task.out, task.tokenizer, pack_size=task.pack_size,
-        chat_template=task.template, progress=progress,
-    )  # fmt: skip
+    out, size = task.out, task.pack_size
+    dataset = packstore.pack(task.source, out, task.tokenizer, pack_size=size, progress=progress)
     watch.stage("commit")
     totals = dataset.manifest.totals
     watch.counts.update(tokens=totals.tokens, packs=totals.packs)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 import random
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import orjson
+from common import records
 
 WANTED = {"long": (2, 10), "short": (1, 1)}
 """Paragraphs of an answer, at least and at most."""
@@ -53,18 +51,13 @@ def _texts(shared: Path) -> tuple[list[str], list[str]]:
     """Prompts that end where the assistant begins, and paragraphs of answers."""
     prompts: list[str] = []
     answers: list[str] = []
-    for record in _records(shared / "hh_harmless.jsonl.gz"):
+    for record in records(shared / "hh_harmless.jsonl.gz"):
         prompts.append(record["prompt"])
         answers += [record["chosen"], record["rejected"]]
     for name in ("chat_en.jsonl", "chat_zh.jsonl"):
-        for record in _records(shared / name):
+        for record in records(shared / name):
             turns = [f"\n\nHuman: {m['content']}" for m in record["prompt"] if m["role"] == "user"]
             prompts.append("".join(turns) + "\n\nAssistant:")
             answers += 3 * [record["chosen"], record["rejected"]]
     paragraphs = [p.strip() for answer in answers for p in answer.split("\n\n")]
     return [p for p in prompts if len(p) < 4000], [p for p in paragraphs if len(p) > 40]
-
-
-def _records(path: Path) -> Iterator[dict[str, Any]]:
-    with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file:
-        yield from map(json.loads, file)
