@@ -1,19 +1,18 @@
-"""The packers of others, for ``packing.py``: installed ones, and two re-done plainly."""
+"""The packers of others, for ``packing.py``: TRL's, and two re-done plainly."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 
-from packstore.format.arrays import to_offsets
+from packstore.format.arrays import Int32, to_offsets
 
-Packer = Callable[[Any, int], Any]
-PEERS = ("lightbinpack", "binpacking", "trl")
-MOST_EXAMPLES = {"binpacking": 10_000, "TRL bfd, one batch": 100_000, "TRL bfd": 100_000}
+Packer = Callable[[list[int], int], list[list[int]]]
+MOST_EXAMPLES = {"TRL bfd, one batch": 100_000, "TRL bfd": 100_000}
+MOST_EXAMPLES |= {"NeMo ffd, re-done": 10_000, "NeMo ffshuffle, re-done": 10_000}  # quadratic
 """Peers that are not run on more examples than this."""
 
 MOST_TOKENS = 100_000_000
@@ -85,56 +84,32 @@ def shuffle(first_fit: Callable[..., list[list[int]]]) -> Packer:
     return pack
 
 
-class Trl:
-    """TRL packs tokens, so each example is its number over and over; that is made beforehand.
+RE_DONE = {
+    "NeMo ffd, re-done": decreasing(nemo_first_fit),
+    "NeMo ffshuffle, re-done": shuffle(nemo_first_fit),
+    "Bridge ffd, re-done": decreasing(bridge_first_fit),
+    "Bridge ffshuffle, re-done": shuffle(bridge_first_fit),
+}
+
+
+def trl(lengths: Int32, capacity: int, batch_size: int) -> Callable[[], Any]:
+    """A call of TRL's packer, which packs tokens: each example is its number over and over.
 
     Args:
+        lengths: of the examples.
+        capacity: tokens of a pack.
         batch_size: examples that are packed together; 1000 is the default of ``Dataset.map``.
+
+    Raises:
+        ImportError: TRL or datasets is not installed.
     """
+    import datasets
+    import pyarrow as pa
+    from trl.data_utils import pack_dataset
 
-    def __init__(self, batch_size: int | None) -> None:
-        self._batch_size = batch_size
-
-    def prepare(self, lengths: list[int]) -> Any:
-        import datasets
-        import pyarrow as pa
-
-        datasets.disable_progress_bars()
-        datasets.disable_caching()
-        ids = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
-        ends = to_offsets(np.array(lengths)).astype(np.int32)
-        rows = pa.ListArray.from_arrays(ends, pa.array(ids))
-        return datasets.Dataset(pa.table({"input_ids": rows}))
-
-    def __call__(self, dataset: Any, capacity: int) -> Any:
-        from trl.data_utils import pack_dataset
-
-        return pack_dataset(
-            dataset, capacity, "bfd", map_kwargs={"batch_size": self._batch_size or len(dataset)}
-        )
-
-
-def peers(console: Console) -> dict[str, Packer]:
-    """Name -> packer, from a list of lengths to lists of examples."""
-    found: dict[str, Packer] = {
-        "NeMo ffd, re-done": decreasing(nemo_first_fit),
-        "NeMo ffshuffle, re-done": shuffle(nemo_first_fit),
-        "Bridge ffd, re-done": decreasing(bridge_first_fit),
-        "Bridge ffshuffle, re-done": shuffle(bridge_first_fit),
-    }
-    for name in PEERS:
-        try:
-            module = importlib.import_module(name)
-        except ImportError:
-            console.print(f"[yellow]{name} is not installed: left out")
-            continue
-        if name == "lightbinpack":
-            found["lightbinpack obfd"] = module.obfd
-            found["lightbinpack ffd"] = module.ffd
-        elif name == "trl":
-            found["TRL bfd, one batch"], found["TRL bfd"] = Trl(None), Trl(1000)
-        else:
-            found["binpacking"] = lambda lengths, capacity, module=module: [
-                list(pack) for pack in module.to_constant_volume(dict(enumerate(lengths)), capacity)
-            ]
-    return found
+    datasets.disable_progress_bars()
+    datasets.disable_caching()
+    ids = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+    rows = pa.ListArray.from_arrays(to_offsets(lengths).astype(np.int32), pa.array(ids))
+    dataset = datasets.Dataset(pa.table({"input_ids": rows}))
+    return partial(pack_dataset, dataset, capacity, "bfd", map_kwargs={"batch_size": batch_size})
