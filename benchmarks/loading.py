@@ -32,61 +32,65 @@ packstore, and written by every peer as its documentation advises. Every reader 
 - MB and write CPU s: of the files, and of writing them. What the folder `--work` has already is
   kept: remove a reader's folder and its .json to have it written again.
 
-``packstore`` is
-`PackedDataLoader`, of whose batches ids and labels are asked for (int64); ``packstore padded`` the
-same packs in torch's DataLoader with the peers' collation: the same work as theirs. ``arrow`` has
-uncompressed Arrow files.
+``packstore`` is `PackedDataLoader`, of whose batches ids and labels are asked for (int64);
+``packstore padded`` the same packs in torch's DataLoader with the peers' collation: the same work
+as theirs. ``arrow`` has uncompressed Arrow files.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from common import HERE, RESULTS, parser, provenance, save, show
 from peers_loading import READERS
-from peers_loading.report import show
 from peers_loading.runner import ChildError, Interpreter, Runner
 from peers_loading.texts import write_examples
-from common import provenance
-from rich.console import Console
 
-HERE = Path(__file__).parent
-RESULTS = HERE / "results" / "loading.json"
 DATA = HERE.parents[1] / "shared" / "data"
-MAIN = "main"
+COLUMNS = {
+    "packs/s": ("samples_per_second", 1),
+    "M tok/s": ("tokens_per_second", 1e-6),
+    "CPU us": ("cpu_us", 1),
+    "first ms": ("first_seconds", 1e3),
+    "peak MB": ("memory", 1e-6),
+    "resume ms": ("resume_seconds", 1e3),
+    "exact": ("resume_exact", 1),
+    "MB": ("bytes", 1e-6),
+    "write CPU s": ("write_cpu_seconds", 1),
+}
+"""Column of the table -> figure, and what it is multiplied by."""
 
 
 class Benchmark:
     """One run; collects what it finds in `rows`."""
 
-    def __init__(self, runner: Runner, readers: list[str], console: Console) -> None:
-        self.run, self.readers, self.console = runner, readers, console
+    def __init__(self, runner: Runner, readers: list[str]) -> None:
+        self.run, self.readers = runner, readers
         self.rows: dict[str, dict[str, Any]] = {name: {} for name in readers}
         self.packs: dict[str, Any] = {}
 
     def attempt(self, mode: str, reader: str, **options: Any) -> dict[str, Any]:
         """A child's result; one that fails is reported and gives nothing."""
-        self.console.print(f"[dim]{mode} {reader}")
+        print(mode, reader, flush=True)
         try:
-            return self.run(mode, reader, MAIN, **options)
+            return self.run(mode, reader, **options)
         except ChildError as error:
-            self.console.print(f"[yellow]{mode} {reader}: {error}")
+            print(f"{mode} {reader}: {error}")
             self.rows.get(reader, {}).setdefault("errors", {})[mode] = str(error)
             return {}
 
     def prepare(self, packs: int, data: Path) -> None:
         """Writes the packs for every reader; what is already there is kept."""
-        root = self.run.work / MAIN
-        done = root / "source.json"
+        done, source = self.run.root / "source.json", self.run.root / "source"
         if not done.exists():
-            (root / "source").mkdir(parents=True, exist_ok=True)
-            figures = write_examples(data, root / "source", packs)
+            source.mkdir(parents=True, exist_ok=True)
+            figures = write_examples(data, source, packs)
             self.write("packstore")
-            figures |= self.run("source", "packstore", MAIN)
+            figures |= self.run("source", "packstore")
             done.write_text(json.dumps(figures))
         self.packs = json.loads(done.read_text(encoding="utf-8"))
         for reader in self.readers:
@@ -94,7 +98,7 @@ class Benchmark:
 
     def write(self, reader: str) -> dict[str, Any]:
         """Writes a reader's files unless they are there; CPU seconds and bytes."""
-        marker = self.run.work / MAIN / f"{READERS[reader].files}.json"
+        marker = self.run.root / f"{READERS[reader].files}.json"
         if not marker.exists():
             result = self.attempt("write", reader)
             if not result:
@@ -124,25 +128,32 @@ class Benchmark:
             return
         row |= {key: plan[key] for key in ("complete", "state_bytes")}
         if not plan["complete"]:
-            self.console.print(f"[yellow]{reader}: an epoch is not every pack once")
+            print(f"{reader}: an epoch is not every pack once")
         found = [self.attempt("resume", reader, position=i) for i in range(2)]
-        if not all(found):
-            return
-        for key in ("seconds", "exact", "lost", "repeated"):
-            row[f"resume_{key}"] = [result[key] for result in found]
+        if all(found):
+            for key in ("seconds", "exact", "lost", "repeated"):
+                row[f"resume_{key}"] = [result[key] for result in found]
+
+    def cells(self, reader: str) -> list[Any]:
+        """The row of the table."""
+        found = [self.rows[reader].get(key, "-") for key, _ in COLUMNS.values()]
+        return [
+            [y * scale for y in x] if isinstance(x, list) else x if x == "-" else x * scale
+            for x, (_, scale) in zip(found, COLUMNS.values(), strict=True)
+        ]
 
 
-def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
+def run(args: Any) -> dict[str, Any]:
     """Runs everything; returns the result as it is stored."""
-    runner = Runner([Interpreter.at(path) for path in args.python], args.work, args.limit)
+    interpreters = [Interpreter.at(path) for path in args.python]
+    runner = Runner(interpreters, args.work / "main", args.limit)
     readers = [name for name in READERS if not args.only or name in args.only]
-    for name in readers:
-        if not runner.interpreter(name):
-            needed = ", ".join(READERS[name].packages)
-            console.print(f"[yellow]{name} left out: no interpreter has torch, {needed}")
-    readers = [name for name in readers if runner.interpreter(name)]
-    benchmark = Benchmark(runner, readers, console)
-    before = provenance() | {"versions": [python.versions for python in runner.interpreters]}
+    for name in [name for name in readers if not runner.interpreter(name)]:
+        needed = ", ".join(READERS[name].packages)
+        print(f"{name} left out: no interpreter has torch, {needed}")
+        readers.remove(name)
+    benchmark = Benchmark(runner, readers)
+    before = provenance() | {"versions": [python.versions for python in interpreters]}
     benchmark.prepare(args.packs, args.data)
     if args.prepare:
         return {}
@@ -152,59 +163,42 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     for name in readers:
         if READERS[name].states:
             benchmark.resume(name)
-    show(benchmark.rows, console)
+    show(("reader", *COLUMNS), [(name, *benchmark.cells(name)) for name in readers])
     return {
         "environment": before,
         "settings": {key: getattr(args, key) for key in ("passes", "only")},
-        "packs": {MAIN: benchmark.packs},
+        "packs": {"main": benchmark.packs},
         "rows": benchmark.rows,
     }
 
 
-def arguments() -> argparse.Namespace:
-    """The command line; ``--quick`` changes the defaults of the sizes."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="500 packs, one pass")
-    quick = parser.parse_known_args()[0].quick if "-h" not in sys.argv else False
-    parser.add_argument(
-        "--prepare", action="store_true", help="write the files of all readers, measure nothing"
-    )
-    parser.add_argument("--work", type=Path, help="folder of the files, kept; default: temporary")
-    parser.add_argument("--data", type=Path, default=DATA, help="folder of real texts")
-    parser.add_argument(
-        "--python", action="append", help="an interpreter with peers (repeatable); default: this"
-    )
-    parser.add_argument(
-        "--only", type=lambda x: x.split(","), help=f"of {','.join(READERS)}", metavar="A,B"
-    )
-    parser.add_argument("--packs", type=int, default=500 if quick else 20_000)
-    parser.add_argument("--passes", type=int, default=1 if quick else 3)
-    parser.add_argument("--limit", type=float, default=300, help="seconds for one process at most")
-    parser.add_argument("--out", type=Path, help="default: benchmarks/results/loading.json")
-    args = parser.parse_args()
-    args.python = args.python or [sys.executable]
-    if args.prepare and not args.work:
-        parser.error("--prepare needs --work, where the files stay")
-    if args.out is None and not (quick or args.only or args.prepare):
-        args.out = RESULTS
-    return args
-
-
 def main() -> None:
-    """The script."""
-    args, console = arguments(), Console(width=160)
+    command = parser(__doc__)
+    command.add_argument("--quick", action="store_true", help="500 packs, one pass")
+    command.add_argument("--prepare", action="store_true", help="write the files, measure nothing")
+    command.add_argument("--work", type=Path, help="folder of the files, kept; default: temporary")
+    command.add_argument("--data", type=Path, default=DATA, help="folder of real texts")
+    command.add_argument("--python", action="append", help="with peers; repeatable; default: this")
+    command.add_argument("--only", nargs="+", choices=READERS)
+    command.add_argument("--packs", type=int, help="default: 20,000")
+    command.add_argument("--passes", type=int, help="default: 3")
+    command.add_argument("--limit", type=float, default=300, help="seconds for one process at most")
+    command.add_argument("--out", type=Path, help="default: benchmarks/results/loading.json")
+    args = command.parse_args()
+    if args.prepare and not args.work:
+        command.error("--prepare needs --work, where the files stay")
+    args.python = args.python or [sys.executable]
+    args.packs = args.packs or (500 if args.quick else 20_000)
+    args.passes = args.passes or (1 if args.quick else 3)
+    if args.out is None and not (args.quick or args.only or args.prepare):
+        args.out = RESULTS / "loading.json"
     with tempfile.TemporaryDirectory(prefix="packstore-loading-") as temporary:
         args.work = args.work or Path(temporary)
         try:
-            result = run(args, console)
+            result = run(args)
         except ChildError as error:
             raise SystemExit(f"the packs could not be made: {error}") from error
-    if args.out is not None:
-        args.out.parent.mkdir(exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
-        console.print(f"written: {args.out}")
+    save(args.out, result)
 
 
 if __name__ == "__main__":

@@ -6,65 +6,29 @@ It runs in a process of its own, with an interpreter in which that library is in
 
 from __future__ import annotations
 
-import dataclasses
-import importlib
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from peers_loading.base import Reader
+from typing import NamedTuple
 
 
-@dataclasses.dataclass(frozen=True)
-class Entry:
-    """The module and class of a reader.
+class Entry(NamedTuple):
+    """The module and class of a reader."""
 
-    Attributes:
-        target: module of this package and class, ``module:Class``.
-        packages: distributions that it needs; the first is the one that is measured.
-        files: name of the folder of its files; readers of the same files share them.
-        options: arguments of the class.
-        states: whether its position is saved and loaded in the run.
-    """
-
-    target: str
-    packages: tuple[str, ...]
-    files: str
-    options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    states: bool = True
-
-    def load(self) -> Reader:
-        """Imports the reader's library and makes the reader."""
-        module, name = self.target.split(":")
-        reader: Reader = getattr(importlib.import_module(f"{__name__}.{module}"), name)(
-            **self.options
-        )
-        return reader
+    target: str  # module of this package and class, ``module:Class``
+    packages: tuple[str, ...]  # distributions; the first is the one that is measured
+    files: str  # folder of its files; readers of the same files share them
+    arguments: tuple[str, ...] = ()  # of the class
+    states: bool = True  # its position is saved and loaded in the run
 
 
-def _ours(profile: str, *, padded: bool = False) -> Entry:
-    name = "Padded" if padded else "Packed"
-    return Entry(
-        f"ours:{name}",
-        ("packstore",),
-        f"packstore-{profile}",
-        {"profile": profile},
-        states=not padded,
-    )
-
-
-def _hf(name: str, files: str) -> Entry:
-    return Entry(f"hf:{name}", ("datasets", "torchdata"), files)
-
-
+_OURS, _HF = ("packstore",), ("datasets", "torchdata")
 READERS: dict[str, Entry] = {
-    "packstore": _ours("parquet"),
-    "packstore-arrow": _ours("arrow"),
-    "packstore padded": _ours("parquet", padded=True),
-    "packstore-arrow padded": _ours("arrow", padded=True),
+    "packstore": Entry("ours:Packed", _OURS, "packstore-parquet", ("parquet",)),
+    "packstore-arrow": Entry("ours:Packed", _OURS, "packstore-arrow", ("arrow",)),
+    "packstore padded": Entry("ours:Padded", _OURS, "packstore-parquet", ("parquet",), False),
+    "packstore-arrow padded": Entry("ours:Padded", _OURS, "packstore-arrow", ("arrow",), False),
     "litdata": Entry("lit:LitData", ("litdata",), "litdata"),
     "mds": Entry("mosaic:Mds", ("mosaicml-streaming",), "mds"),
-    "hf-streaming": _hf("Streaming", "hf-parquet"),
-    "hf-map": _hf("Mapped", "hf-arrow"),
+    "hf-streaming": Entry("hf:Streaming", _HF, "hf-parquet"),
+    "hf-map": Entry("hf:Mapped", _HF, "hf-arrow"),
     "pyarrow-parquet": Entry("plain:PlainParquet", ("pyarrow",), "pyarrow-parquet"),
     "memmap": Entry("plain:Memmap", ("numpy",), "memmap"),
 }

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +30,25 @@ Sample = Mapping[str, Array]
 """One pack: its columns, one-dimensional."""
 
 
-class Source:
+class Columns:
+    """Packs: values and offsets of each column."""
+
+    columns: Mapping[str, tuple[Array, Array]]
+
+    def __len__(self) -> int:
+        return len(self.columns["input_ids"][1]) - 1
+
+    def __getitem__(self, index: int) -> Sample:
+        return {
+            name: values[offsets[index] : offsets[index + 1]]
+            for name, (values, offsets) in self.columns.items()
+        }
+
+    def __iter__(self) -> Iterator[Sample]:
+        return map(self.__getitem__, range(len(self)))
+
+
+class Source(Columns):
     """The packs, each column as one flat file with offsets; mapped, so that opening costs nothing.
 
     Args:
@@ -40,21 +58,8 @@ class Source:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def __len__(self) -> int:
-        return len(self.columns["input_ids"][1]) - 1
-
-    def __getitem__(self, index: int) -> dict[str, Array]:
-        return {
-            name: values[offsets[index] : offsets[index + 1]]
-            for name, (values, offsets) in self.columns.items()
-        }
-
-    def __iter__(self) -> Iterator[dict[str, Array]]:
-        return map(self.__getitem__, range(len(self)))
-
     @cached_property
     def columns(self) -> dict[str, tuple[Array, Array]]:
-        """Values and offsets of each column."""
         return {
             name: (
                 np.load(self.folder / f"{name}.npy", mmap_mode="r"),
@@ -64,19 +69,6 @@ class Source:
         }
 
 
-class Loader(Protocol):
-    """The batches of one epoch, and a position in it."""
-
-    def __iter__(self) -> Iterator[Any]:
-        """The batches from the position on."""
-
-    def state_dict(self) -> Any:
-        """The position after the batches that were given out."""
-
-    def load_state_dict(self, state: Any) -> None:
-        """Makes the next iteration begin at a position."""
-
-
 class Reader:
     """One way of storing and reading packs. Batches are those of :func:`collate` by default."""
 
@@ -84,8 +76,11 @@ class Reader:
         """Writes the packs of `source` into the new folder `folder`."""
         raise NotImplementedError
 
-    def open(self, folder: Path, scratch: Path) -> Loader:
-        """A loader of shuffled batches of 8 packs; `scratch` is an empty folder for caches."""
+    def open(self, folder: Path, scratch: Path) -> Any:
+        """Shuffled batches of 8 packs of one epoch, with ``state_dict`` and ``load_state_dict``.
+
+        `scratch` is an empty folder for caches.
+        """
         raise NotImplementedError
 
     def count(self, batch: Any) -> int:
@@ -109,16 +104,13 @@ class Reader:
                 "seq_boundaries": boundaries,
             }
 
-    def fingerprints(self, batch: Any) -> list[int]:
-        """A number for each pack of a batch, the same only for the same content."""
-        return [self.identify(sample) for sample in self.samples(batch)]
 
-    def identify(self, sample: Sample) -> int:
-        """A number for one pack, which changes with any of its values."""
-        digest = hashlib.blake2b(digest_size=7)
-        for name, dtype in DTYPES.items():
-            digest.update(np.ascontiguousarray(sample[name], dtype))
-        return int.from_bytes(digest.digest())
+def identify(sample: Sample) -> int:
+    """A number for one pack, which changes with any of its values."""
+    digest = hashlib.blake2b(digest_size=7)
+    for name, dtype in DTYPES.items():
+        digest.update(np.ascontiguousarray(sample[name], dtype))
+    return int.from_bytes(digest.digest())
 
 
 def collate(samples: Sequence[Sample]) -> dict[str, Any]:
@@ -136,53 +128,23 @@ def collate(samples: Sequence[Sample]) -> dict[str, Any]:
     return batch
 
 
-class Replayed:
-    """A loader without a position: what lies before it is read again and thrown away.
+class Counted:
+    """A loader whose position is the number of batches that it gave.
 
     Args:
-        batches: makes the same sequence of batches whenever it is iterated.
+        batches: function of a number of batches; makes those behind so many.
     """
 
-    def __init__(self, batches: Iterable[Any]) -> None:
-        self._batches = batches
-        self._given = self._skip = 0
+    def __init__(self, batches: Callable[[int], Iterable[Any]]) -> None:
+        self._batches, self._given = batches, 0
 
     def __iter__(self) -> Iterator[Any]:
-        for i, batch in enumerate(self._batches):
-            if i >= self._skip:
-                self._given = i + 1
-                yield batch
+        for batch in self._batches(self._given):
+            self._given += 1
+            yield batch
 
     def state_dict(self) -> int:
-        """Batches that were given out."""
         return self._given
 
     def load_state_dict(self, state: int) -> None:
-        """Skips so many batches."""
-        self._skip = state
-
-
-class Permuted:
-    """Batches of a map-style dataset in a seeded random order, which a number of batches seeks in.
-
-    Args:
-        dataset: ``len``, and ``__getitem__`` from a position to a pack.
-    """
-
-    def __init__(self, dataset: Any) -> None:
-        self._dataset, self._given = dataset, 0
-
-    def __iter__(self) -> Iterator[Any]:
-        order = np.random.default_rng(SEED).permutation(len(self._dataset)).tolist()
-        for start in range(self._given * PACKS_PER_BATCH, len(order), PACKS_PER_BATCH):
-            items = [self._dataset[i] for i in order[start : start + PACKS_PER_BATCH]]
-            self._given = start // PACKS_PER_BATCH + 1
-            yield collate(items)
-
-    def state_dict(self) -> int:
-        """Batches that were given out."""
-        return self._given
-
-    def load_state_dict(self, state: int) -> None:
-        """Begins behind so many batches."""
         self._given = state

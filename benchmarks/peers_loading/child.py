@@ -6,13 +6,14 @@ the reader's library are imported before any clock starts.
 
 from __future__ import annotations
 
-import dataclasses
+import importlib
 import json
 import os
 import pickle
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,31 +21,22 @@ import numpy as np
 import torch
 
 from peers_loading import READERS
-from peers_loading.base import PACKS_PER_BATCH, Reader, Source
+from peers_loading.base import PACKS_PER_BATCH, Reader, Source, identify
 from peers_loading.runner import private_memory
 
 POSITIONS = (0.5, 0.95)
 
 
-@dataclasses.dataclass
+@dataclass
 class Task:
-    """Arguments of a child.
+    """Arguments of a child."""
 
-    Attributes:
-        mode: a name of `MODES`.
-        reader: a name of ``READERS``.
-        root: folder of one set of packs: ``source`` and the files of every reader.
-        scratch: an empty folder.
-        out: file of the result.
-        position: in mode ``resume``, the place in ``POSITIONS``.
-    """
-
-    mode: str
-    reader: str
-    root: str
-    scratch: str
-    out: str
-    position: int = 0
+    mode: str  # a name of `MODES`
+    reader: str  # a name of ``READERS``
+    root: str  # folder of the packs: ``source`` and the files of every reader
+    scratch: str  # an empty folder
+    out: str  # file of the result
+    position: int = 0  # in mode ``resume``, the place in ``POSITIONS``
 
     @property
     def folder(self) -> Path:
@@ -95,14 +87,14 @@ def read(reader: Reader, task: Task) -> dict[str, Any]:
 
 def plan(reader: Reader, task: Task) -> dict[str, Any]:
     """The order of an undisturbed epoch, and the states at all positions on the way."""
-    truth = {reader.identify(sample) for sample in task.source}
+    truth = set(map(identify, task.source))
     count = len(truth)
     stops = [int(p * count) // PACKS_PER_BATCH * PACKS_PER_BATCH for p in POSITIONS]
     loader = reader.open(task.folder, Path(task.scratch))
     order: list[int] = []
     states: list[tuple[int, Any]] = []
     for batch in loader:
-        order += reader.fingerprints(batch)
+        order += map(identify, reader.samples(batch))
         if len(states) < len(stops) and len(order) >= stops[len(states)]:
             states.append((len(order), pickle.dumps(loader.state_dict())))
     task.plan_file(".pickle").write_bytes(pickle.dumps(states))
@@ -124,7 +116,7 @@ def resume(reader: Reader, task: Task) -> dict[str, Any]:
     seconds = 0.0
     for batch in loader:
         seconds = seconds or time.perf_counter() - start
-        found += reader.fingerprints(batch)
+        found += map(identify, reader.samples(batch))
     expected = order[place:]
     return {
         "seconds": seconds,
@@ -144,10 +136,11 @@ def main() -> None:
     task = Task(**json.loads(sys.argv[1]))
     torch.set_num_threads(1)
     torch_memory = private_memory(os.getpid())
-    result = MODES[task.mode](READERS[task.reader].load(), task)
-    Path(task.out).write_text(
-        json.dumps({**result, "torch_memory": torch_memory}), encoding="utf-8"
-    )
+    entry = READERS[task.reader]
+    module, _, name = entry.target.partition(":")
+    reader = getattr(importlib.import_module(f"peers_loading.{module}"), name)(*entry.arguments)
+    result = {**MODES[task.mode](reader, task), "torch_memory": torch_memory}
+    Path(task.out).write_text(json.dumps(result), encoding="utf-8")
     sys.stdout.flush()
     os._exit(0)  # some peers' threads keep an interpreter from ending
 

@@ -9,8 +9,8 @@ import datasets
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from peers_loading.arrows import table
-from peers_loading.base import PACKS_PER_BATCH, SEED, Loader, Reader, Source, collate
+from peers_loading.base import PACKS_PER_BATCH, SEED, Reader, Source, collate
+from peers_loading.plain import table
 
 # It sleeps five seconds where its threads end, once an epoch: half of an epoch as short as this.
 datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 0
@@ -28,18 +28,12 @@ class Streaming(Reader):
             shard = data.shard(SHARDS, i, contiguous=True)
             shard.to_parquet(str(folder / f"{i:05d}.parquet"))
 
-    def open(self, folder: Path, scratch: Path) -> Loader:
+    def open(self, folder: Path, scratch: Path) -> Any:
         files = [str(path) for path in sorted(folder.glob("*.parquet"))]
-        data = datasets.load_dataset(
-            "parquet",
-            data_files=files,
-            split="train",
-            streaming=True,
-            cache_dir=str(scratch),
-        )
+        how = {"split": "train", "streaming": True, "cache_dir": str(scratch)}
+        data = datasets.load_dataset("parquet", data_files=files, **how)
         data = data.shuffle(seed=SEED, buffer_size=BUFFER).with_format("numpy")
-        loader: Any = StatefulDataLoader(data, batch_size=PACKS_PER_BATCH, collate_fn=collate)
-        return loader
+        return StatefulDataLoader(data, batch_size=PACKS_PER_BATCH, collate_fn=collate)
 
 
 class Mapped(Reader):
@@ -48,13 +42,7 @@ class Mapped(Reader):
     def write(self, source: Source, folder: Path) -> None:
         datasets.Dataset(table(source)).save_to_disk(str(folder))
 
-    def open(self, folder: Path, scratch: Path) -> Loader:
+    def open(self, folder: Path, scratch: Path) -> Any:
         data = datasets.load_from_disk(str(folder)).with_format("numpy")
-        loader: Any = StatefulDataLoader(
-            data,
-            batch_size=PACKS_PER_BATCH,
-            shuffle=True,
-            generator=torch.Generator().manual_seed(SEED),
-            collate_fn=collate,
-        )
-        return loader
+        random = {"shuffle": True, "generator": torch.Generator().manual_seed(SEED)}
+        return StatefulDataLoader(data, PACKS_PER_BATCH, collate_fn=collate, **random)

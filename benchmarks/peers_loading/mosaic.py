@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from peers_loading.base import DTYPES, PACKS_PER_BATCH, SEED, Loader, Reader, Source, collate
+from peers_loading.base import DTYPES, PACKS_PER_BATCH, SEED, Reader, Source, collate
 
 _UNUSED = {
     "torchvision": (),
@@ -51,12 +51,9 @@ class Mds(Reader):
             for sample in source:
                 out.write({name: np.array(column) for name, column in sample.items()})
 
-    def open(self, folder: Path, scratch: Path) -> Loader:
+    def open(self, folder: Path, scratch: Path) -> Any:
         clean_stale_shared_memory()
         data = streaming.StreamingDataset(
             local=str(folder), shuffle=True, shuffle_seed=SEED, batch_size=PACKS_PER_BATCH
         )
-        loader: Any = streaming.StreamingDataLoader(
-            data, batch_size=PACKS_PER_BATCH, collate_fn=collate
-        )
-        return loader
+        return streaming.StreamingDataLoader(data, batch_size=PACKS_PER_BATCH, collate_fn=collate)

@@ -1,4 +1,4 @@
-"""packstore: two profiles, read as :class:`PackedBatch` and as the padded batch of the others."""
+"""packstore: Parquet and Arrow, read as :class:`PackedBatch` and padded as the others."""
 
 from __future__ import annotations
 
@@ -13,13 +13,8 @@ from torch.utils.data import DataLoader
 import packstore
 from packstore.format.arrays import Packs, to_offsets
 from packstore.torch import PackedBatch, PackedDataLoader, PackedDataset
-from peers_loading.base import PACK_SIZE, PACKS_PER_BATCH, SEED, Loader, Reader, Sample, collate
+from peers_loading.base import PACK_SIZE, PACKS_PER_BATCH, SEED, Reader, Sample, collate
 from peers_loading.texts import EXAMPLES
-
-PROFILES: dict[str, dict[str, Any]] = {
-    "parquet": {},
-    "arrow": {"format": "arrow"},
-}
 
 _OFFSETS = {
     "input_ids": "token_offsets",
@@ -33,13 +28,13 @@ _OFFSETS = {
 class Packed(Reader):
     """``PackedDataLoader``: flat batches with all that attention and loss need."""
 
-    def __init__(self, profile: str) -> None:
-        self.settings = PROFILES[profile]
+    def __init__(self, form: str) -> None:
+        self.form = form
 
     def write(self, source: Any, folder: Path) -> None:
         """Packs the examples that lie beside the source; same settings, so the same packs."""
         examples = source.folder / EXAMPLES
-        packstore.pack(str(examples), str(folder), pack_size=PACK_SIZE, **self.settings)
+        packstore.pack(str(examples), str(folder), pack_size=PACK_SIZE, format=self.form)
 
     def export(self, folder: Path, to: Path) -> dict[str, int]:
         """Writes the packs as flat files, the source of all other readers; returns totals."""
@@ -53,7 +48,7 @@ class Packed(Reader):
         names = ("packs", "tokens", "supervised_tokens", "sequences")
         return {name: getattr(totals, name) for name in names}
 
-    def open(self, folder: Path, scratch: Path) -> Loader:
+    def open(self, folder: Path, scratch: Path) -> PackedDataLoader:
         data = PackedDataset(str(folder), seed=SEED)
         return PackedDataLoader(data, packs_per_batch=PACKS_PER_BATCH)
 

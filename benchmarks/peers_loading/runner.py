@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from common import HERE, memory
+
 from peers_loading import READERS, Entry
 
 PERIOD = 0.02
@@ -56,20 +58,19 @@ class Runner:
 
     Args:
         interpreters: the first that has a reader's packages runs it.
-        work: folder of the sets of packs.
+        root: folder of the packs.
         limit: seconds until a child is ended.
     """
 
-    def __init__(self, interpreters: list[Interpreter], work: Path, limit: float) -> None:
-        self.interpreters, self.work, self.limit = interpreters, work, limit
+    def __init__(self, interpreters: list[Interpreter], root: Path, limit: float) -> None:
+        self.interpreters, self.root, self.limit = interpreters, root, limit
 
     def interpreter(self, reader: str) -> Interpreter | None:
         """The interpreter that runs `reader`, if one can."""
-        entry = READERS[reader]
-        return next((python for python in self.interpreters if python.has(entry)), None)
+        return next((python for python in self.interpreters if python.has(READERS[reader])), None)
 
-    def __call__(self, mode: str, reader: str, packs: str, **options: Any) -> dict[str, Any]:
-        """The result of one task on the set `packs`, and the peak of its memory in bytes.
+    def __call__(self, mode: str, reader: str, **options: Any) -> dict[str, Any]:
+        """The result of one task, and the peak of its memory in bytes.
 
         Raises:
             ChildError: it failed or took too long.
@@ -77,18 +78,11 @@ class Runner:
         python = self.interpreter(reader)
         if python is None:
             raise ChildError("not installed")
-        with tempfile.TemporaryDirectory(dir=self.work, prefix="scratch-") as scratch:
-            out = Path(scratch, "result.json")
-            inner = Path(scratch, "scratch")
+        with tempfile.TemporaryDirectory(dir=self.root, prefix="scratch-") as scratch:
+            out, inner = Path(scratch, "result.json"), Path(scratch, "scratch")
             inner.mkdir()
-            task = {
-                "mode": mode,
-                "reader": reader,
-                "root": str(self.work / packs),
-                "scratch": str(inner),
-                "out": str(out),
-                **options,
-            }
+            task = {"mode": mode, "reader": reader, "root": str(self.root), **options}
+            task |= {"scratch": str(inner), "out": str(out)}
             command = [python.path, "-m", "peers_loading.child", json.dumps(task)]
             with Path(scratch, "log").open("w+", encoding="utf-8") as log:
                 peak, ended = _watch(command, log, inner, self.limit)
@@ -102,14 +96,9 @@ class Runner:
 
 def _watch(command: list[str], log: Any, home: Path, limit: float) -> tuple[int, bool]:
     """Runs a command; the most memory that no file backs, and whether it ended by itself."""
-    places = (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, places)),
-        "HF_HOME": str(home),
-        "HF_DATASETS_OFFLINE": "1",
-        "DISABLE_VERSION_CHECK": "1",
-    }
+    places = filter(None, (str(HERE), os.environ.get("PYTHONPATH")))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(places), "HF_HOME": str(home)}
+    environment |= {"HF_DATASETS_OFFLINE": "1", "DISABLE_VERSION_CHECK": "1"}
     child = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
     peak, end = 0, time.monotonic() + limit
     while child.poll() is None:
@@ -124,9 +113,5 @@ def _watch(command: list[str], log: Any, home: Path, limit: float) -> tuple[int,
 
 def private_memory(pid: int) -> int:
     """Bytes of a process that no file backs."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
-    except OSError:  # it ended just now
-        return 0
-    sizes = [line.split()[1] for line in lines if line.startswith(("RssAnon", "RssShmem"))]
-    return 1024 * sum(map(int, sizes))
+    sizes = memory(pid)
+    return sizes.get("RssAnon", 0) + sizes.get("RssShmem", 0)

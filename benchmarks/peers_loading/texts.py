@@ -8,14 +8,13 @@ supervised, as in the published sets: labels that are mostly -100 would compress
 
 from __future__ import annotations
 
-import gzip
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from common import records
 from tokenizers import Tokenizer
 
 from peers_loading.base import PACK_SIZE, SEED
@@ -77,13 +76,10 @@ def _texts(data: Path) -> tuple[list[str], list[str]]:
     prompts: dict[str, None] = {}
     answers: dict[str, None] = {}
     for name in FILES:
-        path = data / name
-        opener = gzip.open if path.suffix == ".gz" else open
-        with opener(path, "rt", encoding="utf-8") as file:
-            for line in file:
-                prompt, given = _split(json.loads(line))
-                prompts[prompt] = None
-                answers.update(dict.fromkeys(given))
+        for record in records(data / name):
+            prompt, given = _split(record)
+            prompts[prompt] = None
+            answers.update(dict.fromkeys(given))
     return list(filter(None, prompts)), list(filter(None, answers))
 
 
