@@ -26,11 +26,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common import provenance
+from common import RESULTS, memory, parser, provenance, save, show
 
-RESULTS = Path(__file__).parent / "results" / "logprobs.json"
+TRL_COLUMNS = 32768
+"""Columns of a tile of TRL's head, as TRL sets it."""
+
 BASE = "log_softmax, supervised rows"
 OURS = "packstore"
+COLUMNS = ("dtype", "route", "extra_mib", "memory_of_base", "seconds", "time_of_base")
+COLUMNS += ("error", "error_dW", "absent")
 
 
 def inputs(sizes: dict[str, int], dtype: str) -> tuple[Any, ...]:
@@ -95,9 +99,8 @@ def packstore(chunk_size: int, frozen: bool = False, **settings: Any) -> Callabl
 def trl(hidden: Any, weight: Any, labels: Any) -> Any:
     from trl.kernels import ChunkedLogProbFunction
 
-    return ChunkedLogProbFunction.apply(
-        hidden, weight, None, labels, 1.0, weight.shape[0], None, 1.0, ()
-    )[0]
+    settings = (1.0, TRL_COLUMNS, None, 1.0, ())
+    return ChunkedLogProbFunction.apply(hidden, weight, None, labels, *settings)[0]
 
 
 def torch_linear_cross_entropy(hidden: Any, weight: Any, labels: Any) -> Any:
@@ -136,13 +139,6 @@ ROUTES: dict[str, tuple[Callable[..., Any], bool]] = {  # and whether it sees su
 }
 
 
-def memory(field: str) -> int:
-    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
-        if line.startswith(field):
-            return int(line.split()[1]) * 1024
-    raise SystemExit(f"no {field} in /proc/self/status; run it on Linux")
-
-
 def work(route: str, sizes: dict[str, int], dtype: str, repeat: int) -> dict[str, Any]:
     """Measures one route, in this process."""
     import torch
@@ -163,14 +159,12 @@ def work(route: str, sizes: dict[str, int], dtype: str, repeat: int) -> dict[str
             (out * upstream * rows).sum().backward()
         return out.detach(), weight.grad, rows
 
-    step(
-        inputs({"tokens": 32, "vocab": 64, "width": sizes["width"]}, dtype)
-    )  # libraries are loaded
+    step(inputs({**sizes, "tokens": 32, "vocab": 64}, dtype))  # libraries are loaded
     given = inputs(sizes, dtype)
     Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the peak begins anew
-    before = memory("VmRSS")
+    before = memory()["VmRSS"]
     out, d_weight, rows = step(given)
-    extra = memory("VmHWM") - before
+    extra = memory()["VmHWM"] - before
     result: dict[str, Any] = {"extra_mib": extra / 2**20}
     if out.ndim:
         result |= errors(given, out if supervised_only else out[rows], d_weight, rows)
@@ -232,33 +226,19 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     return list(rows.values())
 
 
-def show(rows: list[dict[str, Any]]) -> None:
-    print(f"{'':10}{'route':32}{'MiB':>7}{'of base':>9}{'CPU s':>8}{'of base':>9}  error, of dW")
-    for row in rows:
-        name = f"{row['dtype']:10}{row['route']:32}"
-        if "absent" in row:
-            print(f"{name}did not run: {row['absent'][:80]}")
-            continue
-        parts = f"{row['extra_mib']:7.0f}{row.get('memory_of_base', 0):9.3f}{row['seconds']:8.2f}"
-        off = ", ".join(f"{row[k]:.1e}" for k in ("error", "error_dW") if k in row) or "-"
-        print(f"{name}{parts}{row.get('time_of_base', 0):9.2f}  {off}")
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--vocab", type=int, default=32_768)
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
-    parser.add_argument("--routes", nargs="+", default=list(ROUTES), choices=list(ROUTES))
-    parser.add_argument("--repeat", type=int, default=3, help="timed repeats in a process")
-    parser.add_argument("--rounds", type=int, default=3, help="processes of each route")
-    parser.add_argument("--quick", action="store_true", help="small, one round, nothing written")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    command = parser(__doc__)
+    command.add_argument("--tokens", type=int, default=4096)
+    command.add_argument("--vocab", type=int, default=32_768)
+    command.add_argument("--width", type=int, default=512)
+    command.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    command.add_argument("--routes", nargs="+", default=list(ROUTES), choices=list(ROUTES))
+    command.add_argument("--repeat", type=int, default=3, help="timed repeats in a process")
+    command.add_argument("--rounds", type=int, default=3, help="processes of each route")
+    command.add_argument("--quick", action="store_true", help="small, one round, nothing written")
+    command.add_argument("--out", type=Path, default=RESULTS / "logprobs.json")
+    command.add_argument("--worker", help=argparse.SUPPRESS)
+    args = command.parse_args()
     if args.worker:
         print(json.dumps(work(*json.loads(args.worker))))
         return
@@ -267,13 +247,10 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     before = provenance("torch", "transformers", "trl", "liger-kernel")
     rows = measure(args)
-    show(rows)
-    if not args.quick:
-        settings = {k: v for k, v in vars(args).items() if k not in ("out", "worker", "quick")}
-        found = {"environment": before, "settings": settings, "rows": rows}
-        args.out.parent.mkdir(exist_ok=True)
-        args.out.write_text(json.dumps(found, indent=1) + "\n")
-        print(f"written: {args.out}")
+    show(COLUMNS, [[row.get(name, "-") for name in COLUMNS] for row in rows])
+    settings = {k: v for k, v in vars(args).items() if k not in ("out", "worker", "quick")}
+    found = {"environment": before, "settings": settings, "rows": rows}
+    save(None if args.quick else args.out, found)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from logprobs import trl
 from torch import Tensor
 
 from gpu.predictions import Work, work
@@ -32,9 +33,6 @@ WAYS = (
     *(OURS, SAME_HEAD, "padding_free/trl", "padded_grouped/trl", "padded/trl"),
     *("shared_prefix/eager", "padding_free/eager", "padding_free/logits", "padded_grouped/logits"),
 )
-TRL_COLUMNS = 32768
-"""Columns of a tile of TRL's head, as TRL sets it."""
-
 PEAK = 989e12
 """Dense bfloat16 operations a second of an H100 or H200, by its data sheet."""
 
@@ -150,7 +148,7 @@ class Trial:
             logps = self.model(**inputs).logits.float().log_softmax(-1)[seen]
             return logps.gather(-1, ids[:, None]).squeeze(-1)
         hidden = self.model.model(**inputs).last_hidden_state[seen]
-        return trl_head(hidden, self.model.lm_head.weight, ids)
+        return trl(hidden, self.model.lm_head.weight, ids)
 
     def step(self, way: str, batch: Any) -> float:
         """Forward and backward; returns the loss once the device is idle."""
@@ -229,12 +227,3 @@ class Trial:
         if self.compiled or way.startswith("padded"):
             return measured
         return {**measured, "expected": {"pairs_per_second": self.expected(way)}}
-
-
-def trl_head(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
-    """Log-probs `[n]` by TRL's chunked head."""
-    from trl.kernels import ChunkedLogProbFunction
-
-    return ChunkedLogProbFunction.apply(hidden, weight, None, ids, 1.0, TRL_COLUMNS, None, 1.0, ())[
-        0
-    ]

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from common import provenance
+from logprobs import logsumexp, packstore, trl
 from torch import Tensor
 
-from gpu.fast import OURS, Trial, trl_head
+from gpu.fast import OURS, Trial
 from gpu.predictions import HEADS, Work
-from gpu.right_kernels import distance
+from gpu.right_kernels import distance, random_head, random_heads
 from gpu.session import Figures, Session
 
 SORTS = {
@@ -25,8 +27,8 @@ SORTS = {
 
 def device(session: Session) -> None:
     """Machine and versions; the rates of a copy and of a bfloat16 product, for all expectations."""
-    session.case("about", lambda: about(session))
-    session.case("ceilings", lambda: ceilings(session))
+    session.case("about", partial(about, session))
+    session.case("ceilings", partial(ceilings, session))
 
 
 def about(session: Session) -> Figures:
@@ -79,7 +81,7 @@ def seconds_of(work: Callable[[], Any], cuda: bool, times: int = 10, warm: int =
 def profiles(session: Session) -> None:
     """Each model with shared prefixes."""
     for model in session.sizes.models:
-        session.case(f"profile/{model}/{OURS}", lambda m=model: profile(session, m), seconds=10)
+        session.case(f"profile/{model}/{OURS}", partial(profile, session, model), seconds=10)
 
 
 def profile(session: Session, model: str) -> Figures:
@@ -110,16 +112,7 @@ def profile(session: Session, model: str) -> Figures:
 
 def routes(cuda: bool) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
     """Ways from hidden `[n, H]`, weight `[V, H]` and targets `[n]` to log-probs `[n]`."""
-    from packstore.torch.logprobs.fused_head import HeadLogProbs
-    from packstore.torch.logprobs.tiles import GPU_CHUNK, Projection
-
-    def ours(chunk: int, backend: str) -> Callable[..., Tensor]:
-        how = Projection(chunk_size=chunk, backend=backend)
-        return lambda h, w, t: HeadLogProbs.apply(h, w, None, t, how)
-
-    def logits(h: Tensor, w: Tensor, t: Tensor) -> Tensor:
-        made = (h @ w.T).float()
-        return made.gather(-1, t[:, None]).squeeze(-1) - made.logsumexp(-1)
+    from packstore.torch.logprobs.tiles import GPU_CHUNK
 
     def liger(h: Tensor, w: Tensor, t: Tensor) -> Tensor:
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
@@ -134,12 +127,12 @@ def routes(cuda: bool) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
     triton = "triton" if cuda else "eager"
     kernels = {"liger cross entropy, sum": liger, "cut cross entropy": apple}
     return {
-        "triton": ours(GPU_CHUNK, triton),
-        "eager": ours(GPU_CHUNK, "eager"),
-        "trl": trl_head,
-        "logits": logits,
+        "triton": packstore(GPU_CHUNK, backend=triton),
+        "eager": packstore(GPU_CHUNK, backend="eager"),
+        "trl": trl,
+        "logits": logsumexp,
         **(kernels if cuda else {}),
-        **{f"tiles of 2^{k}": ours(2**k, triton) for k in (23, 25, 27)},
+        **{f"tiles of 2^{k}": packstore(2**k, backend=triton) for k in (23, 25, 27)},
     }
 
 
@@ -148,25 +141,18 @@ def heads(session: Session, tiles: bool) -> None:
     for vocab, width in session.sizes.head_shapes:
         for name, route in routes(session.sizes.cuda).items():
             if name.startswith("tiles") == tiles:
-                session.case(
-                    f"head/{vocab}x{width}/{name}",
-                    lambda n=name, r=route, v=vocab, w=width: _head(session, n, r, v, w),
-                    seconds=5,
-                )
+                case = partial(_head, session, name, route, (vocab, width))
+                session.case(f"head/{vocab}x{width}/{name}", case, seconds=5)
 
 
 def _head(
-    session: Session, name: str, route: Callable[..., Tensor], vocab: int, width: int
+    session: Session, name: str, route: Callable[..., Tensor], shape: tuple[int, int]
 ) -> Figures:
     """Time, peak of memory, error against float64."""
     sizes, n = session.sizes, session.sizes.head_tokens[1]
-    generator = torch.Generator(sizes.device).manual_seed(0)
-    kind = {"generator": generator, "device": sizes.device}
-    hidden = torch.randn(n, width, **kind).to(sizes.dtype).requires_grad_()
-    weight = (torch.randn(vocab, width, **kind) * width**-0.5 * 4).to(sizes.dtype)
+    hidden, weight, targets, up = random_head(sizes, n, shape)
+    hidden.requires_grad_()
     weight.requires_grad_()
-    targets = torch.randint(vocab, (n,), **kind)
-    up = torch.rand(n, **kind)
 
     def step() -> Tensor:
         hidden.grad = weight.grad = None
@@ -189,7 +175,7 @@ def _head(
             wanted = exact.gather(-1, targets[:64, None]).squeeze(-1) - exact.logsumexp(-1)
         figures["error"] = distance(out[:64], wanted)
     if name in HEADS:
-        times, passes = HEADS[name]
+        (vocab, width), (times, passes) = shape, HEADS[name]
         counted = Work(0, 2 * n * vocab * width, 0, times, n * vocab * passes)
         figures["expected"] = {"ms": 1e3 * counted.seconds(session.ceilings)}
     return {"ms": 1e3 * seconds_of(step, sizes.cuda), **figures}
@@ -208,8 +194,7 @@ def attention(session: Session) -> None:
         ends = torch.arange(0, total + 1, length, dtype=torch.int32, device=sizes.device)
         layout = AttentionLayout(ends, ends, length, length, total)
         attend = ATTENTION.load(backend)
-        shapes = [(total, n, size) for n in (heads, kv_heads, kv_heads, heads)]
-        *qkv, up = (torch.randn(s, device=sizes.device).to(sizes.dtype) for s in shapes)
+        qkv, up = random_heads(sizes, total, heads, kv_heads, size)
         qkv = [x.requires_grad_() for x in qkv]
 
         def forward() -> Tensor:
@@ -228,4 +213,4 @@ def attention(session: Session) -> None:
     for length in (128, 512, 2048, 8192) if sizes.cuda else (32,):
         for backend in sizes.backends:
             told = f"attention by length/{backend}/{length}"
-            session.case(told, lambda b=backend, n=length: rate(b, n))
+            session.case(told, partial(rate, backend, length))

@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from gpu.sizes import GPU, LLAMA, PROFILES, QWEN3, lengths
+from gpu.sizes import GPU, LLAMA, LLAMA_8B, PROFILES, QWEN3, lengths
 
 CEILINGS = {"product_tflops": 790.0, "copy_tb_per_second": 3.0}
 """Of an H100: a bfloat16 product of 8192 x 8192 x 8192, and a copy of 4 GiB."""
@@ -34,14 +34,6 @@ holds the logits of all tokens; the others make them twice, of supervised tokens
 GATHERED = 8 + 18 + 6
 """Bytes that an element of a gathered key or value moves: two copies; its gradient, widened and
 added in float32; the sum, set to zero before and rounded after, once for about two copies."""
-
-LLAMA_8B = {
-    **LLAMA,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "head_dim": 128,
-}
 
 
 class Work(NamedTuple):

@@ -144,6 +144,18 @@ def random_heads(
     return qkv, up
 
 
+def random_head(
+    sizes: Sizes, tokens: int, shape: tuple[int, int], dtype: torch.dtype | None = None
+) -> list[Tensor]:
+    """Hidden `[n, H]`, weight `[V, H]`, targets and the gradient of log-probs `[n]`."""
+    generator = torch.Generator(sizes.device).manual_seed(0)
+    kind = {"generator": generator, "device": sizes.device}
+    vocab, width = shape
+    hidden = torch.randn(tokens, width, **kind).to(dtype or sizes.dtype)
+    weight = (torch.randn(shape, **kind) * width**-0.5 * 4).to(dtype or sizes.dtype)
+    return [hidden, weight, torch.randint(vocab, (tokens,), **kind), torch.rand(tokens, **kind)]
+
+
 def deterministic(session: Session, backends: Iterable[str]) -> None:
     """The same bits twice, forward and backward, with deterministic algorithms."""
     from packstore.torch.attention import ATTENTION, Settings
@@ -211,13 +223,9 @@ def _head(session: Session, n: int, how: dict[str, Any]) -> Figures:
     sizes = session.sizes
     vocab, width = sizes.head_shapes[0]
     dtype = torch.float32 if how.get("autocast") else how.get("dtype", sizes.dtype)
-    generator = torch.Generator(sizes.device).manual_seed(0)
-    kind = {"generator": generator, "device": sizes.device}
-    hidden = torch.randn(n, width, **kind).to(dtype)
-    weight = (torch.randn(vocab, width, **kind) * width**-0.5 * 4).to(dtype)
-    bias = torch.randn(vocab, **kind).to(dtype) if how.get("bias") else None
-    targets = torch.randint(vocab, (n,), **kind)
-    up = torch.rand(n, **kind)
+    hidden, weight, targets, up = random_head(sizes, n, (vocab, width), dtype)
+    random = {"generator": torch.Generator(sizes.device).manual_seed(1), "device": sizes.device}
+    bias = torch.randn(vocab, **random).to(dtype) if how.get("bias") else None
     softcap = how.get("softcap")
     chunk = default_chunk(torch.device(sizes.device)) if sizes.cuda else 512
 

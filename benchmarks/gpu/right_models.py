@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +36,8 @@ def packed_is_padded(session: Session, families: Iterable[str]) -> None:
     """Logits, loss and gradients of packs and of padded rows, on random weights."""
     for family in families:
         for layout in LAYOUTS:
-            session.case(
-                f"packed = padded/{family}/{layout}",
-                lambda f=family, lay=layout: _packed_is_padded(session, f, lay),
-                seconds=10,
-            )
+            case = partial(_packed_is_padded, session, family, layout)
+            session.case(f"packed = padded/{family}/{layout}", case, seconds=10)
 
 
 def _packed_is_padded(session: Session, family: str, layout: str) -> Figures:
@@ -98,17 +96,15 @@ def isolation(session: Session, backends: Iterable[str]) -> None:
         return {"right": True, "largest_difference": float(check_isolation(model, backend))}
 
     for backend in backends:
-        session.case(f"isolation/{backend}", lambda b=backend: probe(b))
+        session.case(f"isolation/{backend}", partial(probe, backend))
 
 
 def waits(session: Session) -> None:
     """Host waits in a planned step: forward, loss, backward, metrics; only CUDA reports them."""
     for family in ("Llama", "Qwen3"):
         for layout in LAYOUTS:
-            session.case(
-                f"host waits/{family}/{layout}",
-                lambda f=family, lay=layout: _waits(session, f, lay),
-            )
+            case = partial(_waits, session, family, layout)
+            session.case(f"host waits/{family}/{layout}", case)
 
 
 def _waits(session: Session, family: str, layout: str) -> Figures:

@@ -165,17 +165,11 @@ def failure(error: BaseException) -> Figures:
 
 
 class Part(NamedTuple):
-    """Cases that run in a process of their own, which has compiled nothing before.
-
-    Attributes:
-        name: what it is about.
-        seconds: after that no case of it starts.
-        works: run the cases, one after another.
-    """
+    """Cases that run in a process of their own, which has compiled nothing before."""
 
     name: str
-    seconds: float
-    works: tuple[Callable[[Session], Any], ...]
+    seconds: float  # after that no case of it starts
+    works: tuple[Callable[[Session], Any], ...]  # run the cases, one after another
 
 
 def supervise(parts: Iterable[Part], session: Callable[[float], Session], budget: float) -> None:

@@ -8,53 +8,37 @@ from typing import Any
 import numpy as np
 import torch
 
-LLAMA = {
-    "vocab_size": 128256,
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "tie_word_embeddings": True,
-}
+
+def _config(
+    vocab: int, width: int, inner: int, layers: int, heads: tuple[int, int, int], **own: Any
+) -> dict[str, Any]:
+    """A config by vocabulary, widths, layers; query heads, key heads and their size."""
+    return {
+        "vocab_size": vocab,
+        "hidden_size": width,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads[0],
+        "num_key_value_heads": heads[1],
+        "head_dim": heads[2],
+        **own,
+    }
+
+
+LLAMA = _config(128256, 2048, 8192, 16, (32, 8, 64), tie_word_embeddings=True)
 """Llama-3.2-1B."""
 
-QWEN3 = {
-    "vocab_size": 151936,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "tie_word_embeddings": True,
-}
+QWEN3 = _config(151936, 1024, 3072, 28, (16, 8, 128), tie_word_embeddings=True)
 """Qwen3-0.6B."""
 
-SMALL = {
-    "vocab_size": 1024,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "initializer_range": 0.05,
-}
+LLAMA_8B = _config(128256, 4096, 14336, 32, (32, 8, 128))
+"""Llama-3.1-8B."""
+
+SMALL = _config(1024, 256, 512, 2, (8, 2, 64), initializer_range=0.05)
 """For comparisons with float32: weights so large that attention matters, and so small that 16 bits
 suffice."""
 
-TINY = {
-    "vocab_size": 100,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "initializer_range": 0.05,
-}
+TINY = _config(100, 32, 48, 2, (4, 2, 8), initializer_range=0.05)
 
 PROFILES = {
     "hh": (94, 32, 32),
@@ -66,39 +50,22 @@ PROFILES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Devices and sizes.
-
-    Attributes:
-        backends: attention backends to try: that of `auto` first, the slowest to compile last.
-        heads: query heads, key heads and head size of the kernel cases.
-        row: tokens of the rows in cases of correctness.
-        models: model family and config by name.
-        small: config of the models in cases of correctness.
-        tokens: tokens of a micro-batch, the smaller and the larger.
-        head_tokens: tokens of the head: a few, many, and sizes at the edges of tiles.
-        head_shapes: vocabulary and width of the head.
-        longest: longest prompt or response by length profile.
-        rounds: timed rounds.
-        micro_batches: those with shared prefixes in a round.
-        pairs: pairs that are packed by length profile.
-        pairs_per_step: pairs of a training step.
-        steps: training steps.
-    """
+    """Devices and sizes."""
 
     device: str
     dtype: torch.dtype = torch.bfloat16
-    backends: tuple[str, ...]
-    heads: tuple[tuple[int, int, int], ...]
-    row: int
-    models: dict[str, tuple[str, dict[str, Any]]]
-    small: dict[str, Any]
-    tokens: tuple[int, int]
-    head_tokens: tuple[int, int, tuple[int, ...]]
-    head_shapes: tuple[tuple[int, int], ...]
-    longest: dict[str, int]
-    rounds: int
-    micro_batches: int
-    pairs: dict[str, int]
+    backends: tuple[str, ...]  # of attention: that of `auto` first, the slowest to compile last
+    heads: tuple[tuple[int, int, int], ...]  # query heads, key heads and head size, for kernels
+    row: int  # tokens of the rows in cases of correctness
+    models: dict[str, tuple[str, dict[str, Any]]]  # name -> model family and config
+    small: dict[str, Any]  # config of the models in cases of correctness
+    tokens: tuple[int, int]  # of a micro-batch, the smaller and the larger
+    head_tokens: tuple[int, int, tuple[int, ...]]  # a few, many, and sizes at the edges of tiles
+    head_shapes: tuple[tuple[int, int], ...]  # vocabulary and width of the head
+    longest: dict[str, int]  # longest prompt or response by length profile
+    rounds: int  # timed
+    micro_batches: int  # those with shared prefixes in a round
+    pairs: dict[str, int]  # packed, by length profile
     pairs_per_step: int
     steps: int
     pack_size: int
