@@ -19,7 +19,6 @@ cleaners remove all leftovers at once, and nothing else may remain.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -34,19 +33,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent / "tests" / "support"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 
-import chaos_jobs  # noqa: E402
-from chaos_jobs import KEEP, NAMES, SETTINGS, Scene, play, records  # noqa: E402
-from chaos_observer import Observer  # noqa: E402
-from common import provenance  # noqa: E402
-from fault_proxy import LATE_S, Faults, faulty  # noqa: E402
-from server_kinds import BUCKET  # noqa: E402
-from stores import Store, serving  # noqa: E402
+import chaos_jobs
+from chaos_jobs import KEEP, NAMES, SETTINGS, Scene, play, records
+from chaos_observer import Observer
+from common import parser, provenance, save
+from fault_proxy import LATE_S, Faults, faulty
+from server_kinds import BUCKET
+from stores import Store, serving
 
-import packstore  # noqa: E402
-from packstore.io.maintain.clean import clean  # noqa: E402
+import packstore
+from packstore.io.maintain.clean import clean
 
 KINDS = ("refuse", "error 500", "slow down", "delay", "done but lost", "late", "stale", "wait")
 DRAIN_S = 300
@@ -281,18 +279,18 @@ def warm_up(folder: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    command = parser(__doc__)
     choices = ["local", "s3"]
-    parser.add_argument("--places", nargs="+", default=choices, choices=choices)
-    parser.add_argument("--commits", type=int, default=10**9, help="at each place")
-    parser.add_argument("--seconds", type=float, default=3600, help="at each place, at most")
-    parser.add_argument("--round", type=float, default=60, help="seconds of a round")
-    parser.add_argument("--calm", type=float, default=0.3, help="seconds between two signals")
-    parser.add_argument("--rate", type=float, default=0.03, help="of requests that fail")
-    parser.add_argument("--seed", type=int, default=None, help="default: another one each time")
-    parser.add_argument("--endpoint", help="of a server that runs; default: one is started")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+    command.add_argument("--places", nargs="+", default=choices, choices=choices)
+    command.add_argument("--commits", type=int, default=10**9, help="at each place")
+    command.add_argument("--seconds", type=float, default=3600, help="at each place, at most")
+    command.add_argument("--round", type=float, default=60, help="seconds of a round")
+    command.add_argument("--calm", type=float, default=0.3, help="seconds between two signals")
+    command.add_argument("--rate", type=float, default=0.03, help="of requests that fail")
+    command.add_argument("--seed", type=int, default=None, help="default: another one each time")
+    command.add_argument("--endpoint", help="of a server that runs; default: one is started")
+    command.add_argument("--out", type=Path)
+    args = command.parse_args()
     seed = random.SystemRandom().randrange(10**6) if args.seed is None else args.seed
     print(f"seed {seed}", file=sys.stderr)
     report = provenance()
@@ -311,8 +309,7 @@ def main() -> int:
                     proxy = stack.enter_context(proxied(endpoint, args.rate, seed))
                     scene = Scene(folder / place, seed, store, proxy)
                 report[place] = run(scene, args.commits, args.seconds, args.round, args.calm)
-            if args.out:
-                args.out.write_text(json.dumps(report, indent=1) + "\n")
+            save(args.out, report)
             print(place, json.dumps(report[place]), flush=True)
     bad = [p for p in args.places if report[p]["problems"] or report[p]["unnamed_errors"]]
     return 1 if bad else 0
