@@ -38,6 +38,7 @@ import packstore
 from packstore.config import PARTITION_BYTES
 from packstore.etl import spill
 from packstore.etl.partitions import work
+from packstore.etl.partitions.slices import READERS, SHARES
 from packstore.etl.tokenize import Tokenize
 from packstore.io.inputs.files import InputReader
 from packstore.io.write.shard_writer import ShardFile, ShardWriter
@@ -48,9 +49,6 @@ SAMPLE = 18_000
 """Pairs that are packed to measure."""
 
 CORES, WAYS = (1, 2, 3, 4, 8, 16, 64), ("threads", "processes", "partitions")
-READS = 4
-"""Times that a file is read by worker processes that make whole partitions of 64 files or more."""
-
 STAGES: dict[str, tuple[Any, str]] = {
     "tokenize in Python": (Tokenize, "begin"),
     "encode texts": (encode, "_encode_mode"),
@@ -152,7 +150,7 @@ def one_machine(stages: dict[str, float], cores: int, way: str) -> tuple[float, 
     Half of the partitions are read first, the other half while those are written.
     """
     if way == "partitions":
-        return (sum(stages.values()) + (READS - 1) * stages["read"]) / cores, "cores"
+        return (sum(stages.values()) + (READERS - 1) * stages["read"]) / cores, "cores"
     reading = {n: s for n, s in stages.items() if n in HOLDS}
     writing = {n: s for n, s in stages.items() if n not in HOLDS}
     here = HOLDS if way == "threads" else {"read": HOLDS["read"], "spill": HOLDS["spill"]}
@@ -168,7 +166,8 @@ def simulate(pairs: float, workers: int, files: int, m: Measured, a: Assumed) ->
     rng = np.random.default_rng(0)
     total = pairs * m.pair_bytes / 1e6
     partitions = max(1, math.ceil(total * 1e6 / PARTITION_BYTES))
-    reads = max(1.0, min(8.0, partitions / files))  # a file is read by at most eight partitions
+    each = max(1, min(SHARES, READERS * files // partitions))  # files of which a partition takes
+    reads = max(1.0, partitions * each / files)
     per_task = reads * files / partitions
     reading = per_task * total / files * max(m.stages["read"], 1 / a.download_mb)
     reading += per_task * a.request_ms / 1e3
