@@ -41,8 +41,8 @@ mix a sorted file worse; blocks of less than 200 kB take up to a fifth longer to
 MIN_BLOCK_BYTES = 4 << 10
 
 MANY_READS = 8
-"""Reads of each file, by tasks of a cluster, above which more than half of their time is
-reading (``benchmarks/scale.py``)."""
+"""Reads of each file, by tasks of a cluster, above which two thirds of their time is reading
+(``benchmarks/scale.py``)."""
 
 
 @dataclass(frozen=True)
