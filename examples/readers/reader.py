@@ -228,7 +228,7 @@ def row_groups(data: bytes, shard: Json, m: Json) -> Iterator[pa.RecordBatch]:
     names, crcs = [n for n, t in types.items() if t], shard["row_groups"]["crc32"]
     arrow, buffer = m["file_format"] == "arrow", pa.py_buffer(data)
     try:
-        file: Any = pa.ipc.open_file(buffer) if arrow else pq.ParquetFile(buffer)
+        file: Any = pa.ipc.open_file(buffer) if arrow else pq.ParquetFile(buffer, pre_buffer=False)
         check_schema(file.schema if arrow else file.schema_arrow, types, metadata)
         n = file.num_record_batches if arrow else file.num_row_groups
         need(n == len(shard["row_groups"]["rows"]), "counts")
@@ -246,7 +246,7 @@ def row_groups(data: bytes, shard: Json, m: Json) -> Iterator[pa.RecordBatch]:
                 crc = zlib.crc32(data[first.data_page_offset : end])
             need(f"{crc:08x}" == crcs[8 * g : 8 * g + 8], "bytes")
             if not arrow:
-                (batch,) = file.read_row_group(g).combine_chunks().to_batches()
+                (batch,) = file.read_row_group(g, use_threads=False).combine_chunks().to_batches()
             batch = batch.select(names)
             batch.validate(full=True)
             for column in batch.columns:
@@ -368,7 +368,7 @@ def check_index(folder: Path, m: Json, shards: list[list[Json]]) -> None:
     """Compares the pack index with the packs of each shard."""
     data = stored(folder, m["pack_index"], "pack-index")
     try:
-        file = pq.ParquetFile(pa.BufferReader(data))
+        file = pq.ParquetFile(pa.BufferReader(data), pre_buffer=False)
         fields = [(f.name, str(f.type), f.nullable) for f in file.schema_arrow]
         first = [
             ("tokens", "int32", False),
@@ -383,7 +383,7 @@ def check_index(folder: Path, m: Json, shards: list[list[Json]]) -> None:
         check_chunks(file.metadata, names, "pack-index")
         for g, packs in enumerate(shards):
             need(file.metadata.row_group(g).num_rows == len(packs), "pack-index")
-            table = file.read_row_group(g, names).to_pydict()
+            table = file.read_row_group(g, names, use_threads=False).to_pydict()
             for name, values in table.items():
                 real = [sizes(pack, m["kind"])[name] for pack in packs]
                 uncounted = name in COUNTS and values == [None] * len(packs)
@@ -479,11 +479,11 @@ def read_side(folder: Path, m: Json) -> tuple[Json, Json, list[tuple[int, int]]]
     names = ["example_ids", *columns]
     try:
         for shard in side["shards"]:
-            file = pq.ParquetFile(pa.BufferReader(stored(folder, shard, "side")))
+            file = pq.ParquetFile(pa.BufferReader(stored(folder, shard, "side")), pre_buffer=False)
             check_schema(file.schema_arrow, types, {"packstore.side_version": "1"}, "side")
             check_chunks(file.metadata, names, "side")
             need(file.metadata.num_rows == shard["rows"], "side")
-            for row in file.read(names).to_pylist():
+            for row in file.read(names, use_threads=False).to_pylist():
                 example_id = row.pop("example_ids")
                 lists = [v for n, v in row.items() if columns[n] == "list<float32>"]
                 need(example_id not in rows, "side")
