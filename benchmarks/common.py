@@ -1,4 +1,4 @@
-"""What scripts share: command line, tables, sizes of processes, results and where they come from.
+"""Shared parts of the scripts: command line, tables, process sizes, results and their origin.
 
 Only the standard library is loaded at first: peers run in environments without packstore.
 """

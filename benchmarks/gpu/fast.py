@@ -192,7 +192,7 @@ class Trial:
         return len(self.rows) * len(steps) / len(self.batches(way)) / sum(steps)
 
     def work(self, way: str) -> list[Work]:
-        """What must be done for each batch."""
+        """Returns the work of each batch."""
         packing, _, head = way.partition("/")
         counted = []
         for batch in self.batches(way):

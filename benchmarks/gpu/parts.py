@@ -1,4 +1,4 @@
-"""What the device can do, where the time of a step goes, and each part beside its peers."""
+"""Rates of the device, a profile of a step, and each part beside its peers."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ def elementwise(family: str, tokens: int = 8192, **config: Any) -> float:
 
 
 def misses(expected: dict[str, float], figures: dict[str, Any]) -> list[str]:
-    """What is off too far, as sentences."""
+    """Returns the figures that are off too far, as sentences."""
     parts = {n: figures[n] / v - 1 for n, v in expected.items() if figures.get(n) is not None}
     return [
         f"{n}: expected {expected[n]:.4g}, measured {figures[n]:.4g} ({part:+.0%})"

@@ -75,7 +75,7 @@ class Session:
 
     @property
     def ceilings(self) -> dict[str, float]:
-        """What the device reached at best in this stage; that of an H100, if it was not asked."""
+        """Returns the best rates of the device in this stage; else those of an H100."""
         measured = self.cases.get("ceilings", {}) if self.sizes.cuda else {}
         return {name: measured.get(name, value) for name, value in CEILINGS.items()}
 

@@ -116,7 +116,7 @@ def check_names(columns: Json) -> None:
 
 
 def check_manifest(m: Json) -> None:
-    """What a manifest tells of itself; what is missing raises a KeyError."""
+    """Checks a manifest by itself; a missing member raises a KeyError."""
     need(count(m["format_version"]) == 1 and set(m["features"]) <= {"label_spans"}, "unsupported")
     need(len(set(m["features"])) == len(m["features"]), "manifest")
     supported = m["kind"] in KINDS and m["layout"] in ("concat", "shared_prefix")
@@ -162,7 +162,7 @@ def check_manifest(m: Json) -> None:
 
 
 def check_side(side: Json) -> None:
-    """What the manifest of a side dataset tells of itself."""
+    """Checks the manifest of a side dataset by itself."""
     need(count(side["side_version"]) == 1 and not side["features"], "unsupported")
     need(side["kind"] in KINDS, "unsupported")
     check_names(side["columns"])
@@ -344,7 +344,7 @@ def derive(pack: Json, k: int | None) -> Json:
 
 
 def sizes(pack: Json, kind: str) -> Json:
-    """What the pack index tells of a pack."""
+    """Returns the sizes of a pack that the pack index holds."""
     b, e, n = pack["seq_boundaries"], len(pack["example_ids"]), len(pack["input_ids"])
     counts = pack.get("num_responses", [KINDS[kind]] * e)
     out = {"tokens": n, "examples": e, "squares": sum((z - a) ** 2 for a, z in pairwise(b))}
@@ -543,7 +543,7 @@ def plain(value: Any) -> Any:
 
 
 def answer(dataset: str, *sides: str) -> Json:
-    """What the kit asks for."""
+    """Returns the answer that the kit asks for."""
     try:
         return plain(read(Path(dataset), [Path(side) for side in sides]))
     except Refused as reason:

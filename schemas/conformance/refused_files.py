@@ -88,7 +88,7 @@ def at(path: str, value: Any) -> Change:
 
 
 def manifests() -> Iterator[Case]:
-    """What is of a later release, and manifests that are none."""
+    """Yields manifests of a later release, and ones that are none."""
     for path, value in (
         ("format_version", 2),
         ("features", ["zigzag"]),

@@ -133,7 +133,7 @@ class PreferenceLoss(StepLoss):
 
     @property
     def rows(self) -> Rows:
-        """What the loss compares."""
+        """Kind of the rows that the loss compares."""
         return self.terms[0].variant.rows
 
     @property
