@@ -123,6 +123,26 @@ def test_an_item_that_a_worker_cannot_read_is_an_error_of_that_name() -> None:
         list(run(partial(in_a_worker, int, os.getpid()), [Unreadable()] * 1000, 2))
 
 
+class LoadsOnlyHere:
+    """Work that the process that made it can load, and no other: a file that only it sees, say."""
+
+    def __init__(self) -> None:
+        self.home = os.getpid()
+
+    def load(self) -> None:
+        if os.getpid() != self.home:
+            raise FileNotFoundError("no tokenizer here")
+
+    def __call__(self, x: int) -> int:
+        time.sleep(0.02)
+        return x
+
+
+def test_work_that_a_worker_cannot_load_is_an_error_of_that_name() -> None:
+    with pytest.raises(FileNotFoundError, match="no tokenizer here"):
+        list(run(LoadsOnlyHere(), range(1000), 2))
+
+
 def test_chats_in_a_daemon_of_a_script_without_a_main_guard(tmp_path: Path) -> None:
     """Templates run in worker processes, also where multiprocessing allows no children."""
     script, tokenizer = tmp_path / "job.py", write_tokenizer(tmp_path / "tokenizer.json")

@@ -229,6 +229,7 @@ def test_examples_of_several_responses_need_their_counts(kit, tmp_path) -> None:
     [
         ({3: 5, 70: 5}, IntegrityError, "distinct; found 2 that repeat, the first of them 5"),
         ({4: -1}, CompatibilityError, r"none for 1 of \d+, the first of them 4"),
+        ({89: -1}, CompatibilityError, r"none for 1 of \d+, the first of them 89"),  # the last one
     ],
 )
 def test_ids_that_repeat_or_are_missing(ds, tmp_path, ids, error, message) -> None:

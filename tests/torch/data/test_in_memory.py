@@ -142,6 +142,13 @@ def test_rollouts_are_laid_out_as_examples(layout: Any) -> None:
     assert sorted(seen) == list(range(N))
 
 
+def test_rollouts_of_equal_responses_are_kept() -> None:
+    same = [([1, 2], [[3, 4], [3, 4]], [1.0, 0.0]), ([5], [[6], [6], [6]], [0.0, 0.0, 0.0])]
+    (batch,) = pt.pack_in_memory(same, 90, rank=0, world_size=1)
+    assert batch.example_ids.tolist() == [0, 1]
+    assert batch.num_responses.tolist() == [2, 3]
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [

@@ -190,6 +190,20 @@ def test_metrics() -> None:
     assert far.loss.isfinite()
 
 
+def test_each_bound_has_its_own_share_of_clipped_tokens() -> None:
+    """Ratios 0.8 and 1.2 under bounds of which one clips and the other does not."""
+    (batch,) = pack_in_memory(EXAMPLES["sft"], 10_000, kind="sft")
+    ratios = torch.ones(len(batch.target_index))
+    ratios[:2] = torch.tensor([0.8, 1.2])
+    advantages = torch.where(ratios < 1, -1.0, 1.0)
+    for bounds, clipped in (((0.1, 0.5), 1), ((0.5, 0.1), 1), ((0.1, 0.1), 2), ((0.5, 0.5), 0)):
+        loss_fn = PolicyLoss(clip_low=bounds[0], clip_high=bounds[1])
+        total, _ = loss_fn(torch.zeros_like(ratios), batch, advantages, -ratios.log()).metrics[
+            "clipped"
+        ]
+        assert total == clipped, bounds
+
+
 def my_dpo(pairs: Pairs, *, beta: float = 0.1) -> Tensor:
     return -logsigmoid(beta * pairs.d)
 
