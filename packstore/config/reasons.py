@@ -25,6 +25,10 @@ REASONS: Mapping[str, Reason] = {
     "missing_field": Reason("a record must have the fields of its kind", ("error", "drop")),
     "one_reward": Reason("rewards must stand on both sides, or on none", ("error", "drop")),
     "unpaired_feedback": Reason("an answer must be one to learn", ("error", "drop", "keep")),
+    "unread_field": Reason(
+        "what judges, weighs or adds an answer, or changes its prompt, must be read",
+        ("error", "drop", "keep"),
+    ),
     "wrong_type": Reason("every field must be of its type"),
     "unknown_key": Reason("a message must have known keys", ("error", "drop", "keep")),
     "bad_role": Reason("the roles of messages must be known and in a sensible order"),

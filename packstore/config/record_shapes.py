@@ -25,6 +25,8 @@ class Shape:
     @property
     def tells(self) -> tuple[str, ...]:
         """The fields of which one tells the kind."""
+        if "rejected_messages" in self.needs:
+            return ("rejected_messages",)
         answers = ("messages", "response", "responses", "chosen", "rejected", "input_ids")
         return tuple(name for name in self.needs if name in answers)
 
@@ -33,7 +35,7 @@ class Shape:
 
 
 _CHAT = {"system": "text", "tools": "tools", "chat_template_kwargs": "variables"}
-_REWARDS = {"chosen_reward": "number", "rejected_reward": "number"}
+_REWARDS = {"chosen_reward": "number", "rejected_reward": "number", "margin": "number"}
 _LABELS = {"chosen_labels": "labels", "rejected_labels": "labels"}
 
 
@@ -77,6 +79,14 @@ SHAPES = (
         {**_REWARDS, **_CHAT},
         "the template of the sides, split where they differ",
         without=("prompt",),
+    ),
+    Shape(
+        "preference",
+        {"messages": "messages", "rejected_messages": "turns"},
+        {**_REWARDS, **_CHAT},
+        "the template of the messages, which are chosen, and of the rejected ones, or of the text "
+        "in place of the last answer; split where they differ",
+        without=("prompt", "chosen"),
     ),
     Shape(
         "preference",
@@ -166,9 +176,10 @@ _SPELLINGS: Mapping[str, tuple[str, ...]] = {
     "chosen": ("chosen", "chosen_response"),
     "rejected": ("rejected", "rejected_response"),
     "messages": ("messages", "conversations"),
+    "rejected_messages": ("rejected_messages", "rejected_response"),
     "response": ("response", "completion"),
     "score": (*LABELS, "score", "reward"),
-    "mask": ("loss_mask", "completion_mask", "assistant_masks"),
+    "mask": ("mask", "loss_mask", "completion_mask", "assistant_masks"),
     "chosen_reward": tuple(name.format("chosen") for name in _REWARD),
     "rejected_reward": tuple(name.format("rejected") for name in _REWARD),
 }
@@ -185,17 +196,65 @@ ID_SPELLINGS = {
 REWARD_FIELDS = frozenset(SPELLINGS["chosen_reward"] + SPELLINGS["rejected_reward"])
 """Names of the fields that may hold the reward of a side."""
 
-FEEDBACK = (
+_JUDGES = (
     *LABELS,
-    *("feedback", "rating", "winner", "rank", "ranks", "preference"),
-    *("overall_preference", "helpfulness"),
+    *("score", "scores", "reward", "rewards", "rating", "ratings", "rank", "ranks", "ranking"),
+    *("feedback", "winner", "preference", "overall_preference", "preference_strength"),
+    *("helpfulness", "correctness", "quality", "grade", "stars", "verdict", "judgment"),
+    *("judgement", "thumbs", "vote", "votes", "upvotes", "downvotes", "likes", "accepted"),
+    *("is_correct", "advantage", "advantages", "better_response_id", "safer_response_id"),
 )
-"""Names of fields that judge answers: such answers are no SFT, and no error proposes them."""
+_WEIGHS = ("weight", "weights", "sample_weight", "example_weight", "loss_weight", "importance")
+_SIDES = ("chosen", "rejected", "preferred", "dispreferred", "non_preferred")
+_ANSWERS = ("", "_messages", "_response", "_responses", "_completion", "_answer", "_output")
+_ADDS = (
+    *(side + end for side in _SIDES for end in _ANSWERS),
+    *("responses", "completions", "candidates", "generations"),
+)
+_TURNS = ("system", "system_prompt", "system_message", "history", "tools", "functions")
+_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 
-MEANINGFUL = REWARD_FIELDS.union(
-    ("system", "system_prompt", "system_message", "tools", "functions"),
-    ("image", "images", "video", "videos", "audio", "audios"),
-    ("weight", "weights", "sample_weight", "margin"),
-    ("history", "input", "context", "score", "reward"),
+_MAP = "Map it if it is what the loss compares (--field score={0}, --field chosen_reward={0})"
+
+FEEDBACK = frozenset((*_JUDGES, *_WEIGHS, *_ADDS, "margin"))
+"""Names of fields that judge, weigh or add an answer: such an answer is no SFT."""
+
+WEIGHTS = frozenset(_WEIGHS)
+"""Names of fields that weigh an example; 1 changes nothing."""
+
+ADDED_ANSWERS = frozenset(_ADDS)
+"""Names of fields that hold an answer."""
+
+UNREAD: Mapping[str, str] = {
+    **dict.fromkeys(_JUDGES, _MAP),
+    "margin": "Leave out it or the rewards, whose difference it must be",
+    **dict.fromkeys(_WEIGHS, "Carry it (--carry {0}:float64), and name it as the weight_field"),
+    **dict.fromkeys(_ADDS, "Make a list of all answers (responses), with their scores"),
+    **dict.fromkeys(_TURNS, "Make chats of text (--as-chat), or turns of messages of it"),
+    **dict.fromkeys(_MEDIA, "packstore packs text alone: leave such records out"),
+}
+"""Name of a field that changes a record's meaning -> what to do where nothing reads it."""
+
+HARMLESS = frozenset(
+    (
+        *("id", "ids", "idx", "index", "uid", "uuid", "guid", "key", "hash", "sha256", "row_id"),
+        *("record_id", "sample_id", "example_id", "prompt_id", "question_id", "query_id"),
+        *("conversation_id", "dialogue_id", "dialog_id", "session_id", "message_id", "thread_id"),
+        *("parent_id", "user_id", "response_id", "dataset_id", "conversation_hash", "url", "link"),
+        *("source", "sources", "source_dataset", "data_source", "dataset", "dataset_name", "split"),
+        *("subset", "origin", "path", "file", "file_name", "filename", "license", "title"),
+        *("model", "models", "model_id", "model_name", "generator", "engine", "teacher_model"),
+        *("generation_model", "generation_models", "chosen_model", "rejected_model", "provider"),
+        *("version", "language", "lang", "locale", "country", "created", "created_at"),
+        *("updated_at", "timestamp", "date", "time", "datetime", "author", "user", "annotator"),
+        *("category", "categories", "domain", "topic", "topics", "subject", "task", "task_name"),
+        *("task_type", "length", "num_tokens", "num_turns", "turns", "turn", "metadata", "meta"),
+        *("extra_info", "info"),
+    )
 )
-"""Names of fields that change a record's content or weight: ignoring them is reported."""
+"""Names of fields that say nothing of an answer's worth: they may stay unread."""
+
+
+def plain_name(name: str) -> str:
+    """Returns a name as the tables of names have it: small letters, with underscores."""
+    return name.lower().replace("-", "_").replace(" ", "_")

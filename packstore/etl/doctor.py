@@ -18,7 +18,6 @@ from typing import Any, Literal
 import numpy as np
 
 from packstore.config import CHECK_RETRIES, PackConfig
-from packstore.config.record_shapes import MEANINGFUL
 from packstore.errors import ConfigError, PackstoreError, quote
 from packstore.etl.dedup_and_split import Seen, pair_keys
 from packstore.etl.estimate import SAMPLE, Estimate, Measured, estimate, estimate_of
@@ -38,6 +37,7 @@ from packstore.tokenizer import Tokenizer
 from packstore.tokenizer.chat.limits import limited
 from packstore.tokenizer.chat.template import Message
 from packstore.tokenizer.record_tokenizer import Encoded
+from packstore.tokenizer.records.fields import unexplained, verdicts
 from packstore.tokenizer.records.shapes import Parsed, parse_record
 from packstore.tokenizer.refusals import Refused
 
@@ -174,11 +174,11 @@ def _examined(
         for i in example_ids[: Tally.SAMPLES_PER_REASON]:
             ordinal, record = divmod(i, 1 << SOURCE_SHIFT)
             tally.samples.append(Sample(check, place_of(reader.paths[ordinal], record), ""))
-    diagnosis = Diagnosis(reader.kind, tally.read, tuple(_findings(tally, config)))
+    diagnosis = Diagnosis(reader.kind, tally.read, tuple(_findings(tally, reader.kind, config)))
     return diagnosis, measured, drawn
 
 
-def _findings(tally: Tally, config: PackConfig) -> Iterator[Finding]:
+def _findings(tally: Tally, kind: str, config: PackConfig) -> Iterator[Finding]:
     """Yields what was found, problems first, the frequent first."""
     examples = defaultdict(list)
     for s in tally.samples:
@@ -192,9 +192,11 @@ def _findings(tally: Tally, config: PackConfig) -> Iterator[Finding]:
     for check, count in noted:
         if check not in PROBLEMS:
             yield Finding(check, "remark", count, tuple(examples[check]))
-    for name, count in tally.unused.most_common():
-        if name in MEANINGFUL:
-            yield Finding(f"field_not_used: {name}", "remark", count, ())
+    if kind == "sft" and config.on["unpaired_feedback"] != "keep":
+        for name in verdicts(tally):
+            yield Finding(f"unpaired_feedback: {name}", "problem", tally.unused[name], ())
+    for name in unexplained(tally):
+        yield Finding(f"field_not_used: {name}", "remark", tally.unused[name], ())
 
 
 def _version(place: Location, config: PackConfig) -> Iterator[preflight.Trial]:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from packstore.config import PackConfig
-from packstore.config.record_shapes import MEANINGFUL
 from packstore.errors import ConfigError, DropRateError, InputError, sentence
 from packstore.etl.dedup_and_split import DUPLICATES, OTHER_PART
 from packstore.etl.notes import PROBLEMS
@@ -18,6 +17,7 @@ from packstore.etl.sources import ExampleReader
 from packstore.format.arrays import Tally
 from packstore.io.write.write_job import WriteJob
 from packstore.progress import Progress
+from packstore.tokenizer.records.fields import check_verdicts, unexplained
 
 ASKED_TO_GO = (*DUPLICATES.values(), "unpaired_feedback")
 """Reasons to drop that a setting requests; they do not count against `max_drop_rate`."""
@@ -134,6 +134,7 @@ class RecordTotals(Counting):
                 job.refuse_known()
         _check_drops(self._tally, self._config, self._reader.kind)
         _check_fields(self._tally, self._config, next(iter(self._jobs.values())))
+        check_verdicts(self._tally, self._reader.kind, self._config)
         for part in self._jobs:
             if not self._kept[part]:
                 fraction = self._config.validation_fraction
@@ -182,10 +183,10 @@ def _check_fields(tally: Tally, config: PackConfig, job: WriteJob) -> None:
         remedy = "Correct its name, or map nothing"
         raise ConfigError(sentence(where, must, f"none of {tally.read:,}", remedy))
     log.info("fields used: %s", ", ".join(sorted(tally.used)))
-    if meaningful := sorted(tally.unused.keys() & MEANINGFUL):
-        counts = (f"{name} ({tally.unused[name]:,} records)" for name in meaningful)
+    if named := unexplained(tally):
+        counts = (f"{name} ({tally.unused[name]:,} records)" for name in named)
         log.warning("fields not used: %s", ", ".join(counts))
-    if further := tally.unused.keys() - MEANINGFUL:
+    if further := tally.unused.keys() - {*named}:
         log.info("further fields not used: %s", ", ".join(sorted(further)))
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from packstore.config import RunConfig, SelectConfig, TokenizeConfig
-from packstore.config.record_shapes import FEEDBACK
+from packstore.config.record_shapes import ADDED_ANSWERS, FEEDBACK, SPELLINGS, UNREAD, plain_name
 from packstore.errors import TokenizerError, sentence
 from packstore.format.arrays import Examples, Int64, Rows, Tally, example_id, to_offsets
 from packstore.tokenizer.chat.limits import limited, restart_clock
@@ -20,10 +20,11 @@ from packstore.tokenizer.encode import assemble
 from packstore.tokenizer.records.fields import (
     carried,
     check_feedback,
+    check_read,
+    count_unused,
     names_of,
     parse_carry,
     to_columns,
-    unused,
 )
 from packstore.tokenizer.records.overlong import fit
 from packstore.tokenizer.records.sequences import Draft, Sequences, Tokens, id_sequences
@@ -69,7 +70,13 @@ class RecordTokenizer:
         self.carry = parse_carry(config)
         self._keeps_rejects = isinstance(config, RunConfig) and config.rejects is not None
         self._wants_keys = isinstance(config, SelectConfig) and config.selects
-        self._judges = kind == "sft" and config.on["unpaired_feedback"] != "keep"
+        self._judging: Collection[str] = ()
+        if kind == "sft" and config.on["unpaired_feedback"] != "keep":
+            chosen = "response" in config.fields or "messages" in config.fields
+            self._judging = FEEDBACK - ADDED_ANSWERS if chosen else FEEDBACK
+        self._needed_names: Collection[str] = ()
+        if config.on["unread_field"] != "keep":
+            self._needed_names = UNREAD.keys() - (FEEDBACK if kind == "sft" else ())
         templated = tokenizer is not None and tokenizer.chat_template is not None
         self._is_raw = templated and config.as_chat is None
         for role, asked in (("bos", config.add_bos), ("eos", config.append_eos)):
@@ -83,7 +90,7 @@ class RecordTokenizer:
         """Returns the examples of `rows`, in order, the tally of all records, and what the texts of
         the records with indices `sampled` were encoded to."""
         block, config, names = _Block(), self.config, names_of(rows.values)
-        judged = names.intersection(FEEDBACK) if self._judges else set()
+        judged, unread = self._named(names, self._judging), self._named(names, self._needed_names)
         parsed: dict[int, Parsed] = {}
         if self.tokenizer is not None and not judged:
             hint = self.tokenizer.control_hint
@@ -93,12 +100,18 @@ class RecordTokenizer:
                 if i in parsed:
                     continue
                 if judged:
-                    check_feedback(value)
+                    check_feedback(value, judged)
                 record = parse_record(value, self.kind, config, ids=self.tokenizer is None)
                 parsed[i] = check_responses(record, config)
             except Refused as error:
                 # Its traceback references the block: a cycle that would leak memory in long jobs.
                 block.refused[i] = error.with_traceback(None)
+        for i, record in [*parsed.items()] if unread else ():
+            try:
+                check_read(rows.values[i], unread, record.fields)
+            except Refused as error:
+                block.refused[i] = error.with_traceback(None)
+                del parsed[i]
         renders = any(record.is_chat for record in parsed.values())
         with limited() if renders else contextlib.nullcontext():
             for i, record in sorted(parsed.items()):
@@ -119,8 +132,14 @@ class RecordTokenizer:
         counts = np.array([len(record.responses) for record in block.parsed], np.int64)
         firsts = to_offsets(counts)
         sequences = self._judge(block, sequences.with_rows(block.ids, insert=True), firsts)
-        tally = self._tally(rows, block, names - judged)
+        tally = self._tally(rows, block, names.difference(judged))
         return self._examples(rows, block, sequences, counts), tally, encoded
+
+    def _named(self, names: set[str], table: Collection[str]) -> list[str]:
+        """Returns the names of a table, in order, but for those that are carried or mapped."""
+        known = {*self.carry, *self.config.fields.values()}
+        known.update(*(SPELLINGS[name] for name in self.config.fields))
+        return sorted(name for name in names - known if plain_name(name) in table)
 
     def _tally(self, rows: Rows, block: _Block, names: set[str]) -> Tally:
         """The tally of a block; of its fields, `names` are counted."""
@@ -134,7 +153,7 @@ class RecordTokenizer:
                 tally.note(event, rows.where(i))
         for fields, number in Counter(parsed.fields for parsed in block.parsed).items():
             tally.used.update(dict.fromkeys((*fields, *self.carry), number))
-        tally.unused = unused([rows.values[i] for i in block.records], names, tally.used)
+        count_unused(tally, [rows.values[i] for i in block.records], names)
         pairs = zip(block.records, block.parsed, strict=True)
         kept = [parsed for i, parsed in pairs if i not in block.refused]
         tally.chats = sum(parsed.is_chat for parsed in kept)

@@ -25,7 +25,7 @@ RECORDS: list[dict[str, Any]] = [
         "chosen": [RNG.randrange(100) for _ in range(RNG.randrange(1, 30))],
         "rejected": [RNG.randrange(100) for _ in range(RNG.randrange(1, 30))],
         "lang": RNG.choice(("en", "de", "zh")),
-        "score": RNG.random(),
+        "entropy": RNG.random(),
     }
     for _ in range(300)
 ]

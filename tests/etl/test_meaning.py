@@ -75,7 +75,14 @@ CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
         ([LABELED | {"label": x} for x in (-1.0, 1.0)], [-1, 1], {}),
         ([LABELED | {"score": x} for x in (0.25, 3)], [0.25, 3], {"kind": "scored"}),
         ([LABELED | {"stars": x} for x in (5, 1)], [5, 1], {"fields": {"score": "stars"}}),
-        ([LABELED | {"label": True, "reward": 7}], [1], {}),
+        ([LABELED | {"reward": x} for x in (-1.0, 0, 0.5)], [-1, 0, 0.5], {}),
+        ([LABELED | {"score": x} for x in (False, True)], [0, 1], {}),
+        ([{"messages": CHAT, "reward": x} for x in (0.5, 0)], [0.5, 0], {"chat_template": "plain"}),
+        (
+            [LABELED | {"thumbs": x} for x in ("up", "down")],
+            [1, 0],
+            {"fields": {"score": "thumbs"}},
+        ),
         ([{"prompt": "p", "responses": [" a"], "scores": [0.5]}], [0.5], {}),
         ([{"prompt": [1], "response": [2], "reward": 0.5}], [0.5], {"kind": "scored"}),
     ],
@@ -90,15 +97,101 @@ def test_single_answers_with_a_label_or_score_are_packed_with_their_reward(
     assert frame["rewards"].to_list() == [[reward] for reward in rewards]
 
 
-@pytest.mark.parametrize("settings", [{}, {"kind": "sft"}])
-def test_a_score_without_a_wish_is_no_kind(do_pack: Pack, settings: dict[str, Any]) -> None:
-    assert do_pack([LABELED | {"score": 0.5}], **settings).manifest.kind == "sft"
+SCORED_ANSWERS = {"prompt": "p", "responses": [" a", " b"], "scores": [1, 0]}
+CHANGES_THE_MEANING: list[tuple[Record, str]] = [
+    *((LABELED | {name: 0.5}, "kind scored") for name in ("Reward", "rating", "thumbs")),
+    (LABELED | {"rejected_response": " b"}, "kind scored"),
+    (LABELED | {"generations": [" b", " c"]}, "kind scored"),
+    (LABELED | {"sample_weight": 0.5}, "kind scored"),
+    *((PAIRS[0] | {name: 0.5}, f"field score={name}") for name in ("reward", "score", "votes")),
+    *((PAIRS[0] | {name: 2}, f"carry {name}:float64") for name in ("weight", "sample_weight")),
+    (PAIRS[0] | {"rejected_response": " no"}, "list of all answers"),
+    (PAIRS[0] | {"system": "Be kind."}, "--as-chat"),
+    (PAIRS[0] | {"tools": [{"name": "f"}]}, "--as-chat"),
+    (PAIRS[0] | {"images": ["a.png"]}, "text alone"),
+    (SCORED[0] | {"margin": 1.0}, "difference"),
+    (SCORED_ANSWERS | {"ranking": [1, 2]}, "carry ranking"),
+]
+
+
+@pytest.mark.parametrize("place", [0, 5])
+@pytest.mark.parametrize(("record", "remedy"), CHANGES_THE_MEANING)
+def test_what_changes_the_meaning_is_read_or_refused(
+    do_pack: Pack, record: Record, remedy: str, place: int
+) -> None:
+    kind = "scored" if "scores" in record else "preference" if "chosen" in record else "sft"
+    records = [{"scored": SCORED_ANSWERS, "preference": PAIRS[1], "sft": LABELED}[kind]] * 6
+    records[place] = record
+    with pytest.raises(RecordError, match=re.escape(remedy)):
+        do_pack(records, kind=kind)
+    on = {"unpaired_feedback": "keep", "unread_field": "keep"}
+    if "margin" not in record:
+        assert do_pack(records, kind=kind, on=on).manifest.records.packed == 6
+
+
+def test_a_margin_is_the_difference_of_the_rewards(do_pack: Pack) -> None:
+    records = [PAIRS[0] | {"margin": 0.5}, SCORED[1] | {"margin": 2.5}]
+    frame = packstore.scan(do_pack(records)).collect().sort("example_id")
+    assert frame["rewards"].to_list() == [[0.5, 0], [4.5, 2]]
+
+
+VERDICTS: dict[str, list[object]] = {
+    "opinion": ["up", "down"],
+    "outcome": ["good", "bad", "good"],
+    "flagged": [None, True],
+    "mark": [1, 2, 3, 4, 5],
+    "review": [{"ok": True}, {"ok": False}],
+}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("name", VERDICTS)
+def test_single_answers_beside_few_values_of_an_unknown_field_are_refused(
+    do_pack: Pack, name: str, workers: int
+) -> None:
+    values = VERDICTS[name]
+    number = len({str(value) for value in values})
+    records = [LABELED | {name: values[i % len(values)]} for i in range(60)]
+    sorted_ = sorted(records, key=lambda record: str(record[name]))  # few in any part of it
+    for given in (records, sorted_):
+        with pytest.raises(RecordError, match=rf"'{name}' takes {number} values over 60 rec"):
+            do_pack(given, num_workers=workers)
+    kept: list[dict[str, Any]] = [{"on": {"unpaired_feedback": "keep"}}]
+    kept += [{"carry": [name]}] if name in ("opinion", "outcome", "mark") else []
+    for settings in kept:
+        assert do_pack(records, **settings).manifest.records.packed == 60
+    pairs = [pair | {name: values[i % len(values)]} for i, pair in enumerate(PAIRS)]
+    assert do_pack(pairs).manifest.kind == "preference"
+
+
+def test_fields_that_say_nothing_of_an_answer_stay_unread(
+    do_pack: Pack, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Harmless by name, or the same everywhere; others are warned of, of pairs and of answers."""
+    told = {"source": "ab", "Model-Name": "xy", "language": "de", "id": "0123456789"}
+    for first in (LABELED, PAIRS[0]):
+        records = [
+            {
+                **first,
+                "batch": 7,
+                "remark": f"no {i}",
+                **{n: v[i % len(v)] for n, v in told.items()},
+            }
+            for i in range(40)
+        ]
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "packstore"):
+            do_pack(records)
+        said = {r.levelno: r.getMessage() for r in caplog.records if "not used" in r.getMessage()}
+        assert said[logging.WARNING] == "fields not used: remark (40 records)"
+        assert all(name in said[logging.INFO] for name in (*told, "batch"))
 
 
 @pytest.mark.parametrize("partitions", [1, 3])
 def test_fields_are_in_the_manifest(do_pack: Pack, partitions: int) -> None:
     records = [{**r, "images": ["a.png"], "lang": "en"} for r in SCORED]
-    dataset = do_pack([*records, *PAIRS[:5]], partitions=partitions)
+    settings = {"partitions": partitions, "on": {"unread_field": "keep"}}
+    dataset = do_pack([*records, *PAIRS[:5]], **settings)
     found = dataset.manifest.records
     assert found.fields_used == {
         "chosen": 25, "prompt": 25, "rejected": 25, "score_chosen": 20, "score_rejected": 20,
@@ -110,7 +203,8 @@ def test_fields_are_in_the_manifest(do_pack: Pack, partitions: int) -> None:
 
 def test_the_log_names_them_once(do_pack: Pack, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "packstore"):
-        do_pack([{**r, "system": "be kind", "lang": "en"} for r in SCORED])
+        records = [{**r, "system": "be kind", "lang": "en"} for r in SCORED]
+        do_pack(records, on={"unread_field": "keep"})
         do_pack([*PAIRS, {**PAIRS[0], "chosen_reward": 1, "rejected_reward": 2}])
     warned = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert warned[0] == "fields not used: system (20 records)"

@@ -29,7 +29,7 @@ PAIRS: list[Record] = [
         "chosen": f"After {i} comes {i + 1}." + " Yes." * (i % 5),
         "rejected": f"I do not know what comes after {i}.",
         "source": "even" if i % 2 == 0 else "odd",
-        "weight": i / 4,
+        "measure": i / 4,
     }
     for i in range(60)
 ]
@@ -80,11 +80,11 @@ def test_what_goes_in_comes_out(
 ) -> None:
     """Also where the temporary files of what was read are many, else of 32 MB each."""
     files = [write_jsonl(tmp_path / f"{n}.jsonl", PAIRS[n : n + 10]) for n in range(0, 60, 10)]
-    plain = by_id(do_pack(files, strategy="none", carry=("source", "weight:float64")))
+    plain = by_id(do_pack(files, strategy="none", carry=("source", "measure:float64")))
     monkeypatch.setattr("packstore.etl.spill.SEGMENT_BYTES", 3000)
     monkeypatch.setattr("packstore.etl.spill.MAX_BUCKETS", 7)
     packed = do_pack(
-        files, strategy=strategy, layout=layout, carry=("source", "weight:float64"),
+        files, strategy=strategy, layout=layout, carry=("source", "measure:float64"),
         labels="spans", seed=3,
     )  # fmt: skip
     assert packed.verify().ok
@@ -151,7 +151,7 @@ def test_records_of_any_format_give_the_same_bytes(do_pack: Pack, tmp_path: Path
         paths.append(str(tmp_path / f"x.{name}"))
         getattr(frame, f"write_{name}")(paths[-1])
     sources = [*paths, paths[:1], records, iter(records), frame, frame.to_arrow()]
-    how = {"carry": ("source", "weight:float64"), "max_drop_rate": 0.1}
+    how = {"carry": ("source", "measure:float64"), "max_drop_rate": 0.1}
     first, *others = (do_pack(source, **how).manifest for source in sources)
     assert first.records.packed > 0.9 * len(records)
     for other in others:

@@ -61,7 +61,8 @@ def test_what_nobody_used_is_counted(pack, byte_level):
         return found.fields_used, found.fields_not_used
 
     extra = {"system": "be kind", "images": ["a.png"], "weight": 0.0, "none": None, "empty": ""}
-    used, unused = counts(PAIR, {**PAIR, **extra}, {**PAIR, "images": [], "lang": "en"})
+    records = PAIR, {**PAIR, **extra}, {**PAIR, "images": [], "lang": "en"}
+    used, unused = counts(*records, on={"unread_field": "keep"})
     assert used == {"prompt": 3, "chosen": 3, "rejected": 3}
     assert unused == {"system": 1, "images": 1, "weight": 1, "lang": 1}
     used, unused = counts({**PAIR, "lang": "en"}, carry=("lang",))

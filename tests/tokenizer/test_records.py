@@ -248,7 +248,7 @@ CASES = {
         *("reward_reversed", "reward_rounded"),
     ),
     "a bad answer kept": case(BAD, ["p«b</s>»"], on={"unpaired_feedback": "keep"}),
-    "a label of a pair": case({**P, "label": 0}, PLAIN),
+    "a label of a pair": case({**P, "label": 0}, PLAIN, on={"unread_field": "keep"}),
     "scored": case(SCORED, ["p«a</s>»", "p«b</s>»", "p«a</s>»"]),
     "text under a chat template": case(P, PLAIN, "raw_text", **TURNS),
     "text that shall stay as it is": case(P, PLAIN, as_chat=False, **TURNS),
@@ -432,6 +432,12 @@ REFUSED: dict[str, list[Any]] = {
     "invalid_unicode": [{**P, "prompt": "p\ud800"}],
     "one_reward": [{**P, "score_chosen": 4.5}],
     "unpaired_feedback": [BAD],
+    "unread_field": [
+        {**P, "label": 0},
+        {**P, "system": "s"},
+        {**SCORED, "weight": 0.5},
+        {**P, "margin": 2, "chosen_reward": 2, "rejected_reward": 1},
+    ],
     "overlong": [({**P, "chosen": "c" * 99}, {"max_length": 50})],
 }
 """Reason -> records that are refused for it, some with settings."""

@@ -119,7 +119,7 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     ),
     "HelpSteer 2": (
         {"prompt": "Q", "response": "A", "helpfulness": 3, "correctness": 4},
-        f"helpfulness 3 … {AS_SCORED}",
+        f"correctness 4 … {AS_SCORED}",
     ),
     "HelpSteer 3": (
         {"context": [ASK], "response1": "A", "response2": "B", "overall_preference": -2},
@@ -143,9 +143,13 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
         | {side: {"from": "gpt", "value": PAIR[side]} for side in CHATS},
         "answers without a prompt … (--field prompt=conversations)",
     ),
+    "ms-swift, pairs of dialogues": (
+        dialogue(ASK, A) | {"rejected_messages": [ASK, B], "margin": 0.5},
+        ANSWERS,
+    ),
     "ms-swift, pairs": (
         dialogue(ASK, A) | {"rejected_response": "B"},
-        "no field 'prompt' among 'messages', … (--field prompt=NAME)",
+        ANSWERS,
     ),
     "axolotl, pairs in chat_template.default": (
         dialogue(ASK) | {"chosen": A, "rejected": B},
@@ -278,7 +282,7 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     ),
     "raw text": ({"text": "Once"}, f"text 'text' … {SIDES}"),
     "KTO": ({**ONE, "label": False}, TEXTS[:1]),
-    "KTO, words": ({**ONE, "label": "good"}, f"label 'good' … {AS_SCORED}"),
+    "KTO, words": ({**ONE, "label": "good"}, TEXTS[:1]),
     "KTO, plus and minus one": ({**ONE, "label": -1.0}, TEXTS[:1]),
     "KTO of LLaMA-Factory": (
         dialogue(ASK, B, ASK, A) | {"kto_tag": False},
@@ -400,7 +404,7 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     ),
     "LLaVA's image": (
         {"conversations": sharegpt("<image>Q", "A"), "image": "x.jpg"},
-        ["[u]<image>Q<e>[a]«A<e>»"],
+        "image 'x.jpg' … packstore packs text alone",
     ),
 }
 

@@ -41,6 +41,7 @@ from packstore.pack.fill import fill, gather
 from packstore.pack.layout import sizes
 from packstore.pack.plan import plan
 from packstore.tokenizer.chat import limits
+from packstore.tokenizer.records.fields import check_verdicts
 
 T = TypeVar("T")
 
@@ -66,6 +67,11 @@ class Spilled:
         self._rejects: list[bytes] = [] if config.rejects is None else [compressed([])]
         self._sources = dict[int, dict[str, Any]]()
         self.versions = dict[int, str]()
+
+    @property
+    def is_new(self) -> bool:
+        """True before the first block."""
+        return not self._tally.read
 
     def add(self, part: Part) -> None:
         """Adds the examples of the next block."""
@@ -157,6 +163,8 @@ class PackPartitions:
                     for partition, part, size in tokenized:
                         if stop.is_set():
                             return
+                        if not partition.number and partition.is_new:  # not after hours
+                            check_verdicts(part[1], self._shape.kind, self._config)
                         partition.add(part)
                         counting.read(part[1].read, size)
                 yield group

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import hashlib
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from packstore.config import TokenizeConfig
-from packstore.config.record_shapes import FEEDBACK, ID_SPELLINGS, LABELS, MEANINGFUL, SPELLINGS
-from packstore.errors import ConfigError, quote, sentence
-from packstore.format.arrays import MAX_FIELDS, Column
+from packstore.config.record_shapes import (
+    ADDED_ANSWERS,
+    FEEDBACK,
+    HARMLESS,
+    ID_SPELLINGS,
+    LABELS,
+    SPELLINGS,
+    UNREAD,
+    WEIGHTS,
+    plain_name,
+)
+from packstore.errors import ConfigError, RecordError, quote, sentence
+from packstore.format.arrays import FEW_VALUES, MAX_FIELDS, Column, Tally
 from packstore.format.schema import COLUMN_NAME, COLUMNS
 from packstore.tokenizer.chat.messages import is_empty, parsed_json
+from packstore.tokenizer.chat.sandbox import as_json
 from packstore.tokenizer.records.sequences import unwrapped
 from packstore.tokenizer.refusals import Refused
 
@@ -28,12 +40,16 @@ TYPES: dict[str, tuple[type, Any]] = {
 LARGEST_REWARD = float(np.finfo(np.float32).max)
 """Rewards are stored as float32."""
 
-_GOOD, _BAD = (True, "1", "true", "True"), (False, "0", "false", "False")
+_GOOD = {True, "1", "true", "yes", "good", "up", "pass", "correct", "positive", "accepted"}
+_BAD = {False, "0", "false", "no", "bad", "down", "fail", "wrong", "negative", "rejected"}
 """Values of a label that an answer is good, or not; 1 equals True, and CSV has text only."""
+
+SHORT = 40
+"""Characters above which a value is no verdict."""
 
 _IGNORE = 'say that it means something else (on={"unpaired_feedback": "keep"})'
 
-_TURNS = ("messages", "prompt", "chosen", "rejected", "response")
+_TURNS = ("messages", "rejected_messages", "prompt", "chosen", "rejected", "response")
 """Fields that may be JSON text of messages."""
 
 _LISTS = ("responses", "scores", "response_labels")
@@ -60,8 +76,13 @@ class Fields:
 
     def free(self, fits: Callable[[Any], bool]) -> list[str]:
         """Returns the fields without a meaning of their own whose values are of a form."""
-        taken = {n for name in SPELLINGS for n in self.spellings(name)}.union(FEEDBACK)
-        return [n for n, v in self.record.items() if n not in taken and not is_empty(v) and fits(v)]
+        taken = {n for name in SPELLINGS for n in self.spellings(name)}
+        judging = FEEDBACK - ADDED_ANSWERS
+        return [
+            name
+            for name, value in self.record.items()
+            if not (name in taken or plain_name(name) in judging or is_empty(value)) and fits(value)
+        ]
 
     def find(self, name: str, ids: bool = False) -> tuple[str, Any]:
         """Returns the record's name of a field and its value, or None; `ids`: of token ids.
@@ -92,15 +113,15 @@ class Fields:
         return value
 
     def is_judged(self) -> bool:
-        """Returns True if a label says whether the answer is good, or its score is mapped."""
-        at, value = self.find("score")
-        return (at in LABELS or "score" in self.config.fields) and is_score(value)
+        """Returns True if a label or a number says how good the only answer is."""
+        return is_score(self.find("score")[1])
 
     def score(self) -> float:
         """Returns the reward of the only answer."""
         at, value = self.find("score")
         self.used[at] = None
-        return float(value in _GOOD) if value in (*_GOOD, *_BAD) else number(value, at)
+        verdict = _verdict(value)
+        return number(value, at) if verdict is None else verdict
 
     def reward(self, name: str) -> float | None:
         """Returns the reward of a side, or None.
@@ -119,10 +140,14 @@ class Fields:
     def rewards(self) -> tuple[float, float] | None:
         """Returns the rewards of the chosen and the rejected side, or None."""
         chosen, rejected = self.reward("chosen_reward"), self.reward("rejected_reward")
+        margin = self.reward("margin")
         if chosen is not None and rejected is not None:
+            if margin is not None and not math.isclose(chosen - rejected, margin, rel_tol=1e-3):
+                detail = f"margin {quote(margin)} beside rewards {chosen} and {rejected}"
+                raise Refused("unread_field", detail, UNREAD["margin"])
             return chosen, rejected
         if chosen is None and rejected is None:
-            return None
+            return None if margin is None else (margin, 0.0)
         have, lack = ("chosen", "rejected") if rejected is None else ("rejected", "chosen")
         has = next(n for n in self.spellings(f"{have}_reward") if n in self.used)
         remedy = f"Name the field of the other side, {lack}_reward, or leave both out"
@@ -142,34 +167,108 @@ def names_of(values: Iterable[object]) -> set[str]:
     return set().union(*(value for value in values if type(value) is dict))
 
 
-def unused(records: Sequence[Any], names: Collection[str], used: Counter[str]) -> Counter[str]:
-    """Counts by field the records with a non-empty value that was not used; `used` were."""
-    counts: Counter[str] = Counter()
-    # Field names may be data that differ in each record; meaningful ones come first.
-    for name in sorted(names, key=lambda name: (name not in MEANINGFUL, name))[:MAX_FIELDS]:
-        if used[name]:
-            count = sum(record.get(name) is not None for record in records) - used[name]
+def count_unused(tally: Tally, records: Sequence[Any], names: Collection[str]) -> None:
+    """Counts by field the records with a non-empty value that was not used, and their values."""
+    # Field names may be data that differ in each record; those with a meaning come first.
+    for name in sorted(names, key=lambda name: (plain_name(name) not in UNREAD, name))[:MAX_FIELDS]:
+        if used := tally.used[name]:
+            count = sum(record.get(name) is not None for record in records) - used
         else:
             count = sum(not is_empty(record.get(name)) for record in records)
         if count > 0:
-            counts[name.encode(errors="replace").decode()] += count
-    return counts
+            told = name.encode(errors="replace").decode()
+            tally.unused[told] += count
+            tally.values.setdefault(told, set()).update(_values(records, name))
 
 
-def check_feedback(record: object) -> None:
-    """Refuses a single answer unless every verdict that it has says that it is good."""
-    for name in FEEDBACK if isinstance(record, Mapping) else ():
+def _values(records: Sequence[Any], name: str) -> set[str]:
+    """Returns the values of a field as short texts; above :data:`FEW_VALUES`, some of them."""
+    values: set[str] = set()
+    for record in records:
+        value = record.get(name)
+        text = value if isinstance(value, str) else "" if value is None else _as_text(value)
+        if len(text) > SHORT:
+            digest = hashlib.blake2b(text.encode(errors="replace"), digest_size=8).hexdigest()
+            text = f"{text[:SHORT]}…{digest}"
+        values.add(text)
+        if len(values) > FEW_VALUES:
+            break
+    return values
+
+
+def _as_text(value: object) -> str:
+    try:
+        return as_json(value, sort_keys=True)
+    except (TypeError, ValueError):  # records made in Python may hold any object
+        return quote(value)
+
+
+def unexplained(tally: Tally) -> list[str]:
+    """Returns the unused fields that are not harmless by name, and not the same in every record."""
+    return sorted(
+        name
+        for name in tally.unused
+        if plain_name(name) in UNREAD
+        or (plain_name(name) not in HARMLESS and len(tally.values.get(name, ())) != 1)
+    )
+
+
+def verdicts(tally: Tally) -> dict[str, list[str]]:
+    """Returns the unexplained fields that may say how good an answer is, with their few values."""
+    few = {name: sorted(tally.values.get(name, ())) for name in unexplained(tally)}
+    return {
+        name: values
+        for name, values in few.items()
+        if 1 < len(values) <= FEW_VALUES and all(len(value) <= SHORT for value in values)
+    }
+
+
+def check_verdicts(tally: Tally, kind: str, config: TokenizeConfig) -> None:
+    """Refuses single answers beside a field that may say how good they are."""
+    if kind != "sft" or config.on["unpaired_feedback"] == "keep":
+        return
+    for name, values in verdicts(tally).items():
+        found = f"{name!r} takes {len(values)} values over {tally.read:,} records: "
+        remedy = f"Pack good and bad ones (--kind scored --field score={name}), carry it as a "
+        remedy += f"column (--carry {name}), or {_IGNORE}"
+        rule = "a field beside single answers must not judge them"
+        raise RecordError(sentence("input", rule, found + ", ".join(map(quote, values)), remedy))
+
+
+def check_feedback(record: object, names: Iterable[str]) -> None:
+    """Refuses a single answer unless every verdict in the fields `names` says that it is good."""
+    for name in names if isinstance(record, Mapping) else ():
         verdict = unwrapped(record.get(name))  # type: ignore[attr-defined]
-        good = isinstance(verdict, int | float | str) and verdict in _GOOD
-        if verdict is None or (good and name in LABELS):
+        neutral = _verdict(verdict) == 1.0 and plain_name(name) in (*LABELS, *WEIGHTS)
+        if neutral or is_empty(verdict):
             continue
-        remedy = f"Pack good and bad ones (--kind scored --field score={name}), {_IGNORE}"
+        remedy = f"Pack good and bad ones (--kind scored --field score={name}), carry it "
+        remedy += f"(--carry {name}), {_IGNORE}"
         raise Refused("unpaired_feedback", f"{name} {quote(verdict)}", remedy)
+
+
+def check_read(record: Any, names: Iterable[str], used: Collection[str]) -> None:
+    """Refuses a record with a field of `names`, which change its meaning, that nothing reads."""
+    for name in names:
+        if name in used or is_empty(value := unwrapped(record.get(name))):
+            continue
+        if plain_name(name) not in WEIGHTS or value != 1:
+            remedy = UNREAD[plain_name(name)].format(name) + f", carry it (--carry {name}), "
+            remedy += 'say that it changes nothing (on={"unread_field": "keep"})'
+            raise Refused("unread_field", f"{name} {quote(value)}", remedy)
 
 
 def is_score(value: object) -> bool:
     """Returns True for a number, and for what says whether an answer is good."""
-    return isinstance(value, int | float) or (isinstance(value, str) and value in (*_GOOD, *_BAD))
+    return isinstance(value, int | float) or _verdict(value) is not None
+
+
+def _verdict(value: object) -> float | None:
+    """Returns 1 for what calls an answer good, 0 for bad, None for anything else."""
+    written = value.lower() if isinstance(value, str) else value
+    if not isinstance(written, str | int | float):
+        return None
+    return 1.0 if written in _GOOD else 0.0 if written in _BAD else None
 
 
 def is_number(value: object) -> bool:

@@ -48,6 +48,8 @@ SHAPES_OF = {
 }
 """The shapes of a kind in order; of records that hold texts and ids, to read the ids."""
 
+_SIDES = ("messages", "rejected_messages", "response", "chosen", "rejected")
+
 DEFAULT_REWARDS = (1.0, 0.0)
 """Default rewards of chosen and rejected."""
 
@@ -229,7 +231,7 @@ def _parse(fields: Fields, shape: Shape) -> Parsed:
     """Parses a record of a shape."""
     ids = shape.holds_ids
     forms = {*shape.needs.values()}
-    sides = [name for name in ("messages", "response", "chosen", "rejected") if name in shape.needs]
+    sides = [name for name in _SIDES if name in shape.needs]
     responses = [fields.get(name, ids) for name in sides]
     if "responses" in shape.needs:
         responses = fields.get("responses", ids)
@@ -258,7 +260,9 @@ def _parse(fields: Fields, shape: Shape) -> Parsed:
         if not fields.config.as_chat:
             return Parsed(prompt, responses, fields=(*fields.used,), **rest)
         prompt, responses = text_as_messages(prompt, responses)
-    if "messages" in sides:
+    if "rejected_messages" in sides and isinstance(responses[1], str):
+        responses[1] = [*responses[0][:-1], {"role": "assistant", "content": responses[1]}]
+    if sides == ["messages"]:
         dialogue = _with_system(fields, _turns(fields, responses[0]))
         if prompt:
             _check_begins(_turns(fields, prompt), dialogue)
