@@ -24,7 +24,14 @@ from packstore.config import PackConfig
 from packstore.config.record_shapes import NOT_TEXT, SPELLINGS
 from packstore.errors import InputError, PackstoreError, quote, sentence, spelled
 from packstore.format.arrays import Rows
-from packstore.io.inputs.hugging_face import NO_RECORDS, check_splits, one_split, plain, saved_files
+from packstore.io.inputs.hugging_face import (
+    NO_RECORDS,
+    check_splits,
+    one_split,
+    plain,
+    records_of,
+    saved_files,
+)
 from packstore.io.inputs.pieces import (
     COMPRESSIONS,
     FORMATS,
@@ -182,7 +189,7 @@ class InputReader:
 
     def _read_memory(self, path: str, values: Iterable[object]) -> Iterator[Block]:
         records, size, digest = 0, 0, hashlib.sha256()
-        for piece in record_pieces(values, path, self._options.block_bytes):
+        for piece in record_pieces(records_of(values), path, self._options.block_bytes):
             records += piece.records
             size += len(piece.payload)
             digest.update(piece.payload)

@@ -66,6 +66,37 @@ def plain(source: Any) -> Any:
     return source.with_format(None, columns=columns) if columns else source.with_format(None)
 
 
+def records_of(source: Iterable[Any]) -> Iterable[Any]:
+    """Returns the records of a ``Dataset`` without the null members that Arrow adds to structs;
+    those of any other iterable as they are."""
+    if not _is_split(source):
+        return source
+    features = getattr(source, "features", None) or {}
+    return (
+        {name: _without_nulls(value, features.get(name)) for name, value in record.items()}
+        for record in source
+    )
+
+
+def _without_nulls(value: Any, feature: Any) -> Any:
+    """Removes null members from a value of a feature; None: of an unknown one."""
+    inner = getattr(feature, "feature", None)
+    if isinstance(feature, list):
+        (inner,) = feature
+    elif feature is not None and inner is None and not isinstance(feature, Mapping):
+        return value  # of one value, or of JSON, whose nulls are its own
+    if isinstance(value, list):
+        return [_without_nulls(item, inner) for item in value]
+    if not isinstance(value, dict):
+        return value
+    members = feature or {}
+    return {
+        name: _without_nulls(item, members.get(name))
+        for name, item in value.items()
+        if item is not None
+    }
+
+
 def check_splits(folder: Location, names: Iterable[str]) -> None:
     """Refuses a folder of several splits: ``train.jsonl``, ``test_sft-00000-of-00002.parquet``."""
     splits = {(_SHARD.match(name) or word)[1] for name in names if (word := _SPLIT.match(name))}

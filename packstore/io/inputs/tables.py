@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 
 from packstore.errors import InputError, PackstoreError, quote, sentence
 from packstore.io.inputs.pieces import Format, Piece, ReadOptions, cut, refuse_equal_names
+from packstore.io.inputs.text import parse_json
 
 BATCH_ROWS = 1024
 """Rows decoded at once."""
@@ -30,6 +31,7 @@ _MAGIC = b"ARROW1"
 # Type and uncompressed size: the first two fields, always present, of a page header (PageHeader in
 # parquet.thrift of apache/parquet-format) in Thrift's compact protocol.
 _DICTIONARY_HEADER = re.compile(rb"\x15\x04\x15([\x80-\xff]{0,4}[\x00-\x7f])", re.DOTALL)
+_JSON = {b"packstore": b"json"}  # metadata of a field
 _OPTIONS = pa.ipc.IpcReadOptions(use_threads=False)  # our threads read; see io/dataset/reader.py
 
 
@@ -45,7 +47,7 @@ def table_records(table: Any) -> Iterator[object]:
         batches = _run(table, copy) if lazy else pa.RecordBatchReader.from_stream(table)
         for batch in batches:
             for start in range(0, batch.num_rows, BATCH_ROWS):
-                yield from _plain(batch.slice(start, BATCH_ROWS), "<table>").to_pylist()
+                yield from _records(_plain(batch.slice(start, BATCH_ROWS), "<table>"), "<table>")
 
 
 def record_pieces(records: Iterable[object], path: str, block_bytes: int) -> Iterator[Piece]:
@@ -191,9 +193,45 @@ def _pieces(
 
 
 def _parse(payload: bytes, path: str, first: int) -> tuple[range, list[object]]:
-    with _as_input_error(f"{path}, after row {first}", "values must be convertible"):
-        values: list[object] = pa.ipc.open_stream(payload).read_all().to_pylist()
+    where = f"{path}, after row {first}"
+    with _as_input_error(where, "values must be convertible"):
+        values = _records(pa.ipc.open_stream(payload).read_next_batch(), where)
     return range(first, first + len(values)), values
+
+
+def _records(batch: pa.RecordBatch, where: str) -> list[object]:
+    """Returns the rows of a plain batch: JSON is parsed, null members of structs are absent."""
+    rows: list[Any] = batch.to_pylist()
+    for field, column in zip(batch.schema, batch.columns, strict=True):
+        if convert := _conversion(field, column, where):
+            for row in rows:
+                row[field.name] = convert(row[field.name])
+    return rows
+
+
+def _conversion(field: pa.Field, column: pa.Array, where: str) -> Callable[[Any], Any] | None:
+    """Returns the function that converts the Python values of a column; None if none is needed."""
+    kinds, type_ = pa.types, field.type
+    if field.metadata == _JSON:
+        return lambda text: text and parse_json(text.encode(), where)
+    if kinds.is_struct(type_):
+        members = [column.field(i) for i in range(type_.num_fields)]
+        inner = {f.name: _conversion(f, m, where) for f, m in zip(type_, members, strict=True)}
+        convert = {name: function for name, function in inner.items() if function}
+        if not convert and not any(member.null_count for member in members):
+            return None
+        # Arrow gives all structs of a column the members of each: null says that there is none.
+        return lambda struct: (
+            struct
+            and {
+                name: convert[name](value) if name in convert else value
+                for name, value in struct.items()
+                if value is not None
+            }
+        )
+    if _is_list(type_) and (item := _conversion(type_.value_field, column.values, where)):
+        return lambda values: values and [*map(item, values)]
+    return None
 
 
 def _plain(batch: pa.RecordBatch, path: str) -> pa.RecordBatch:
@@ -201,9 +239,36 @@ def _plain(batch: pa.RecordBatch, path: str) -> pa.RecordBatch:
     with _as_input_error(path, "columns must be whole and of a known type"):
         batch.validate(full=True)
         refuse_equal_names(batch.schema.names, path)
-        while not batch.schema.equals(schema := pa.schema(_plain_fields(batch.schema))):
+        batch = pa.record_batch(_Stored(batch))
+        while not batch.schema.equals(schema := pa.schema(map(_plain_field, batch.schema))):
             batch = batch.cast(schema)
         return batch
+
+
+class _Stored:
+    """A batch with the types that its extension types are stored as; fields of JSON are marked.
+
+    Arrow's casts of nested extension types may read memory that is not theirs: none meets one.
+    """
+
+    def __init__(self, batch: pa.RecordBatch) -> None:
+        self._batch = batch
+
+    def __arrow_c_array__(self, requested_schema: object = None) -> tuple[object, object]:
+        schema = pa.schema(map(_stored, self._batch.schema))
+        return schema.__arrow_c_schema__(), self._batch.__arrow_c_array__()[1]
+
+
+def _stored(field: pa.Field) -> pa.Field:
+    """Returns a field without extension types and metadata, but for the mark of JSON."""
+    type_, field = field.type, field.remove_metadata()
+    if isinstance(type_, pa.BaseExtensionType):
+        inner = _stored(field.with_type(type_.storage_type))
+        return inner.with_metadata(_JSON) if type_.extension_name == "arrow.json" else inner
+    if pa.types.is_dictionary(type_):
+        inner = _stored(field.with_type(type_.value_type))
+        return inner.with_type(pa.dictionary(type_.index_type, inner.type, type_.ordered))
+    return field.with_type(_nested(type_, _stored))
 
 
 @contextlib.contextmanager
@@ -227,8 +292,31 @@ def _cut(batch: pa.RecordBatch, block_bytes: int) -> Iterator[pa.RecordBatch]:
         yield batch
 
 
-def _plain_fields(fields: Iterable[pa.Field]) -> list[pa.Field]:
-    return [f.with_type(_plain_type(f.type)) for f in fields]
+def _plain_field(field: pa.Field) -> pa.Field:
+    return field.with_type(_plain_type(field.type))
+
+
+def _is_list(type_: Any) -> bool:
+    kinds = pa.types
+    views = kinds.is_list_view(type_) or kinds.is_large_list_view(type_)
+    return views or any(
+        f(type_) for f in (kinds.is_list, kinds.is_large_list, kinds.is_fixed_size_list)
+    )
+
+
+def _nested(type_: Any, change: Callable[[pa.Field], pa.Field]) -> Any:
+    """Returns a type whose fields are changed; one without fields as it is."""
+    kinds = pa.types
+    if kinds.is_struct(type_):
+        return pa.struct([*map(change, type_)])
+    if kinds.is_map(type_):
+        return pa.map_(change(type_.key_field), change(type_.item_field), type_.keys_sorted)
+    if kinds.is_fixed_size_list(type_):
+        return pa.list_(change(type_.value_field), type_.list_size)
+    makers = {"list": pa.list_, "large_list": pa.large_list}
+    makers |= {"list_view": pa.list_view, "large_list_view": pa.large_list_view}
+    make = next((m for kind, m in makers.items() if getattr(kinds, f"is_{kind}")(type_)), None)
+    return make(change(type_.value_field)) if make else type_
 
 
 def _plain_type(type_: Any) -> Any:
@@ -243,11 +331,8 @@ def _plain_type(type_: Any) -> Any:
         return pa.large_binary()
     if kinds.is_timestamp(type_) or kinds.is_date(type_) or kinds.is_time(type_):
         return pa.string()
-    if kinds.is_list(type_) or kinds.is_large_list(type_):
-        make = pa.list_ if kinds.is_list(type_) else pa.large_list
-        return make(*_plain_fields([type_.value_field]))
-    if kinds.is_struct(type_):
-        return pa.struct(_plain_fields(type_))
+    if kinds.is_list(type_) or kinds.is_large_list(type_) or kinds.is_struct(type_):
+        return _nested(type_, _plain_field)
     return type_
 
 

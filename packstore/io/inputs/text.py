@@ -62,7 +62,7 @@ def _parse_lines(payload: bytes, path: str, first: int) -> tuple[list[int], list
     lines = payload.split(b"\n")
     numbers = [i for i, line in enumerate(lines, first) if line.strip()]
     return numbers, [
-        _loads(lines[i - first], f"{path}, line {i + 1}", _LINE_REMEDY) for i in numbers
+        parse_json(lines[i - first], f"{path}, line {i + 1}", _LINE_REMEDY) for i in numbers
     ]
 
 
@@ -73,7 +73,7 @@ def _read_document(stream: BinaryIO, path: str, options: ReadOptions) -> Iterato
 
 
 def _parse_document(payload: list[bytes], path: str, first: int) -> tuple[range, list[object]]:
-    values = [_loads(text, f"{path}, item {i}") for i, text in enumerate(payload, first + 1)]
+    values = [parse_json(text, f"{path}, item {i}") for i, text in enumerate(payload, first + 1)]
     return range(first, first + len(values)), values
 
 
@@ -152,7 +152,8 @@ def _wrapper(value: object) -> str | None:
     return None
 
 
-def _loads(data: bytes, where: str, remedy: str = "Correct the text") -> object:
+def parse_json(data: bytes, where: str, remedy: str = "Correct the text") -> object:
+    """Parses JSON text in UTF-8, which is at the place `where`; errors end in `remedy`."""
     """Returns a JSON value; accepts lone surrogates, NaN and infinities: later rules decide."""
     try:
         return orjson.loads(data)
