@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Literal, Self, get_args
 
 import numpy as np
@@ -26,7 +25,13 @@ from packstore.format.arrays import (
 )
 from packstore.format.schema import require_kind
 from packstore.registry import Registry
-from packstore.torch.batch.layout import AttentionLayout, Targets, owners
+from packstore.torch.batch.layout import (
+    AttentionLayout,
+    Targets,
+    computed_once,
+    outside_inference_mode,
+    owners,
+)
 
 Style = Literal["hf", "flash", "megatron", "padded"]
 
@@ -137,17 +142,17 @@ class PackedBatch:
             raise KeyError(f"a batch has no field {name!r}; it has: {', '.join(names)}")
         return getattr(self, name)
 
-    @cached_property
+    @computed_once
     def input_ids(self) -> Tensor:
         """int64 `[T]`."""
         return _wide(ids_of, self._signed_ids)
 
-    @cached_property
+    @computed_once
     def labels(self) -> Tensor:
         """int64 `[T]`, unshifted: the token id where supervised, -100 elsewhere."""
         return _wide(labels_of, self._signed_ids)
 
-    @cached_property
+    @computed_once
     def position_ids(self) -> Tensor:
         """int64 `[T]`, of each token in its logical sequence."""
         ends, lengths = self.cu_seqlens[1:], self.lengths
@@ -158,7 +163,7 @@ class PackedBatch:
         tokens = torch.arange(self.num_tokens, device=ends.device)
         return tokens.add_((lengths - ends).long().index_select(0, self.segment_ids))
 
-    @cached_property
+    @computed_once
     def segment_ids(self) -> Tensor:
         """int64 `[T]`, the segment of each token."""
         starts = self.cu_seqlens
@@ -167,7 +172,7 @@ class PackedBatch:
             return torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths))
         return owners(starts.diff(), self.num_tokens)
 
-    @cached_property
+    @computed_once
     def target_index(self) -> Tensor:
         """int64 `[n]`, the supervised tokens; each is predicted by the token before it.
 
@@ -182,7 +187,7 @@ class PackedBatch:
         supervised[starts.long()] = False
         return supervised.nonzero().flatten()
 
-    @cached_property
+    @computed_once
     def cu_seqlens_k(self) -> Tensor:
         """int32 `[S + 1]`, offsets of the logical sequences laid end to end.
 
@@ -193,7 +198,7 @@ class PackedBatch:
             return self.cu_seqlens
         return torch.nn.functional.pad(self.lengths.cumsum(0, dtype=torch.int32), (1, 0))
 
-    @cached_property
+    @computed_once
     def kv_index(self) -> Tensor | None:
         """int64 `[sum of lengths]`, the token of the row at each place of the logical sequences.
 
@@ -212,12 +217,12 @@ class PackedBatch:
         physical = place - left_out[sequence]
         return torch.where(physical < 0, first[sequence] + place, starts[sequence] + physical)
 
-    @cached_property
+    @computed_once
     def pack_ids(self) -> Tensor:
         """int64 `[E]`, the pack of each example."""
         return torch.from_numpy(np.repeat(np.arange(self.num_packs), self._pack_examples))
 
-    @cached_property
+    @computed_once
     def weights(self) -> Tensor:
         """float32 `[E]`, 1; or 0 for a pack that only pads the last batch."""
         weights = np.ones(self.num_examples, np.float32)
@@ -225,7 +230,7 @@ class PackedBatch:
             weights[np.isin(self.pack_ids.numpy(), self._unweighted_packs)] = 0
         return torch.from_numpy(weights)
 
-    @cached_property
+    @computed_once
     def sources(self) -> Tensor:
         """int64 `[E]`, the index of each example's source in the mix, else 0."""
         if self._pack_sources is None:
@@ -248,7 +253,7 @@ class PackedBatch:
         """E, including fillers of weight 0."""
         return len(self.example_ids)
 
-    @cached_property
+    @computed_once
     def ranks(self) -> tuple[Float32, Int32]:
         """`rewards` and `num_responses` on the CPU, by which scored responses are compared.
 
@@ -267,7 +272,7 @@ class PackedBatch:
             segments=self.segment_ids[self.target_index].masked_fill(fills, self.num_segments),
         )
 
-    @cached_property
+    @computed_once
     def layout(self) -> AttentionLayout:
         """The keys that each query may see; one object, on which backends cache their masks."""
         return AttentionLayout(
@@ -319,6 +324,7 @@ class PackedBatch:
         """Maps values of padded sequences `[S, longest, ...]` to values of the row `[T, ...]`."""
         return padded[self.segment_ids, self.position_ids]
 
+    @outside_inference_mode
     def _map(self, change: Callable[[Tensor], Tensor]) -> Self:
         """Applies `change` to the tensors that exist; others are derived later."""
         # Derived first: the number of targets, derived on a GPU, would force a synchronisation.
@@ -348,6 +354,7 @@ def _wide(change: Callable[[Any], Any], signed: Tensor) -> Tensor:
     return wide
 
 
+@outside_inference_mode
 def collate(
     packs: Packs | Sequence[Packs],
     kind: str,

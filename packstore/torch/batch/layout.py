@@ -2,14 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Protocol
+from functools import cached_property, wraps
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def outside_inference_mode(make: Callable[P, T]) -> Callable[P, T]:
+    """Makes a function whose tensors gradients may use, also if it is called in inference mode.
+
+    torch never saves for backward what was made in inference mode.
+    """
+
+    @wraps(make)
+    def made(*args: P.args, **kwargs: P.kwargs) -> T:
+        if not torch.is_inference_mode_enabled():
+            return make(*args, **kwargs)
+        with torch.inference_mode(False):
+            return make(*args, **kwargs)
+
+    return made
+
+
+def computed_once(make: Callable[[Any], T]) -> cached_property[T]:
+    """Makes a cached property of a function, :func:`outside_inference_mode`."""
+    return cached_property(outside_inference_mode(make))
 
 
 def offsets(lengths: Tensor) -> Tensor:
@@ -52,7 +76,7 @@ class AttentionLayout:
     kv_index: Tensor | None = None
     lengths: Tensor | None = None
 
-    @cached_property
+    @computed_once
     def sizes(self) -> tuple[list[int], list[int]]:
         """Lengths of the query segments and key runs; synchronises the device once per batch."""
         queries: list[int] = self.cu_seqlens_q.diff().tolist()
@@ -60,7 +84,7 @@ class AttentionLayout:
             return queries, queries
         return queries, self.cu_seqlens_k.diff().tolist()
 
-    @cached_property
+    @computed_once
     def real_sizes(self) -> list[int]:
         """Lengths of the key runs without padding; synchronises the device once per batch."""
         if self.lengths is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -135,6 +136,11 @@ class PackedDataset(IterableDataset[Packs]):
         return made
 
     @property
+    def sampler(self) -> PackedDataset:
+        """The dataset itself, whose :meth:`set_epoch` Lightning calls on a loader's `sampler`."""
+        return self
+
+    @property
     def kind(self) -> str:
         """``preference``, ``sft`` or ``scored``."""
         return self.stream.kind
@@ -157,11 +163,15 @@ class PackedDataset(IterableDataset[Packs]):
         return len(range(self.rank, left, self.world_size))
 
     def __iter__(self) -> Iterator[Packs]:
-        """Yields packs, each as :class:`Packs` of one row; in a worker, that worker's share."""
+        """Yields packs, each as :class:`Packs` of one row; in a worker, that worker's share.
+
+        Iterators are independent of each other, and of a later :meth:`set_epoch`. The position is
+        that of the one that yielded last.
+        """
         worker = get_worker_info()
         number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
         self.position = settled(self.stream, self.begin())
-        return self._packs(number, workers)
+        return self._packs(copy.copy(self.stream), self.position, number, workers)
 
     def set_epoch(self, epoch: int) -> None:
         """Moves to the beginning of `epoch`; does nothing for the current epoch."""
@@ -248,16 +258,18 @@ class PackedDataset(IterableDataset[Packs]):
         self.stream.set_epoch(epoch)
         self.start.set(epoch, position)
 
-    def _packs(self, number: int, workers: int) -> Iterator[Packs]:
-        """The share of worker `number`, from :attr:`position` on."""
-        unseen = Unseen(self.num_packs, self.position)
-        step, turn = self.world_size * workers, self.position.step
+    def _packs(
+        self, stream: PackStream, start: Position, number: int, workers: int
+    ) -> Iterator[Packs]:
+        """The share of worker `number` of a stream, from `start` on."""
+        unseen = Unseen(len(stream), start)
+        step, turn = self.world_size * workers, start.step
         share = range(self.rank + self.world_size * number, len(unseen), step)
         # The first pack alone, so that it does not wait for others.
         cuts = [0, *range(1, len(share), _TOGETHER), len(share)] if share else []
         places = (np.array(share[a:b]) for a, b in pairwise(cuts))
         given = 0
-        for packs in self.stream.read(map(unseen.__getitem__, places)):
+        for packs in stream.read(map(unseen.__getitem__, places)):
             for pack in packs:
                 given += 1
                 self.position = unseen.after(given * step, turn)

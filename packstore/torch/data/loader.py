@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import threading
 from collections import deque
@@ -156,12 +157,18 @@ class PackedDataLoader:
             return _watched(self._loader)
         # A separate generator: torch's loader would draw from the global one, and so change the
         # random numbers of the training.
+        batches = self._batches if lasting else self._batches.detached()
         loader: DataLoader[Any] = DataLoader(
-            self._batches, generator=torch.Generator(), persistent_workers=lasting, **self._options
+            batches, generator=torch.Generator(), persistent_workers=lasting, **self._options
         )
         if lasting:
             self._loader = loader
         return _watched(loader)
+
+    @property
+    def sampler(self) -> PackedDataset:
+        """The dataset, whose :meth:`set_epoch` Lightning calls on a loader's `sampler`."""
+        return self.data
 
     def set_epoch(self, epoch: int) -> None:
         """Moves to the beginning of `epoch`; does nothing for the current epoch."""
@@ -207,6 +214,13 @@ class _Batches(IterableDataset[_Planned]):
         self._cells[:] = torch.tensor([self.data.epoch, start.next, start.step, start.batches])
         return start
 
+    def detached(self) -> _Batches:
+        """Returns a copy that :meth:`begin` of this one does not move."""
+        other = copy.copy(self)
+        other._cells = shared_integers(4)
+        other._cells.copy_(self._cells)
+        return other
+
     def count(self, position: Position) -> int:
         """Counts the batches of this rank from `position` on."""
         start = self.expressed(position)
@@ -222,14 +236,14 @@ class _Batches(IterableDataset[_Planned]):
         start = self._start
         if not len(start.given):
             start = Position(first, steps, batches=done)
-        stream = self.data.stream
         if self.data.epoch != epoch:
             self.data.epoch = epoch
-            stream.set_epoch(epoch)
-        cutter = self._cutter(start)
+            self.data.stream.set_epoch(epoch)
+        stream = copy.copy(self.data.stream)  # another iterator may be in another epoch
+        cutter = self._cutter(start, stream)
         turns = itertools.islice(self._turns(cutter, start), number, None, workers)
         ahead = deque[tuple[_Turn, Int64]]()
-        reading = stream.read(self._wanted(cutter.unseen, turns, ahead))
+        reading = stream.read(self._wanted(stream, cutter.unseen, turns, ahead))
         # The pack index opens while the first packs are read.
         lookup = threading.Thread(target=_look_up, args=(stream, start.next))
         lookup.start()
@@ -250,13 +264,17 @@ class _Batches(IterableDataset[_Planned]):
             skipped = 0
 
     def _wanted(
-        self, unseen: Unseen, turns: Iterator[_Turn], ahead: deque[tuple[_Turn, Int64]]
+        self,
+        stream: PackStream,
+        unseen: Unseen,
+        turns: Iterator[_Turn],
+        ahead: deque[tuple[_Turn, Int64]],
     ) -> Iterator[Int64]:
         """Yields the indices of each batch's packs; appends batch and sources to `ahead`."""
         size = 1  # the first batch without delay; later ones in chunks, which is cheaper
         while chunk := list(itertools.islice(turns, size)):
             indices = unseen[np.concatenate([places for _, _, _, places, _ in chunk])]
-            sources, first = self.data.stream.sources(indices), 0
+            sources, first = stream.sources(indices), 0
             for turn in chunk:
                 part = slice(first, first := first + len(turn[3]))
                 ahead.append((turn, sources[part]))
@@ -267,8 +285,8 @@ class _Batches(IterableDataset[_Planned]):
         """Converts `position` to the step boundaries of these settings."""
         return position if position.cut == self.cut else settled(self.data.stream, position)
 
-    def _cutter(self, start: Position) -> StepCutter:
-        stream = self.data.stream
+    def _cutter(self, start: Position, stream: PackStream | None = None) -> StepCutter:
+        stream = stream or self.data.stream
         return StepCutter(stream, Unseen(len(stream), start), self.config, self.data.world_size)
 
 

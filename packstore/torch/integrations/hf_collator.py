@@ -26,7 +26,7 @@ from packstore.torch.data.in_memory import in_one_pack
 from packstore.torch.logprobs.logprobs import segment_logps
 from packstore.torch.losses.divisor import StepDivisor
 from packstore.torch.losses.loss import PreferenceLoss
-from packstore.torch.metrics import Metrics
+from packstore.torch.metrics import Metrics, all_reduce_sums
 from packstore.torch.models.routers import (
     RouterSettings,
     carry,
@@ -163,6 +163,8 @@ class PackedLoss:
             raise ConfigError(sentence(f"{where}, {loss_fn!r}", rule, "scores", remedy))
         self.loss_fn, self.reference = loss_fn, reference
         self.metrics, self.held_out = Metrics(), Metrics()
+        self._tokens: Tensor | float = 0.0  # trained on, here, since they were last added
+        self._total_tokens = 0.0
         self.policy: Any = None
         self.routers: RouterSettings | None = None
 
@@ -215,7 +217,21 @@ class PackedLoss:
             logps = carry(logps, losses, self.routers.model)
         out = self.loss_fn(logps, batch, ref_logps, divisor=divisor)
         (self.metrics if torch.is_grad_enabled() else self.held_out).add(out.metrics)
+        if torch.is_grad_enabled():
+            self._tokens = self._tokens + batch.lengths.sum()
         return out.loss
+
+    def trained(self) -> dict[str, float]:
+        """Returns the means of the metrics since the last call, and `num_tokens`, all trained on.
+
+        A collective call. The tokens are those of the sequences, each with its prompt, as TRL
+        counts them.
+        """
+        if not (means := self.metrics.means()):  # the last record after one of all steps
+            return means
+        self._total_tokens += all_reduce_sums([self._tokens])[0]
+        self._tokens = 0.0
+        return means | {"num_tokens": self._total_tokens}
 
 
 def reference_logps(

@@ -141,8 +141,8 @@ class PackedTrainerMixin:
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Adds the metrics since the last call, over all ranks; a collective call."""
         held_out = [n for n in logs if n.endswith("_loss") and n != "train_loss"]
-        if "loss" in logs:
-            means = self.packed_loss.metrics.means()
+        if "loss" in logs or "train_loss" in logs:  # the last record has those of the last steps
+            means = self.packed_loss.trained()
             logs |= {name: value for name, value in means.items() if name != "loss"}
         elif held_out:
             prefix = held_out[0].removesuffix("loss")

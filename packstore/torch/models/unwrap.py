@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -130,15 +130,15 @@ def check_own_precision(model: nn.Module) -> None:
 
 @contextmanager
 def evaluating(*models: nn.Module) -> Iterator[None]:
-    """Puts models into evaluation mode while a block runs, and then back."""
-    before = [model.training for model in models]
+    """Puts models into evaluation mode while a block runs, and then each module back."""
+    before = [(module, module.training) for model in models for module in model.modules()]
     try:
         for model in models:
             model.eval()
         yield
     finally:
-        for model, training in zip(models, before, strict=True):
-            model.train(training)
+        for module, training in before:
+            module.training = training
 
 
 REF_ADAPTER = "ref"
@@ -147,18 +147,33 @@ REF_ADAPTER = "ref"
 
 @contextmanager
 def as_reference(policy: nn.Module, peft_model: Any) -> Iterator[None]:
-    """Makes a PEFT policy its own reference: by its frozen adapter, else without any adapter."""
-    with evaluating(policy):
-        if REF_ADAPTER not in peft_model.peft_config:
-            with peft_model.disable_adapter():
-                yield
-            return
-        active = peft_model.active_adapter
-        peft_model.set_adapter(REF_ADAPTER, inference_mode=True)
-        try:
-            yield
-        finally:
-            peft_model.set_adapter(active)
+    """Makes a PEFT policy its own reference: by its frozen adapter, else without any adapter.
+
+    Afterwards the active adapters, and what is trained of the model, are as before: PEFT itself
+    makes all of an adapter trainable when it becomes active again.
+    """
+    trained = [(parameter, parameter.requires_grad) for parameter in peft_model.parameters()]
+    has_own = REF_ADAPTER in peft_model.peft_config
+    with evaluating(policy), ExitStack() as stack:
+        stack.callback(lambda: [p.requires_grad_(is_trained) for p, is_trained in trained])
+        stack.enter_context(_frozen(peft_model) if has_own else peft_model.disable_adapter())
+        yield
+
+
+@contextmanager
+def _frozen(peft_model: Any) -> Iterator[None]:
+    """Makes the frozen adapter the only active one while a block runs."""
+    tuner, named = peft_model.base_model, peft_model.active_adapter
+    active, enabled = list(peft_model.active_adapters), peft_model.get_model_status().enabled
+    tuner.enable_adapter_layers()
+    peft_model.set_adapter(REF_ADAPTER, inference_mode=True)
+    try:
+        yield
+    finally:
+        tuner.set_adapter(active)
+        peft_model.active_adapter = named
+        if enabled is False:
+            tuner.disable_adapter_layers()
 
 
 def text_config(model: Any) -> Any:

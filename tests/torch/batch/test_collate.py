@@ -17,10 +17,13 @@ from packstore.testing import random_examples
 from packstore.torch import (
     PackCollator,
     PackedBatch,
+    PreferenceLoss,
     collate,
+    packed_logps,
     packed_seq_params,
     pad_batch,
     pad_segments,
+    use_packed_attention,
 )
 
 EXAMPLES = random_examples(6, seed=1)
@@ -205,6 +208,22 @@ def test_padded_inputs_are_the_sequences(kit: SimpleNamespace, layout: str) -> N
             assert padded["input_ids"][i].tolist() == ids + [0] * (batch.max_seqlen_k - len(ids))
             assert padded["attention_mask"][i].sum() == len(ids)
         assert torch.equal(batch.unpad(padded["input_ids"]), batch.input_ids)
+
+
+@pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
+def test_inference_mode_takes_nothing_from_training(kit: SimpleNamespace, layout: str) -> None:
+    """A reference that runs first, in inference mode; a batch made and moved there."""
+    made = use_packed_attention(kit.tiny_model())
+    packs = kit.packed(EXAMPLES, [6], layout)
+    gradients = []
+    for mode in (torch.no_grad, torch.inference_mode):
+        made.zero_grad()
+        with mode():
+            batch = collate(packs, "preference").to("cpu").replace(step=None)
+            reference = packed_logps(made, batch)
+        PreferenceLoss("dpo")(packed_logps(made, batch), batch, reference - 1).loss.backward()
+        gradients.append([p.grad.clone() for p in made.parameters()])
+    assert all(map(torch.equal, *gradients))
 
 
 def test_a_batch_shows_what_it_holds(kit: SimpleNamespace) -> None:

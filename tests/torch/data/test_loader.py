@@ -61,6 +61,56 @@ def the_order(stored: Dataset, epoch: int = 0, **settings: Any) -> list[int]:
     return [packs_of(packs)[0] for packs in data]
 
 
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("batched", [False, True])
+def test_iterators_are_independent(stored: Dataset, mixed: bool, batched: bool) -> None:
+    """Of one object, interleaved, in other epochs: each yields a whole epoch."""
+
+    def opened() -> Any:
+        data = make(stored)
+        data = PackedDataset.mix({data: 1.0}, rank=0, world_size=1) if mixed else data
+        return PackedDataLoader(data, examples_per_step=6) if batched else data
+
+    orders = []
+    for epoch in (0, 1):
+        one = opened()
+        one.set_epoch(epoch)
+        orders.append([packs_of(x) for x in one])
+    many = opened()
+    i, j = iter(many), iter(many)
+    first = [packs_of(next(i)) for _ in range(3)]
+    assert [packs_of(x) for x in j] == orders[0]
+    many.set_epoch(1)
+    k = iter(many)
+    assert packs_of(next(k)) == orders[1][0]
+    assert first + [packs_of(x) for x in i] == orders[0]
+    assert [packs_of(x) for x in k] == orders[1][1:]
+    again = opened()
+    assert [
+        packs_of(a) for a, b in zip(again, again, strict=True) if packs_of(a) == packs_of(b)
+    ] == (orders[0])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_two_loaders_of_torch_share_a_dataset(stored: Dataset, workers: int) -> None:
+    data = make(stored)
+    one, other = (DataLoader(data, None, num_workers=workers) for _ in range(2))
+    pairs = [(packs_of(a), packs_of(b)) for a, b in zip(one, other, strict=True)]
+    assert [a for a, _ in pairs] == [b for _, b in pairs]
+    assert sorted(pack for a, _ in pairs for pack in a) == list(range(N))
+
+
+def test_a_framework_that_knows_samplers_moves_the_epoch(stored: Dataset) -> None:
+    """Lightning's fit calls set_epoch on the `sampler` of a loader, and on nothing else."""
+    loader = PackedDataLoader(make(stored))
+    orders = []
+    for epoch in range(3):
+        loader.sampler.set_epoch(epoch)
+        orders.append([packs_of(batch) for batch in loader])
+    assert len({str(order) for order in orders}) == 3
+    assert all(sorted(p for b in order for p in b) == list(range(N)) for order in orders)
+
+
 def test_the_order_depends_on_seed_and_epoch(stored: Dataset) -> None:
     """Every pack once; the order itself is pinned where it is computed."""
     orders = [the_order(stored), the_order(stored, 1), the_order(stored, seed=2)]

@@ -184,6 +184,50 @@ def test_adapters(compare: Any, folder: str, given: str) -> None:
     assert max(compare(*how, learning_rate=1e-2, max_steps=10)["rewards/margins"]) > 1e-3
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_reference_pass_leaves_the_policy_as_it_was(
+    trl: Any, folder: str, rows: Any, tokenizer: Any, tmp_path: Path, checkpointing: bool
+) -> None:  # fmt: skip
+    """Frozen parts of its adapter stay frozen, as in LoRA-FA."""
+    peft = pytest.importorskip("peft", reason="adapters")
+    from transformers import AutoModelForCausalLM
+
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(folder), lora)
+    frozen = {n: p for n, p in model.named_parameters() if "lora_A" in n and "default" in n}
+    for parameter in frozen.values():
+        parameter.requires_grad_(False)
+    before = {name: parameter.clone() for name, parameter in frozen.items()}
+    settings = {"max_steps": 3, "learning_rate": 1e-2, "gradient_checkpointing": checkpointing}
+    args = config_of(trl, tmp_path / "run", **settings)
+    trainer = packed_trainer(model, args=args, train_dataset=rows, processing_class=tokenizer)
+    trained = {name: p.requires_grad for name, p in model.named_parameters()}
+    assert not any(trained[name] for name in frozen)
+    trainer.train()
+    assert {name: p.requires_grad for name, p in model.named_parameters()} == trained
+    assert all(torch.equal(before[name], parameter) for name, parameter in frozen.items())
+    assert model.active_adapters == ["default"]
+
+
+@pytest.mark.parametrize(("logging_steps", "records"), [(10, 1), (4, 3), (3, 3)])
+def test_the_last_record_has_the_metrics_since_the_one_before(
+    trl: Any, folder: str, rows: Any, tokenizer: Any, tmp_path: Path, logging_steps: int,
+    records: int,
+) -> None:  # fmt: skip
+    """Nine steps: as in TRL's trainer, nothing of the last ones is dropped."""
+    found = []
+    for trainer_class in (trl.DPOTrainer, packed_trainer):
+        args = config_of(trl, tmp_path / "run", max_steps=9, logging_steps=logging_steps)
+        trainer = trainer_class(folder, args=args, train_dataset=rows, processing_class=tokenizer)
+        trainer.train()
+        found.append([h for h in trainer.state.log_history if "rewards/margins" in h])
+    expected, ours = found
+    assert len(ours) == len(expected) == records
+    for theirs, mine in zip(expected, ours, strict=True):
+        for name in ("rewards/margins", "logps/chosen", "num_tokens"):
+            assert mine[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-4), name
+
+
 def test_a_model_that_runs_whole_by_sequence(compare: Any, tmp_path: Path) -> None:
     """Falcon's own forward call takes no packed attention: it runs once a sequence, as in TRL."""
     from transformers import FalconConfig, FalconForCausalLM

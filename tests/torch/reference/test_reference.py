@@ -220,3 +220,15 @@ def test_values_that_are_not_finite_are_refused(
         model.get_input_embeddings().weight[49] = np.nan
     with pytest.raises(FormatError, match="example 49: the model must give finite log-probs"):
         write_ref_logps(model, pairs, str(tmp_path / "ref"))
+
+
+def test_each_module_keeps_its_mode(kit: SimpleNamespace, tmp_path: Path) -> None:
+    """A frozen part that is kept in evaluation mode stays there, others stay in training mode."""
+    packs = kit.packed(random_examples(6), [2, 4], "concat")
+    dataset = kit.write(str(tmp_path / "ds"), packs)
+    model = use_packed_attention(kit.tiny_model()).train()
+    next(m for n, m in model.named_modules() if n.endswith("norm")).eval()
+    before = {name: module.training for name, module in model.named_modules()}
+    write_ref_logps(model, dataset, str(tmp_path / "ref"))
+    assert {name: module.training for name, module in model.named_modules()} == before
+    assert len(set(before.values())) == 2
