@@ -24,6 +24,7 @@ from packstore.torch.data.mix import MixedPacks
 from packstore.torch.data.position import Position, SharedStart, Unseen, stale
 from packstore.torch.data.steps import StepPlan, plan_steps, settled
 from packstore.torch.data.stream import Identity, PackStream, Shuffle, SideColumns, StoredPacks
+from packstore.torch.frameworks import check_dealt_once
 
 _TOGETHER = 8
 """Packs looked up at once."""
@@ -168,6 +169,7 @@ class PackedDataset(IterableDataset[Packs]):
         Iterators are independent of each other, and of a later :meth:`set_epoch`. The position is
         that of the one that yielded last.
         """
+        check_dealt_once(self.world_size)
         worker = get_worker_info()
         number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
         self.position = settled(self.stream, self.begin())

@@ -38,6 +38,14 @@ _CHUNK = 32
 """Batches whose packs are looked up at once."""
 
 
+_OF_TORCH = ("dataset", "batch_size", "collate_fn", "drop_last")
+"""Attributes of torch's DataLoader that frameworks look for."""
+
+
+class LoaderAttributeError(ConfigError, AttributeError):
+    """A framework asks for a part of torch's DataLoader; to `hasattr` there is none."""
+
+
 _Planned = tuple[PackedBatch, int, int]
 """A batch, and the range of its step among the packs not yet yielded as the iteration began."""
 
@@ -70,6 +78,8 @@ class PackedDataLoader:
 
     Iterating raises the errors of reading a dataset, and WorkerError if a worker process dies.
     """
+
+    batch_sampler = None  # as torch's loader has it without a batch size; Lightning looks
 
     def __init__(
         self,
@@ -164,6 +174,13 @@ class PackedDataLoader:
         if lasting:
             self._loader = loader
         return _watched(loader)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _OF_TORCH:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        rule = f"it batches, orders and deals packs itself, so it has no {name}"
+        remedy = "To skip what was trained on, load_state_dict(state); to the dataset, loader.data"
+        raise LoaderAttributeError(sentence("PackedDataLoader", rule, f"a use of {name}", remedy))
 
     @property
     def sampler(self) -> PackedDataset:

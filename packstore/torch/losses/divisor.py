@@ -12,6 +12,7 @@ from typing import Any
 
 from packstore.errors import ConfigError, sentence
 from packstore.torch.batch.batch import PackedBatch
+from packstore.torch.frameworks import check_steps
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,9 @@ UNDIVIDED = StepDivisor(1.0, 1.0)
 
 
 def check_accumulation(batch: PackedBatch, *, divided: bool) -> None:
-    """Refuses a planned batch while Accelerate divides by a count that no divisor accounts for."""
+    """Refuses a planned batch while a framework divides by a count that no divisor accounts for."""
+    if batch.step is not None:
+        check_steps(batch.step.batches, divided=divided)
     accelerate: Any = sys.modules.get("accelerate.state")
     if batch.step is None or accelerate is None or not accelerate.GradientState._shared_state:
         return

@@ -74,6 +74,18 @@ def on_rank(task: tuple[str, str, Any]) -> dict[str, Any]:
     out["ours"] = ids(prepared)
 
     plain = DataLoader(PackedDataset(url, rank=0, world_size=1), collate_fn=lambda packs: packs[0])
+    found = DataLoader(PackedDataset(url), 2, collate_fn=list)
+    out["refused"] = []
+    for dispatch in (False, True):
+        accelerator.dataloader_config.dispatch_batches = dispatch
+        again = accelerator.prepare(found)
+        if dispatch and accelerator.process_index:
+            continue  # one rank reads for all
+        try:
+            next(iter(again))
+        except ConfigError as error:
+            out["refused"].append(str(error))
+    accelerator.dataloader_config.dispatch_batches = False
     out["wrapped"] = [p.example_ids.tolist()[0] for p in accelerator.prepare(plain)]
     out["plain"] = [p.example_ids.tolist()[0] for p in DataLoader(PackedDataset(url), None)]
 
@@ -99,6 +111,9 @@ def test_accelerate(kit: SimpleNamespace, stored: Dataset, tmp_path: Path) -> No
     assert all(rank["untouched"] for rank in ranks)
     for how in ("ours", "plain"):
         assert sorted(i for rank in ranks for i in rank[how]) == list(range(N))
+    for rank in ranks:
+        assert all("Pass PackedDataLoader(data) to prepare" in text for text in rank["refused"])
+    assert [len(rank["refused"]) for rank in ranks] == [2, 1]
     assert set(ranks[0]["wrapped"] + ranks[1]["wrapped"]) == set(range(N))
     for rank in ranks:
         assert rank["before"] + rank["after"] == rank["ours"]
@@ -152,3 +167,83 @@ def test_accelerate_in_phase(stored: Dataset, accumulating: Any) -> None:
         with accumulating.accumulate(torch.nn.Linear(1, 1)):
             assert accumulating.sync_gradients == batch.step.last
             loss_fn(logps, batch, divisor=count_step([batch], loss_fn).averaged(2))
+
+
+def test_accelerate_skips_by_position(stored: Dataset) -> None:
+    """What its examples do on resuming: the error says what to do, and nobody sees attributes."""
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is in the extra train")
+    loader = PackedDataLoader(PackedDataset(stored))
+    with pytest.raises(ConfigError, match=r"so it has no dataset; .* load_state_dict\(state\)"):
+        accelerate.skip_first_batches(loader, 3)
+    assert not any(hasattr(loader, name) for name in ("dataset", "batch_size", "nothing"))
+    assert loader.batch_sampler is None
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("automatic", "steps", "batches", "taken"),
+    [(True, 1, 1, True), (True, 4, 4, False), (True, 1, 4, False), (True, 4, 1, False),
+     (False, 1, 4, True)],
+)  # fmt: skip
+def test_lightning_divides_only_what_it_is_given_by_hand(
+    stored: Dataset, tmp_path: Path, automatic: bool, steps: int, batches: int, taken: bool
+) -> None:
+    lightning = pytest.importorskip("lightning", reason="lightning")
+
+    class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = automatic
+            self.layer = torch.nn.Linear(1, 1)
+
+        def training_step(self, batch: Any) -> Any:
+            logps = self.layer(torch.ones(batch.num_segments, 1))[:, 0]
+            loss = PreferenceLoss("sft")(logps, batch).loss
+            return loss if automatic else self.manual_backward(loss)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    trainer = lightning.Trainer(
+        max_epochs=1, accumulate_grad_batches=steps, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, accelerator="cpu",
+        default_root_dir=tmp_path,
+    )  # fmt: skip
+    loader = PackedDataLoader(PackedDataset(stored), accumulation=batches, tail="drop")
+    with nullcontext() if taken else pytest.raises(ConfigError, match="Lightning: optimizer steps"):
+        trainer.fit(Module(), loader)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("steps", "batches"), [(1, 1), (1, 2), (2, 1), (2, 2)])
+def test_a_trainer_of_ones_own_divides_too(
+    stored: Dataset, tmp_path: Path, steps: int, batches: int
+) -> None:
+    """transformers' Trainer with packs and a loss in `compute_loss`, without our mixin."""
+    transformers = pytest.importorskip("transformers", reason="transformers")
+
+    class Own(transformers.Trainer):  # type: ignore[misc, name-defined]
+        def get_train_dataloader(self) -> Any:
+            return PackedDataLoader(PackedDataset(stored), accumulation=batches, tail="drop")
+
+        def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+            logps = model(torch.ones(inputs.num_segments, 1))[:, 0]
+            return PreferenceLoss("sft")(logps, inputs).loss
+
+        def floating_point_ops(self, inputs: Any) -> int:
+            return 0
+
+        def get_batch_samples(self, batches: Any, number: int, *_: Any) -> Any:
+            return list(itertools.islice(batches, number)), None
+
+        def _prepare_inputs(self, inputs: Any) -> Any:
+            return inputs
+
+    args = transformers.TrainingArguments(
+        str(tmp_path), max_steps=2, gradient_accumulation_steps=steps, report_to=[], use_cpu=True,
+        save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    trainer = Own(torch.nn.Linear(1, 1), args, train_dataset=[])
+    taken = steps == batches == 1
+    with nullcontext() if taken else pytest.raises(ConfigError, match="Trainer: optimizer steps"):
+        trainer.train()

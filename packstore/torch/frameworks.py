@@ -1,0 +1,96 @@
+"""Frameworks that run the training: found on the call stack, refused where they interfere.
+
+A framework that divides each loss by its own number of batches, or deals the packs of a dataset to
+the ranks again, would train on something else without a word. None of them says so to the code
+that it calls, so the functions that call are looked up.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any
+
+from packstore.errors import ConfigError, sentence
+
+
+@dataclass(frozen=True)
+class Running:
+    """A method of a framework that is on the call stack while it runs the training."""
+
+    framework: str
+    module: str
+    method: str  # a class and its method
+
+    @property
+    def code(self) -> CodeType | None:
+        """Its code; None: the framework is not loaded."""
+        found: Any = sys.modules.get(self.module)
+        for name in self.method.split("."):
+            found = getattr(found, name, None)
+        return getattr(found, "__code__", None)
+
+
+DIVIDERS: dict[Running, Callable[[Any], int]] = {
+    Running("transformers' Trainer", "transformers.trainer", "Trainer.training_step"): (
+        lambda trainer: int(trainer.args.gradient_accumulation_steps)
+    ),
+    **{
+        Running("Lightning", f"{package}.trainer.trainer", "Trainer.fit"): (
+            lambda trainer: (
+                trainer.accumulate_grad_batches
+                if trainer.lightning_module.automatic_optimization
+                else 0
+            )
+        )
+        for package in ("lightning.pytorch", "pytorch_lightning")
+    },
+}
+"""What divides each loss and steps by itself -> batches of its steps; 0: its user does both."""
+
+DEALERS = (
+    Running("Accelerate", "accelerate.data_loader", "IterableDatasetShard.__iter__"),
+    Running("Accelerate", "accelerate.data_loader", "DataLoaderDispatcher.__iter__"),
+)
+"""What deals the items of a dataset to the ranks."""
+
+
+def check_steps(batches: int, *, divided: bool) -> None:
+    """Refuses steps of `batches` that a framework, which is running, takes and divides otherwise.
+
+    `divided`: the caller gave a divisor, which may allow for it.
+    """
+    for running, instance in _found([*DIVIDERS]):
+        number = DIVIDERS[running](instance)
+        if number in (0, 1) and (batches == 1 or not number):
+            continue
+        if number == batches and divided:
+            continue
+        rule = "optimizer steps and the division of losses must be those of the loader"
+        found = f"steps of {number} batches, by which it divides each loss, for {batches}"
+        remedy = "Let the loader make steps of one batch, or step by hand (page Loaders)"
+        raise ConfigError(sentence(running.framework, rule, found, remedy))
+
+
+def check_dealt_once(world_size: int) -> None:
+    """Refuses a framework that deals packs of one of several ranks to the ranks again."""
+    if world_size > 1:
+        for running, _ in _found(DEALERS):
+            rule = "packs must be dealt to the ranks once; PackedDataset does so"
+            remedy = "Pass PackedDataLoader(data) to prepare, which leaves it as it is; or make "
+            remedy += "the dataset with rank=0, world_size=1"
+            raise ConfigError(sentence(running.framework, rule, "that it deals, too", remedy))
+
+
+def _found(methods: Any) -> list[tuple[Running, Any]]:
+    """Returns the methods that are on the call stack, with the instances that they run for."""
+    codes = {method.code: method for method in methods}
+    codes.pop(None, None)
+    frame, found = sys._getframe(1) if codes else None, []
+    while frame is not None:
+        if (method := codes.get(frame.f_code)) is not None:
+            found.append((method, frame.f_locals["self"]))
+        frame = frame.f_back
+    return found
