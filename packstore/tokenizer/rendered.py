@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -168,12 +169,20 @@ def _draft_messages(
         learned = turns[-1:] if config.supervised_turns == "last" else turns
         learned = [i for i in learned if SKIPPED not in response[i - len(prompt)]]
         prompts = {n: text for n, text in prompts.items() if n == len(prompt)}
+        empty = _empty_turns(response, messages, learned, config)
+        render = partial(render_turns, template, messages, len(prompt), parsed.tools)
         try:
-            text, spans = render_turns(
-                template, messages, len(prompt), parsed.tools, learned=learned, prompts=prompts
-            )
+            try:
+                text, spans = render(learned=learned, prompts=prompts)
+            except Refused:
+                if not empty:
+                    raise
+                # A template may hide where a turn without words is: it is only read.
+                learned = [i for i in learned if i not in empty]
+                text, spans = render(learned=learned, prompts={})
         except Refused as refused:
             raise _explained(refused, template, messages, parsed.tools, config) from None
+        events += ["empty_turn"] * bool(empty)
         bare = [after_empty_thinking(text, span) for span in spans]
         if bare != spans:
             spans = bare
@@ -191,6 +200,18 @@ def _draft_messages(
             Draft(text, spans, "guarded" if guard else "control", guard, system_end, True)
         )
     return drafts, events
+
+
+def _empty_turns(
+    response: Any, messages: list[Message], learned: list[int], config: TokenizeConfig
+) -> list[int]:
+    """Returns the turns to learn that are empty, unless all are; refuses them by the settings."""
+    empty = [i for i in learned if not says_something(messages[i])]
+    if not empty or _is_empty(response):
+        return []
+    if config.on["empty_turn"] != "keep":
+        raise Refused("empty_turn", f"message {empty[0] + 1} is empty")
+    return empty
 
 
 def _as_taken(template: ChatTemplate, messages: list[Message]) -> list[Message]:
@@ -235,18 +256,13 @@ def _remarks(
     text: str,
     config: TokenizeConfig,
 ) -> list[str]:
-    """Events to note for a dialogue: empty turns, and parts missing from its rendering.
+    """Events to note for a dialogue: parts missing from its rendering.
 
     Refuses the record instead if the settings do not keep it.
     """
     if not tools and is_plain(template, messages, text):
         return []
     events = []
-    empty = [i for i in learned if not says_something(messages[i])]
-    if empty:
-        if config.on["empty_turn"] != "keep":
-            raise Refused("empty_turn", f"message {empty[0] + 1} is empty")
-        events.append("empty_turn")
     missing = left_out(template, messages, tools, text)
     if missing is None and not shows_tools(template, messages, tools, text):
         missing = "the tools"

@@ -153,8 +153,8 @@ def _wrapper(value: object) -> str | None:
 
 
 def parse_json(data: bytes, where: str, remedy: str = "Correct the text") -> object:
-    """Parses JSON text in UTF-8, which is at the place `where`; errors end in `remedy`."""
-    """Returns a JSON value; accepts lone surrogates, NaN and infinities: later rules decide."""
+    """Returns the value of JSON text; accepts lone surrogates, NaN and infinities: later rules
+    decide. Errors name the place `where`, and end in `remedy`."""
     try:
         return orjson.loads(data)
     except orjson.JSONDecodeError as refusal:
@@ -166,7 +166,11 @@ def parse_json(data: bytes, where: str, remedy: str = "Correct the text") -> obj
         raise _not_utf8(error, where) from None
     except RecursionError:
         raise _too_deep(where) from None
-    except ValueError as error:  # also an integer with more digits than Python converts
+    except ValueError as error:
+        if data.startswith(b"version https://git-lfs"):
+            found = "the pointer that Git LFS left in its place"
+            raise _refusal(where, "must be valid JSON", found, "Run git lfs pull") from None
+        # also an integer with more digits than Python converts
         if isinstance(error, json.JSONDecodeError):
             where = f"{where}, column {error.colno}"
         raise _refusal(where, "must be valid JSON", _described(error), remedy) from None

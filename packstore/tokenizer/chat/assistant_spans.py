@@ -50,8 +50,7 @@ def render_turns(
                 spans = [(a, b) for a, b in spans if b <= start or a >= end]
     else:
         text = template.render(messages, tools)
-        found = Finder(template, messages, tools, text, prompts).spans(turns)
-        spans = [span for i, span in zip(turns, found, strict=True) if i in learned]
+        spans = Finder(template, messages, tools, text, prompts).spans(learned)
     if not spans:
         raise Refused("unsupervised", "the template marks no words of the assistant")
     return text, spans

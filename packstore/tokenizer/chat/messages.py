@@ -135,7 +135,21 @@ def normalize_tools(value: object) -> Tools:
         return None
     if not isinstance(value, list):
         raise Refused("wrong_type", f"tools must be a list, found {quote(value)}")
-    return value
+    return [_tool(tool) for tool in value]
+
+
+def _tool(tool: Any) -> Any:
+    """Parses a tool that is JSON text, and parameters of a function that are."""
+    if isinstance(tool, str):
+        tool = _json(tool, "a tool")
+    if not isinstance(tool, dict):
+        return tool
+    if isinstance(tool.get("function"), dict):
+        return {**tool, "function": _tool(tool["function"])}
+    parameters = tool.get("parameters")
+    if isinstance(parameters, str) and parameters.strip():
+        return {**tool, "parameters": _json(parameters, "parameters of a tool")}
+    return tool
 
 
 def normalize_variables(value: object) -> dict[str, Any] | None:
@@ -213,6 +227,9 @@ def _normalize(raw: object, unknown: set[str]) -> tuple[str, Message]:
     if isinstance(written, list):
         raise Refused("wrong_type", "messages must be a list of objects, found an object of lists")
     role = ROLES.get(written) if isinstance(written, str) else None
+    if written is None:
+        remedy = "Give the list of messages itself" if "messages" in raw else ""
+        raise Refused("bad_role", f"a message without a role, {quote(raw)}", remedy)
     if role is None:
         raise Refused("bad_role", f"unknown role {quote(written)}")
     message: Message = {"role": role}

@@ -150,7 +150,7 @@ class Fields:
             return None if margin is None else (margin, 0.0)
         have, lack = ("chosen", "rejected") if rejected is None else ("rejected", "chosen")
         has = next(n for n in self.spellings(f"{have}_reward") if n in self.used)
-        remedy = f"Name the field of the other side, {lack}_reward, or leave both out"
+        remedy = f"Name the field of the other side (--field {lack}_reward=NAME)"
         raise Refused("one_reward", f"{has!r} alone, and nothing for {lack}", remedy)
 
 

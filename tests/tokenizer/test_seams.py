@@ -1,0 +1,67 @@
+"""What records of real files have at their seams: tools as text, empty turns, wrapped messages."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import packstore
+from packstore.errors import InputError, RecordError
+
+ASK, ANSWER = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
+FUNCTION = {"name": "f", "description": "d", "parameters": PARAMETERS}
+TOOL = {"type": "function", "function": FUNCTION}
+
+
+@pytest.mark.parametrize(
+    "tools",
+    [
+        json.dumps([TOOL]),
+        [json.dumps(TOOL)],
+        [{**TOOL, "function": {**FUNCTION, "parameters": json.dumps(PARAMETERS)}}],
+        json.dumps([json.dumps(TOOL)]),
+    ],
+)
+def test_tools_as_text_are_tools(tools, pack, tokenizer):
+    def ids(given):
+        return pack(tokenizer("qwen3"), {"messages": [ASK, ANSWER], "tools": given}).sequences
+
+    assert ids(tools) == ids([TOOL])
+    bare = [{**FUNCTION, "parameters": json.dumps(PARAMETERS)}]
+    assert ids(bare) == ids([FUNCTION])
+
+
+def test_tools_that_are_no_json_are_refused(pack, tokenizer):
+    packed = pack(tokenizer("qwen3"), {"messages": [ASK, ANSWER], "tools": ["{f"]})
+    assert packed.dropped == {"wrong_type": 1}
+    assert "a tool must be JSON" in packed.rejects[0]["detail"]
+
+
+@pytest.mark.parametrize("content", ["", " \n"])
+def test_an_empty_turn_is_dropped_for_what_it_is(content, pack, tokenizer):
+    empty = {**ANSWER, "content": content}
+    record = {"messages": [ASK, empty, ASK, ANSWER]}
+    assert pack(tokenizer("qwen3"), record).dropped == {"empty_turn": 1}
+    packed = pack(tokenizer("qwen3"), record, on={"empty_turn": "keep"})
+    assert not packed.rejects
+    assert packed.noted["empty_turn"] == 1
+    assert "A<|im_end|>" in packed.learned[0]
+
+
+def test_wrapped_messages_are_named(pack, tokenizer):
+    wrapped = {"messages": [ANSWER], "tools": []}
+    with pytest.raises(RecordError, match=r"without a role.*Give the list of messages itself"):
+        pack(
+            tokenizer("qwen3"),
+            {"prompt": [ASK], "chosen": wrapped, "rejected": wrapped},
+            on={"bad_role": "error"},
+        )
+
+
+def test_a_pointer_of_git_lfs_is_known(tmp_path, tokenizer):
+    path = tmp_path / "a.jsonl"
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\n", encoding="utf-8")
+    with pytest.raises(InputError, match=r"Git LFS left in its place\. Run git lfs pull"):
+        packstore.pack(path, tmp_path / "out", tokenizer("qwen3").file)
