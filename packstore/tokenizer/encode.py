@@ -194,7 +194,8 @@ def _wrapped(
             bare.events.setdefault(i, []).append("no_eos")
         add_eos = np.zeros(len(drafts), np.bool_)
     else:
-        for i in np.flatnonzero(add_eos & templated).tolist():
+        control = np.array([draft.mode == "control" for draft in drafts], np.bool_)
+        for i in np.flatnonzero(add_eos & (templated | control)).tolist():
             if drafts[i].text.rstrip().endswith(str(tokenizer.eos_token)):
                 add_eos[i] = False
         add_eos &= last != eos

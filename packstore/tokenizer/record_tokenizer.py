@@ -158,8 +158,9 @@ class RecordTokenizer:
         kept = [parsed for i, parsed in pairs if i not in block.refused]
         tally.chats = sum(parsed.is_chat for parsed in kept)
         tally.texts = sum(isinstance(parsed.prompt, str) for parsed in kept)
-        if self._is_raw and tally.texts:
-            tally.noted["raw_text"] += tally.texts
+        if self._is_raw and (raw := tally.texts - tally.noted["rendered_text"]):
+            tally.noted["raw_text"] += raw
+        tally.noted += Counter()  # without zeros
         if self.kind == "preference":
             tally.scored = sum(parsed.scored for parsed in kept)
             tally.unscored = tally.kept - tally.scored

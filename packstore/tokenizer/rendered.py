@@ -65,11 +65,15 @@ def draft_record(
     """Returns the texts of a record's sequences, and events to note."""
     guard = ""
     events: list[str] = []
-    if not parsed.is_straight:
+    rendered = not parsed.is_straight and _is_rendered(parsed.prompt, tokenizer, config)
+    if rendered:
+        events = ["rendered_text"]
+    elif not parsed.is_straight:
         parsed, guard, events = _handle_specials(parsed, tokenizer, config)
     prompt = parsed.prompt
     if isinstance(prompt, str):
-        mode: Mode = "literal" if config.on["special_tokens"] == "keep" else "control"
+        literal = config.on["special_tokens"] == "keep" and not rendered
+        mode: Mode = "literal" if literal else "control"
         texts = [prompt + response for response in parsed.responses]  # type: ignore[operator]
         drafts = [Draft(text, ((len(prompt), len(text)),), mode) for text in texts]
         if parsed.is_straight:
@@ -83,6 +87,15 @@ def draft_record(
     if guard:
         _check_separable(drafts, tokenizer)
     return drafts, events
+
+
+def _is_rendered(prompt: Any, tokenizer: Tokenizer, config: TokenizeConfig) -> bool:
+    """Returns True for a text that begins with a control string of the chat template."""
+    template = tokenizer.template
+    if not isinstance(prompt, str) or template is None or config.on["special_tokens"] != "keep":
+        return False
+    begins = tokenizer.controls.match(prompt.lstrip())
+    return bool(begins) and (begins[0] in template.source or begins[0] == tokenizer.bos_token)
 
 
 def _check_separable(drafts: list[Draft], tokenizer: Tokenizer) -> None:

@@ -65,3 +65,22 @@ def test_a_pointer_of_git_lfs_is_known(tmp_path, tokenizer):
     path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\n", encoding="utf-8")
     with pytest.raises(InputError, match=r"Git LFS left in its place\. Run git lfs pull"):
         packstore.pack(path, tmp_path / "out", tokenizer("qwen3").file)
+
+
+def test_text_that_is_rendered_is_what_its_chat_is(pack, tokenizer):
+    """Control strings are control ids, and no second EOS follows the one of the text."""
+    qwen = tokenizer("qwen3")
+    chat = {"prompt": [ASK], "chosen": "good", "rejected": "bad"}
+    prompt = "<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\n"
+    ends = {side: f"{chat[side]}<|im_end|>\n" for side in ("chosen", "rejected")}
+    packed = pack(qwen, {"prompt": prompt, **ends})
+    assert packed.noted == {"rendered_text": 1}
+    assert packed.texts == [prompt + end for end in ends.values()]
+    expected = [qwen.library.encode(text).ids for text in packed.texts]
+    assert [ids for ids, _ in packed.sequences] == expected
+    bare = pack(qwen, {"prompt": prompt, "chosen": "good", "rejected": "bad"})
+    assert bare.learned == ["good<|im_end|>", "bad<|im_end|>"]
+    literal = pack(qwen, {"prompt": f"Say {prompt}", **ends})
+    assert literal.noted == {"special_tokens_literal": 1, "raw_text": 1}
+    with_drop = pack(qwen, {"prompt": prompt, **ends}, on={"special_tokens": "drop"})
+    assert with_drop.dropped == {"special_tokens": 1}
