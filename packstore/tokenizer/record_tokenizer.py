@@ -160,7 +160,6 @@ class RecordTokenizer:
         tally.texts = sum(isinstance(parsed.prompt, str) for parsed in kept)
         if self._is_raw and (raw := tally.texts - tally.noted["rendered_text"]):
             tally.noted["raw_text"] += raw
-        tally.noted += Counter()  # without zeros
         if self.kind == "preference":
             tally.scored = sum(parsed.scored for parsed in kept)
             tally.unscored = tally.kept - tally.scored

@@ -94,8 +94,9 @@ def _is_rendered(prompt: Any, tokenizer: Tokenizer, config: TokenizeConfig) -> b
     template = tokenizer.template
     if not isinstance(prompt, str) or template is None or config.on["special_tokens"] != "keep":
         return False
-    begins = tokenizer.controls.match(prompt.lstrip())
-    return bool(begins) and (begins[0] in template.source or begins[0] == tokenizer.bos_token)
+    if not (begins := tokenizer.controls.match(prompt.lstrip())):
+        return False
+    return begins[0] in template.source or begins[0] == tokenizer.bos_token
 
 
 def _check_separable(drafts: list[Draft], tokenizer: Tokenizer) -> None:
