@@ -95,13 +95,29 @@ def pack_schema(
     return pa.schema([pa.field(n, t, nullable=False) for n, t in columns.items()], metadata)
 
 
-def same_schema(found: pa.Schema, expected: pa.Schema) -> bool:
-    """Returns True if a file has the expected columns, which may be :data:`ANY`."""
-    # As texts: `equals` ignores the names of the elements of lists.
-    return (found.names, found.metadata) == (expected.names, expected.metadata) and all(
-        b.type == ANY or str(a) == str(b) or (b.type == ANY_LIST and a.type.id in _LISTS)
-        for a, b in zip(found, expected, strict=True)
-    )
+def schema_difference(found: pa.Schema, expected: pa.Schema) -> str:
+    """Returns the first difference of a file's columns from those expected, or an empty text.
+
+    These may be :data:`ANY`.
+    """
+    if found.names != expected.names:
+        return f"columns {', '.join(found.names)}; not {', '.join(expected.names)}"
+    have, need = found.metadata or {}, expected.metadata or {}
+    for key in sorted({*have, *need}):
+        if have.get(key) != need.get(key):
+            value = "that is not there" if key in need else "of another writer"
+            value = "of another value" if key in have and key in need else value
+            return f"a key {key.decode(errors='replace')} in its metadata {value}"
+    for field, asked in zip(found, expected, strict=True):
+        # As texts: `equals` ignores the names of the elements of lists.
+        is_list = asked.type == ANY_LIST and field.type.id in _LISTS
+        if asked.type != ANY and not is_list and _text(field) != _text(asked):
+            return f"a column {_text(field)}; not {_text(asked)}"
+    return ""
+
+
+def _text(field: pa.Field) -> str:
+    return f"{field.name}: {field.type}{'' if field.nullable else ' not null'}"
 
 
 def require_kind(kind: str) -> None:

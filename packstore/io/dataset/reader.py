@@ -29,7 +29,7 @@ from packstore.errors import (
 )
 from packstore.format.arrays import Int32, Packs
 from packstore.format.rules import check_structure
-from packstore.format.schema import ANY_LIST, from_arrow, same_schema
+from packstore.format.schema import ANY_LIST, from_arrow, schema_difference
 from packstore.format.typed_json import TOP
 from packstore.io.dataset.cache import Cache
 from packstore.io.manifest.manifest import Manifest
@@ -84,6 +84,13 @@ Fetched: TypeAlias = bytes | memoryview
 """The bytes of a fetched row group, not yet verified; of a mapped file, a view."""
 
 _REMEDY = "The file was damaged or replaced: copy the dataset again, or run `packstore verify`"
+
+
+_REWRITTEN = "Files that other programs wrote are no version 1: pack them anew by packstore"
+
+
+class _AnotherWriter(IntegrityError):
+    """The footer is the one that the manifest tells, and not of packstore's making."""
 
 
 class ShardReader:
@@ -205,8 +212,8 @@ class ShardReader:
                 names = [f.name for f in expected if f.type != ANY_LIST]
                 kind = ArrowFile if self._manifest.file_format == "arrow" else ParquetShard
                 file = kind(footer, self.shard, names)
-                if not same_schema(file.schema, expected):
-                    raise IntegrityError("its schema must be the one that the manifest declares")
+                if other := schema_difference(file.schema, expected):
+                    raise _AnotherWriter(f"its schema must be that of the manifest; found {other}")
                 if file.num_groups != groups:
                     raise IntegrityError(f"must have {groups} row groups; found {file.num_groups}")
                 self._opened = file
@@ -240,7 +247,8 @@ class ShardReader:
         try:
             yield
         except FormatError as error:
-            raise IntegrityError(sentence(place, str(error).rstrip("."), "", _REMEDY)) from error
+            remedy = _REWRITTEN if isinstance(error, _AnotherWriter) else _REMEDY
+            raise IntegrityError(sentence(place, str(error).rstrip("."), "", remedy)) from error
         except StorageError as error:
             add_place(error, place)
             raise

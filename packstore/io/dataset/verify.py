@@ -135,6 +135,8 @@ def _check_shard(
     reader, figures, first_row = ShardReader(location, manifest, shard, stream), list[Int64](), 0
     with checked.noting(), reader.naming("footer"):
         reader.footer()  # also of a shard without row groups
+    if checked.problems:  # each row group would say the same
+        return checked
     for group, rows in enumerate(shard.row_groups.rows.tolist()):
         with checked.noting():
             packs = reader.read_packs(group)

@@ -28,7 +28,7 @@ from packstore.errors import (
     sentence,
 )
 from packstore.format.arrays import Column, Float32, Int64, ragged_indices, to_offsets
-from packstore.format.schema import KINDS, as_numpy, same_schema
+from packstore.format.schema import KINDS, as_numpy, schema_difference
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.manifest.commit import DATA, FOLDER, commit, read_committed, require_committed
 from packstore.io.manifest.manifest import Manifest
@@ -227,9 +227,10 @@ class Side:
                 source = pa.BufferReader(data)
                 file = pq.ParquetFile(source, page_checksum_verification=True, pre_buffer=False)
                 rows, schema = file.metadata.num_rows, file.schema_arrow
-                if not same_schema(schema, self.manifest.schema) or rows != shard.rows:
+                other = schema_difference(schema, self.manifest.schema)
+                if other or rows != shard.rows:
                     must = f"it must have {shard.rows} rows of the columns that the manifest tells"
-                    raise IntegrityError(sentence(where, must, str((rows, schema.names))))
+                    raise IntegrityError(sentence(where, must, other or f"{rows} rows"))
                 names = ["example_ids", *self.manifest.known]
                 check_lists(file.metadata, names)
                 for group in map(file.metadata.row_group, range(file.num_row_groups)):

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from packstore.errors import ConfigError
+from packstore.errors import ConfigError, sentence
 from packstore.io.dataset.dataset import Dataset
 from packstore.torch.data.dataset import PackedDataset
 from packstore.torch.integrations.hf_collator import LOGITS_TO_KEEP, PackedLoss
@@ -137,6 +137,21 @@ class PackedTrainerMixin:
         if torch.is_grad_enabled() and self.packed_loss.routers is not None:
             inputs["output_router_logits"] = True
         return Trainer.compute_loss(own, model, inputs, *args, **kwargs)
+
+    def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Evaluates as the trainer does; `eval_dataset` may be a packstore dataset or its URL."""
+        given = as_packed(eval_dataset)
+        return super().evaluate(given, *args, **kwargs)  # type: ignore[misc]
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuses: predictions would be the logits of every token of each row.
+
+        Raises:
+            ConfigError: always.
+        """
+        rule = "it must be asked for metrics, by evaluate(eval_dataset)"
+        remedy = "For values of each example use packstore.torch.evaluate(model, dataset)"
+        raise ConfigError(sentence(type(self).__name__, rule, "predict", remedy))
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Adds the metrics since the last call, over all ranks; a collective call."""

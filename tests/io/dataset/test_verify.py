@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import re
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from forged import fit
@@ -168,3 +170,40 @@ def test_any_number_of_jobs_finds_the_same(stored: Dataset) -> None:
     assert told == [("verify", n + 1, shards, "shards") for n in range(shards)] * 4
     with pytest.raises(ConfigError, match="jobs must be at least 1; found 0"):
         stored.verify(jobs=0)
+
+
+def _by_pandas(table: pa.Table) -> pa.Table:
+    return table.replace_schema_metadata({**table.schema.metadata, "pandas": "{}"})
+
+
+def _with_nulls(table: pa.Table) -> pa.Table:
+    fields = [pa.field(f.name, f.type, nullable=True) for f in table.schema]
+    return table.cast(pa.schema(fields, table.schema.metadata))
+
+
+@pytest.mark.parametrize(
+    ("change", "difference"),
+    [
+        (_by_pandas, "a key pandas in its metadata of another writer"),
+        (_with_nulls, r"a column input_ids: list<.*>; not input_ids: .* not null"),
+        (lambda t: t.select([*reversed(t.column_names)]), r"columns .*; not input_ids, "),
+    ],
+)
+def test_the_files_of_another_writer_are_named_once_by_their_difference(
+    kit: Any, tmp_path: Path, change: Any, difference: str
+) -> None:
+    data = kit.made(tmp_path / "ds", 60, row_group_tokens=150)
+    path = paths(data)[0]
+    pq.write_table(change(pq.read_table(path)), path, row_group_size=3)
+    found = re.compile(f"schema must be that of the manifest; found {difference}.*pack them anew")
+
+    def fit_first(manifest: Any) -> None:
+        before = manifest["shards"][0]["bytes"]
+        fit(manifest["shards"][0], path.read_bytes())
+        manifest["totals"]["bytes"] += manifest["shards"][0]["bytes"] - before
+
+    edit_manifest(data.url, fit_first)
+    (problem,) = open_dataset(data.url).verify().problems
+    assert found.search(problem), problem
+    with pytest.raises(IntegrityError, match=found):
+        open_dataset(data.url).read_packs(0)

@@ -125,7 +125,7 @@ def test_a_missing_shard(kit, place, format_):
 
 def test_the_file_must_have_the_schema_of_the_manifest(ds):
     edit_manifest(ds.url, lambda m: m.update(features=["label_spans"]))
-    with pytest.raises(IntegrityError, match="its schema must be the one that the manifest"):
+    with pytest.raises(IntegrityError, match=r"its schema must be .* found columns input_ids, lab"):
         open_dataset(ds.url).read_packs(0)
 
 

@@ -122,6 +122,18 @@ def test_logits_of_supervised_tokens_only(kit: SimpleNamespace, tmp_path: Path) 
     assert sum(few) < 0.8 * sum(every)
 
 
+def test_datasets_are_evaluated_by_url_too(kit: SimpleNamespace, tmp_path: Path) -> None:
+    """As given, opened, by name: the metrics are those of the dataset given at the start."""
+    data = stored(kit, tmp_path)
+    loss = PackedLoss(PreferenceLoss("dpo"), use_packed_attention(kit.tiny_model()))
+    trainer = make_trainer(use_packed_attention(kit.tiny_model()), data, loss, tmp_path)
+    found = [trainer.evaluate(each) for each in (data.url, data, {"held": data})]
+    losses = [m.get("eval_loss", m.get("eval_held_loss")) for m in found]
+    assert losses == [losses[0]] * 3
+    with pytest.raises(ConfigError, match=r"evaluate\(eval_dataset\); found predict"):
+        trainer.predict(data.url)
+
+
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [
