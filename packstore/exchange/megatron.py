@@ -98,7 +98,7 @@ def _run(
 ) -> Exported:
     if not len(dataset):
         raise ConfigError(sentence(dataset.url, "must hold at least one pack", "none"))
-    names = [name for name, _ in place.files()]
+    names = [entry.name for entry in place.files()]
     earlier = [n for n in names if n == METADATA or fnmatchcase(n, "packed_*-*.idx.parquet")]
     if earlier and not options.overwrite:
         raise exists(place, f"{earlier[0]} in it")

@@ -10,11 +10,13 @@ import contextlib
 import hashlib
 import io
 import itertools
+import logging
+import lzma
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +37,7 @@ from packstore.io.inputs.hugging_face import (
 from packstore.io.inputs.pieces import (
     COMPRESSIONS,
     FORMATS,
+    NOT_READ,
     SUFFIXES,
     UNITS,
     ReadOptions,
@@ -43,7 +46,7 @@ from packstore.io.inputs.pieces import (
 )
 from packstore.io.inputs.tables import is_table, record_pieces, table_records
 from packstore.io.manifest.commit import FOLDER
-from packstore.io.store.location import Location
+from packstore.io.store.location import Entry, Location
 from packstore.io.store.storage_errors import as_storage_errors
 
 BLOCK_BYTES = 2 << 20
@@ -56,6 +59,11 @@ CHUNK = 1 << 20
 MAX_RATIO, FREE_BYTES = 400, 1 << 28
 """Limit of decompressed bytes: `MAX_RATIO` times the compressed ones, plus `FREE_BYTES`. Text has
 a ratio of 3 to 20."""
+
+_SHOWN = 8
+"""Files left out of a folder that are named."""
+
+log = logging.getLogger("packstore")
 
 _KNOWN = f"one of {' '.join(SUFFIXES)}, and {' or '.join(COMPRESSIONS)} after it"
 
@@ -238,7 +246,12 @@ class _Decompressed(HashedStream):
     """The plain bytes of a compressed stream, of all its concatenated members."""
 
     def __init__(self, packed: HashedStream, compression: str, path: str) -> None:
-        super().__init__(pa.CompressedInputStream(pa.PythonFile(packed, mode="r"), compression))
+        if compression == "xz":  # pyarrow has none
+            file: Any = packed
+            plain: Any = lzma.LZMAFile(file)  # noqa: SIM115 (closed with the stream)
+        else:
+            plain = pa.CompressedInputStream(pa.PythonFile(packed, mode="r"), compression)
+        super().__init__(plain)
         self._packed, self._compression, self._path = packed, compression, path
 
     def readinto(self, buffer: Any) -> int:
@@ -247,8 +260,9 @@ class _Decompressed(HashedStream):
             count = int(self._raw.readinto(buffer))
         except PackstoreError:
             raise
-        except OSError as error:
-            truncated, other = "Truncated" in str(error), f"other bytes ({error})"
+        except (OSError, EOFError, lzma.LZMAError) as error:
+            truncated = "Truncated" in str(error) or isinstance(error, EOFError)
+            other = f"other bytes ({error})"
             other = "an end in the middle of the compressed stream" if truncated else other
             rule = f"must be a complete {self._compression} file"
             remedy = "Check the suffix of its name, or copy it again"
@@ -309,12 +323,40 @@ def _files_of_folder(folder: Location) -> list[tuple[str, Location]]:
     if folder.is_dir(FOLDER):
         rule, remedy = "must be a file or folder of records", "Give it alone to pack it anew"
         raise InputError(sentence(folder.display, rule, "a packed dataset", remedy))
-    listed = [name for name, _ in folder.files()]
+    entries = folder.entries()
+    listed = [entry.name for entry in entries if not entry.is_folder]
     names = [n for n in listed if n[0] not in "._" and n not in NO_RECORDS and format_of(n)[0]]
     if (saved := saved_files(folder, listed)) is not None:
         return [(place.display, place) for place in saved]
+    _refuse_unread(folder, listed)
     check_splits(folder, names)
     if not names:
         rule = f"the folder must hold a file named {_KNOWN}"
         raise InputError(sentence(folder.display, rule, "none", "Name the files, or a glob"))
+    _log_left_out(folder, entries, {*names, *NO_RECORDS})
     return [(place.display, place) for place in map(folder.join, names)]
+
+
+def _refuse_unread(folder: Location, names: Iterable[str]) -> None:
+    """Raises InputError for records in a compression that cannot be read."""
+    for name in names:
+        stem, suffix = os.path.splitext(name)
+        if suffix.lower() in NOT_READ.split() and stem[0] not in "._" and format_of(stem)[0]:
+            rule = f"its compression must be one of {' '.join(COMPRESSIONS)}"
+            remedy = "Decompress it, or name the wanted files alone"
+            raise InputError(sentence(folder.join(name).display, rule, suffix, remedy))
+
+
+def _log_left_out(folder: Location, entries: Iterable[Entry], used: Collection[str]) -> None:
+    """Warns once of what lies in a folder beside the files that are read, possible records first.
+
+    Hidden files, of the system or of a download, are named only if they may hold records.
+    """
+    others = [
+        e for e in entries if e.name not in used and (e.name[0] != "." or format_of(e.name)[0])
+    ]
+    others.sort(key=lambda entry: format_of(entry.name)[0] is None)
+    texts = [quote(e.name) + (", a folder" if e.is_folder else "") for e in others]
+    if texts:
+        more = f"; and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
+        log.warning("left out of %s: %s%s", folder.display, "; ".join(texts[:_SHOWN]), more)

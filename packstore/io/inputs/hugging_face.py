@@ -20,7 +20,7 @@ STATE, INFO, SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
 """Files of a saved dataset: what its files are, what its columns are; the splits of several."""
 
 T = TypeVar("T")
-_Name = Annotated[str, Meta(pattern=r"^[^/\\]+$")]
+_Name = Annotated[str, Meta(pattern=r"^(?!\.{1,2}$)[^/\\]+$")]
 
 NO_RECORDS = (INFO, "dataset_infos.json")
 """JSON files that describe the records of a folder."""

@@ -78,8 +78,11 @@ FORMATS: Registry[Format] = Registry(
 SUFFIXES = {s: name for name, suffixes in (_TEXT | _TABLES).items() for s in suffixes.split()}
 """Suffix of a file name -> its format."""
 
-COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".xz": "xz"}
 """Last suffix of a file name -> its compression."""
+
+NOT_READ = ".7z .br .bzip2 .gzip .lz .lz4 .lzma .lzo .rar .snappy .sz .tar .z .zip .zlib .zstd"
+"""Last suffixes of files in other compressions."""
 
 MAGIC = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst", b"BZh": ".bz2", b"\xfd7zXZ\0": ".xz"}
 """First bytes of a compressed file -> the suffix of such files."""

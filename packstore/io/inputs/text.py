@@ -187,9 +187,7 @@ def _not_utf8(error: UnicodeDecodeError, where: str) -> InputError:
     found = f"byte 0x{error.object[error.start]:02x} at byte {error.start + 1}"
     remedy = "Convert the file to UTF-8"
     if suffix := pieces.suffix_of(error.object):
-        known = suffix in pieces.COMPRESSIONS
-        found = f"a compressed file, as {suffix} files are"
-        remedy = f"End its name in {suffix}" if known else "Decompress it first"
+        found, remedy = f"a compressed file, as {suffix} files are", f"End its name in {suffix}"
     return _refusal(where, "must be UTF-8", found, remedy)
 
 

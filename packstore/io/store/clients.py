@@ -9,6 +9,7 @@ lost a race. gcsfs and adlfs cannot switch it off: their errors come after a few
 from __future__ import annotations
 
 import contextlib
+import errno
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -36,6 +37,11 @@ def open_filesystem(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
     from fsspec import get_filesystem_class
     from fsspec.core import url_to_fs
 
+    if "://" not in url:  # also with ``::`` in its name, a chain for fsspec
+        from packstore.io.store.links import LinkFollowingFileSystem
+
+        local = LinkFollowingFileSystem(**options)
+        return local, local._strip_protocol(url)
     # Not a chained URL (``simplecache::s3://``).
     s3 = url.startswith(("s3://", "s3a://")) and is_s3fs(get_filesystem_class("s3"))
     ours = s3 and "config_kwargs" not in options
@@ -110,6 +116,19 @@ def ls(fs: Any, path: str, url: str = "") -> list[tuple[str, dict[str, Any]]]:
         return []
     # Some stores also list the folder itself, an empty object.
     return [(name.rpartition("/")[2], entry) for name, entry in entries if name != path.strip("/")]
+
+
+def is_file(fs: Any, path: str, info: Mapping[str, Any]) -> bool:
+    """Returns True for a file or a link to one, False for folders; raises OSError for others."""
+    kind = info["type"]
+    if kind not in ("file", "directory"):
+        try:
+            kind = fs.info(path)["type"]  # follows links
+        except FileNotFoundError:
+            raise OSError(errno.EINVAL, "a link to nothing") from None
+    if kind not in ("file", "directory"):
+        raise OSError(errno.EINVAL, "a device or pipe where a file must be")
+    return bool(kind == "file")
 
 
 def glob(fs: Any, pattern: str, url: str) -> dict[str, Any]:

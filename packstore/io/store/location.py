@@ -53,6 +53,7 @@ class Entry(NamedTuple):
 
     name: str
     size: int
+    is_folder: bool = False
 
 
 @dataclass(frozen=True)
@@ -120,18 +121,35 @@ class Location:
 
     def files(self, path: str = "") -> list[Entry]:
         """Lists the files directly in a folder, by name; empty if the folder is missing."""
+        return [entry for entry in self.entries(path) if not entry.is_folder]
+
+    def entries(self, path: str = "") -> list[Entry]:
+        """Lists files and folders directly in a folder, by name; follows links.
+
+        Raises :class:`StorageError` for what is neither, unless it is hidden.
+        """
         fs, full = self.filesystem(path)
-        entries = self.request("list", path, partial(clients.ls, fs, full, self.url))
-        files = ((name, info) for name, info in entries if info["type"] == "file")
-        return sorted(Entry(name, int(info["size"] or 0)) for name, info in files)
+        listed = []
+        for name, info in self.request("list", path, partial(clients.ls, fs, full, self.url)):
+            if info["type"] in ("file", "directory") or not name.startswith("."):
+                there = f"{path}/{name}".lstrip("/")
+                is_file = self._is_file(fs, f"{full.rstrip('/')}/{name}", info, there)
+                listed.append(Entry(name, int(info["size"] or 0), not is_file))
+        return sorted(listed)
+
+    def _is_file(self, fs: Any, full: str, info: Mapping[str, Any], path: str) -> bool:
+        return self.request("read", path, lambda: clients.is_file(fs, full, info))
 
     def glob(self) -> list[Location]:
-        """Lists the files that match the URL as a pattern (``*``, ``**``, ``?``, ``[...]``)."""
+        """Lists the files that match the URL as a pattern (``*``, ``**``, ``?``, ``[...]``).
+
+        Links are followed; raises :class:`StorageError` for what is neither file nor folder.
+        """
         fs, full = self.filesystem()
         matches = self.request("list", "", lambda: clients.glob(fs, full, self.url))
-        paths = sorted(path for path, info in matches.items() if info["type"] == "file")
-        urls = paths if local.is_local(fs) else [fs.unstrip_protocol(p) for p in paths]
-        return [Location(url, self.storage_options) for url in urls]
+        spell = str if local.is_local(fs) else fs.unstrip_protocol
+        places = ((p, Location(spell(p), self.storage_options)) for p in sorted(matches))
+        return [place for p, place in places if place._is_file(fs, p, matches[p], "")]
 
     def open_read(self, path: str = "") -> io.BufferedReader:
         """Opens the file as a binary stream whose errors are all :class:`StorageError`."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import bz2
 import datetime
 import gzip
 import hashlib
 import itertools
 import json
+import lzma
 import math
+import os
 from collections.abc import Callable
 from decimal import Decimal
 from pathlib import Path
@@ -23,6 +26,7 @@ import pytest
 from packstore.config import PackConfig
 from packstore.errors import InputError, StorageError
 from packstore.io.inputs.files import InputReader
+from packstore.io.store.location import Location
 
 RECORDS: list[dict[str, Any]] = [
     {"prompt": f"p{i}", "chosen": "é\nx", "rejected": "007", "chosen_reward": i / 10}
@@ -66,6 +70,76 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 )
 def test_paths_are_recorded_as_given(folder: Path, source: Any, paths: list[str]) -> None:
     assert InputReader(source).paths == dict(enumerate(paths))
+
+
+def test_links_are_followed_and_what_is_no_file_is_refused(folder: Path) -> None:
+    """As download caches and shared folders consist of them; none of them vanishes."""
+    for name in ("linked/deep", "store/more"):
+        Path(name).mkdir(parents=True)
+    for name in ("store/x.jsonl", "store/more/y.jsonl", "linked/a.jsonl"):
+        Path(name).write_bytes(LINES)
+    Path("linked/b.jsonl").symlink_to("../store/x.jsonl")
+    Path("linked/deep/c").symlink_to("../../store/more")
+    Path("way").symlink_to("linked")
+    for source, paths in {
+        "linked": ["linked/a.jsonl", "linked/b.jsonl"],
+        "way": ["way/a.jsonl", "way/b.jsonl"],
+        "linked/*.jsonl": ["linked/a.jsonl", "linked/b.jsonl"],
+        "linked/*/*/*.jsonl": ["linked/deep/c/y.jsonl"],
+        "w*/**/y.jsonl": ["way/deep/c/y.jsonl"],
+        "linked/**/*.jsonl": ["linked/a.jsonl", "linked/b.jsonl", "linked/deep/c/y.jsonl"],
+    }.items():
+        assert list(InputReader(source).paths.values()) == paths
+        assert len(load(source)) == 300 * len(paths)
+    os.mkfifo("pipe.jsonl")
+    for name, text in {
+        "d.jsonl -> nowhere": r"d\.jsonl: cannot read; found .*a link to nothing",
+        "d.jsonl -> d.jsonl": r"d\.jsonl: cannot read; found .*symbolic links",
+        "d.jsonl -> ../pipe.jsonl": r"d\.jsonl: cannot read; found .*a device or pipe",
+        "deep/c/up -> ../..": r"cannot list; found .*a link to a folder that it lies in",
+    }.items():
+        link, _, target = name.partition(" -> ")
+        Path("linked", link).symlink_to(target)
+        for source in ("linked", "linked/*.jsonl") if link[0] == "d" and "/" not in link else ():
+            with pytest.raises(StorageError, match=text):
+                load(source)
+        with pytest.raises(StorageError, match=text):
+            load("linked/**/*.jsonl")
+        Path("linked", link).unlink()
+
+
+def test_what_lies_beside_the_records_of_a_folder(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Is named once, records that are not read first; a compression must be one that is read."""
+    Path("sub/more").mkdir()
+    for name in ("_x.jsonl", ".y.jsonl", ".hidden", "h.txt"):
+        Path("sub", name).write_bytes(LINES)
+    for name in ("d.jsonl.bz2", "D.NDJSON"):
+        data = bz2.compress(LINES[:50_00]) + bz2.compress(LINES[50_00:])
+        Path("sub", name).write_bytes(data if name.endswith("2") else LINES)
+    Path("sub/e.jsonl.xz").write_bytes(lzma.compress(LINES) + lzma.compress(LINES))
+    reader = InputReader("sub")
+    assert [r for block in reader for r in block.parse().values] == 5 * RECORDS
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line == "left out of sub: '.y.jsonl'; '_x.jsonl'; 'h.txt'; 'more', a folder"
+    for name in ("f.jsonl.lz4", "f.json.zip"):
+        Path("sub", name).write_bytes(b"")
+        with pytest.raises(InputError, match=rf"{name}: its compression must be one of \.gz .*xz"):
+            load("sub")
+        Path("sub", name).unlink()
+    for data in (b"\xfd7zXZ\0", lzma.compress(LINES)[:-9], b"x" * 99):
+        Path("sub/e.jsonl.xz").write_bytes(data)
+        with pytest.raises(InputError, match=r"e\.jsonl\.xz: must be a complete xz file"):
+            load("sub")
+
+
+@pytest.mark.parametrize("name", ["a::b.jsonl", "memory::b.jsonl", "::c.jsonl"])
+def test_only_a_name_with_a_scheme_is_a_chain(folder: Path, name: str) -> None:
+    Path(name).parent.mkdir(exist_ok=True)
+    Path(name).write_bytes(LINES)
+    assert load(name) == load("a.jsonl")
+    assert Location(name).local_path == str(folder / name)
 
 
 @pytest.mark.parametrize(
@@ -196,6 +270,9 @@ def test_folders_of_save_to_disk(folder: Path) -> None:
     old = {**json.loads(state.read_text()), "_indices_files": [{"filename": "indices.arrow"}]}
     state.write_text(json.dumps(old))
     Path("several/test/state.json").write_text('{"_data_files": [{"filename": "../one/x.arrow"}]}')
+    for name, split in {"up": "..", "here": "."}.items():
+        Path("single/train", name).mkdir()
+        Path("single/train", name, "dataset_dict.json").write_text(f'{{"splits": ["{split}"]}}')
     for name in ("test_sft-00000-of-00001.jsonl", "train_sft-00000-of-00001.jsonl"):
         Path("sub", name).write_bytes(LINES)
     several = r"records must come from one split; found 2: train, test\. Give .*"
@@ -203,6 +280,8 @@ def test_folders_of_save_to_disk(folder: Path) -> None:
         "sub": r"from one split; found 2: train_sft, test_sft\. Give a glob .* sub/train_sft\*",
         "several": rf"^several: {several}several/train",
         "several/test": r"state\.json: it must be as datasets' save_to_disk writes it; .*filename",
+        "single/train/up": r"dataset_dict\.json: it must be as datasets' save_to_disk writes it",
+        "single/train/here": r"dataset_dict\.json: it must be as datasets' save_to_disk writes it",
         "view": r"^view/state\.json: its rows and .* found columns of them\.",
         "single": r"^single/train/state\.json: its rows .* choice of rows\. Pack datasets\.load",
     }.items():
