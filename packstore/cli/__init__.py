@@ -76,8 +76,28 @@ def _terminate(number: int, frame: object) -> None:
     sys.exit(128 + number)
 
 
+def _discard_output() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _unwritten(cause: Exception) -> str:
+    """Returns why standard output takes no more, and discards the rest; empty if it does."""
+    if type(cause) is not OSError or cause.filename is not None:
+        return ""
+    try:
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+    except OSError as error:
+        _discard_output()
+        return error.strerror or str(error)
+    return ""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code. Errors become one line on stderr."""
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the caller
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w", encoding="utf-8"))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):  # every character in any locale: UTF-8, or escaped
         if isinstance(stream, io.TextIOWrapper):
             ascii_only = codecs.lookup(stream.encoding).name == "ascii"
@@ -95,7 +115,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if rest:  # an error of the command, not of the program
         getattr(args, "parser", top).refuse(rest)
     with contextlib.suppress(ValueError):  # only the main thread can set signal handlers
-        signal.signal(signal.SIGTERM, _terminate)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores the latter
+                signal.signal(number, _terminate)
     set_up(args)
     try:
         code: int = args.command.run(args)
@@ -105,9 +127,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         fail(args, "interrupted")
         return 130
     except BrokenPipeError:  # the reader of our output exited, e.g. `packstore show … | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         return 0
     except Exception as error:
+        if unwritten := _unwritten(error):
+            fail(args, f"error: standard output: must take what is written; found {unwritten}.")
+            return 1
         if args.debug:
             print(visible(traceback.format_exc()), end="", file=sys.stderr)
             return 1

@@ -226,9 +226,11 @@ class RecordTokenizer:
             rows = dict(zip(range(first, last), tokens, strict=True))
             changed |= {k: t for k, t in rows.items() if len(t.ids) != lengths[k]}
         sequences = sequences.with_rows(changed)
+        noted = dict[int, list[str]]()
         for k, events in sorted(sequences.events.items()):
-            noted = block.events.setdefault(int(record[k]), [])
-            block.events[int(record[k])] = [*noted, *events]
+            noted.setdefault(int(record[k]), []).extend(events)
+        for i, events in noted.items():
+            block.events[i] = [*block.events.get(i, ()), *events]
         return sequences
 
     def _examples(self, rows: Rows, block: _Block, sequences: Sequences, counts: Int64) -> Examples:

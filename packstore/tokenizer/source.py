@@ -150,12 +150,9 @@ def recorded_tokenizer(
     chosen = path or recorded.get("path")
     if chosen is None:
         raise TokenizerError(sentence(where, "its tokenizer must be known to write text", do=do))
-    try:
-        tokenizer = load_tokenizer(chosen)
-    except TokenizerError as error:
-        if path is not None:
-            raise
-        raise TokenizerError(f"{error} {do}.") from error
+    if path is None:
+        _check_recorded(chosen, recorded.get("sha256"), where, do)
+    tokenizer = load_tokenizer(chosen)
     if recorded.get("sha256") in (None, tokenizer.sha256):
         return tokenizer
     now = tokenizer.provenance()
@@ -165,6 +162,22 @@ def recorded_tokenizer(
         hashes = f"sha256 {tokenizer.sha256[:12]}…, recorded {recorded['sha256'][:12]}…"
         raise CompatibilityError(sentence(str(chosen), rule, hashes, do))
     return tokenizer
+
+
+def _check_recorded(named: str, sha256: str | None, where: str, do: str) -> None:
+    """Refuses a tokenizer that only a manifest names, unless it is on this machine, of its hash.
+
+    The manifest may be a stranger's: nothing is asked of a hub, and nothing parsed before.
+    """
+    if not os.path.exists(named):
+        rule = f"the tokenizer that {where} names must be on this machine"
+        raise TokenizerError(sentence(f"tokenizer {display(named)}", rule, "none", do))
+    file = Path(named)
+    if file.is_dir():
+        file = next((file / name for name in FILE_NAMES if (file / name).is_file()), file)
+    if hashlib.sha256(_read(file)).hexdigest() != sha256:
+        rule = f"must be the tokenizer that {where} was packed with"
+        raise CompatibilityError(sentence(f"tokenizer {named}", rule, "another sha256", do))
 
 
 def _local(source: str | PathLike[str]) -> Path:

@@ -111,18 +111,37 @@ def test_names_beyond_the_locale(folder: Path) -> None:
     assert r"supervised text stands in \u27e6 \u27e7" in shown
 
 
-def test_a_terminated_command_says_so() -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_terminated_command_says_so(number: signal.Signals) -> None:
     code = (
         "import os, signal, packstore.io.dataset.dataset as d\n"
         "def stop(*_, **__):\n"
-        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        f"    os.kill(os.getpid(), signal.{number.name})\n"
         "d.open = stop\n"
         "from packstore.cli import main\n"
         "main(['inspect', 'nothing'])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
-    assert done.returncode == 128 + signal.SIGTERM
+    assert done.returncode == 128 + number
     assert done.stderr.decode() == "packstore: terminated\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("show packed --ids >&-", b""),
+        ("show packed --ids 2>&-", b""),
+        ("pack - out --tokenizer t.json <&-", b"<standard input>: must hold at least one record"),
+        ("inspect packed --json >/dev/full", b"error: standard output: must take what is written"),
+    ],
+)
+def test_streams_that_are_closed_or_full(folder: Path, command: str, said: bytes) -> None:
+    command = f"{sys.executable} -m packstore {command}"
+    done = subprocess.run(command, shell=True, cwd=folder, capture_output=True, check=False)
+    assert done.returncode == (1 if said else 0)
+    assert said in done.stderr
+    assert b"defect" not in done.stderr
+    assert b"Traceback" not in done.stderr
 
 
 def test_into_a_closed_pipe(folder: Path) -> None:

@@ -11,7 +11,8 @@ import tokenizers
 import transformers
 
 from packstore.cli import main
-from packstore.errors import MissingExtraError, TokenizerError
+from packstore.errors import CompatibilityError, MissingExtraError, TokenizerError
+from packstore.tokenizer.source import recorded_tokenizer
 
 IDS = {"prompt": [0], "chosen": [1], "rejected": [0]}
 
@@ -233,4 +234,23 @@ def test_model_and_json_agree(tokenizer, pack, records, answer):
         for name in ("mistral", "mistral_model")
     )
     assert (one.examples, one.noted) == (two.examples, two.noted)
-    assert one.noted[f"special_tokens_{'literal' if answer == 'keep' else answer}"] == 4
+    events = f"special_tokens_{'literal' if answer == 'keep' else answer}", "rendered_text"
+    assert sum(one.noted.get(event, 0) for event in events) == 4
+
+
+def test_what_only_a_manifest_names_is_neither_fetched_nor_parsed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def asked(*_: object, **__: object) -> None:
+        pytest.fail("the hub was asked")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", asked)
+    (tmp_path / "tokenizer.json").write_text("not parsed", encoding="utf-8")
+    for path, text in {
+        "someone/beacon": r"^tokenizer someone/beacon: .* must be on this machine; .* Give it",
+        str(tmp_path): r"must be the tokenizer that ds was packed with; found another sha256",
+        str(tmp_path / "tokenizer.json"): r"found another sha256\. Give it",
+    }.items():
+        recorded = {"tokenizer": {"path": path, "sha256": "0" * 64}}
+        with pytest.raises((TokenizerError, CompatibilityError), match=text):
+            recorded_tokenizer(recorded, None, "ds", "Give it")

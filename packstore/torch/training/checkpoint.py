@@ -37,6 +37,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from packstore.config.training import TrainConfig
 from packstore.errors import ConfigError, FormatError, StorageError, display, quote, sentence
+from packstore.io.store.local import sync_folder
 from packstore.torch.data.loader import PackedDataLoader
 from packstore.torch.training.shards import cause, read_tensors, write_shards
 
@@ -183,8 +184,9 @@ def _commit(partial: Path, final: Path) -> None:
         if file.is_file():
             with file.open("rb") as stream:
                 os.fsync(stream.fileno())
-    shutil.rmtree(final, ignore_errors=True)
+    _remove(final)
     partial.rename(final)
+    sync_folder(str(final.parent))
 
 
 def _unwritable(folder: Path, reason: str) -> StorageError:
@@ -226,10 +228,11 @@ def load_state(
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Lists the checkpoints of a run, by step."""
+    """Lists the checkpoints of a run, by step; one without its state is being removed."""
     if not folder.is_dir():
         return []
-    return sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name))
+    whole = (path for path in folder.iterdir() if (path / STATE).exists())
+    return sorted(path for path in whole if _NAME.fullmatch(path.name))
 
 
 def best_checkpoint(folder: Path) -> Path | None:
@@ -241,9 +244,21 @@ def best_checkpoint(folder: Path) -> Path | None:
 
 def prune(folder: Path) -> None:
     """Removes all checkpoints except the two newest and the best."""
+    for left in folder.glob(".step-*.old"):
+        shutil.rmtree(left, ignore_errors=True)
     every = checkpoints(folder)
     for path in {*every[:-2]} - {best_checkpoint(folder)}:
-        shutil.rmtree(path)
+        _remove(path)
+
+
+def _remove(path: Path) -> None:
+    """Removes a checkpoint; a kill on the way leaves it whole, or hidden until the next call."""
+    hidden = path.with_name(f".{path.name}.old")
+    shutil.rmtree(hidden, ignore_errors=True)
+    if path.exists():
+        path.rename(hidden)
+        sync_folder(str(path.parent))
+        shutil.rmtree(hidden, ignore_errors=True)
 
 
 def random_state() -> dict[str, Any]:
