@@ -118,7 +118,9 @@ def uncompiled(model: nn.Module) -> AbstractContextManager[Any]:
 
 
 def check_own_precision(model: nn.Module) -> None:
-    """Refuses a model whose forward call Accelerate has put under autocast."""
+    """Refuses a model whose forward call Accelerate has put under autocast, outside of autocast."""
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        return  # its parts compute as its forward call does
     if any("_original_forward" in vars(layer) for layer in layers(model)):  # Accelerate's name
         raise CompatibilityError(
             f"log-probs of {type(model).__name__}: its parts must compute as its forward call "
