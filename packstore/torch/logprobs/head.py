@@ -209,10 +209,15 @@ class PackedPolicy(nn.Module):
 
     def forward(self, batch: PackedBatch) -> Tensor:
         """Computes the log-probs in nats, or scores; the batch may be on any device."""
-        batch = batch.to(next(self.model.parameters()).device)
-        if self.scores:
-            return scores_of(self.model, batch)
-        return _logps(self.model, batch, **self.settings)
+        return policy_output(self.model, batch, **self.settings)
+
+
+def policy_output(model: Any, batch: PackedBatch, **settings: Any) -> Tensor:
+    """Computes what :class:`PackedPolicy` returns, inside the forward call of a wrapped model."""
+    batch = batch.to(next(model.parameters()).device)
+    if is_reward_model(model):
+        return scores_of(model, batch)
+    return _logps(model, batch, **settings)
 
 
 def _logps(model: nn.Module, batch: PackedBatch, **settings: Any) -> Tensor:

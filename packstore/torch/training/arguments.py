@@ -7,11 +7,23 @@ from typing import Any
 from packstore.errors import ConfigError, sentence
 
 STEP = "Give examples_per_step and packs_per_batch of PackedTrainer"
+ROWS = "predict(dataset).predictions is a table with a row for each example"
 
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "per_device_train_batch_size": ((8,), STEP),
     "gradient_accumulation_steps": ((1,), STEP),
     "auto_find_batch_size": ((False,), STEP),
+    "per_device_eval_batch_size": ((8,), "Give packs_per_batch of PackedTrainer"),
+    "eval_accumulation_steps": ((None,), ROWS),
+    "eval_do_concat_batches": ((True,), ROWS),
+    "eval_use_gather_object": ((False,), ROWS),
+    "batch_eval_metrics": ((False,), ROWS),
+    "include_for_metrics": (([],), ROWS),
+    "label_names": ((None, ["labels"]), "Packs have no columns of labels"),
+    "length_column_name": (("length",), "Packs have no such column"),
+    "dataloader_in_order": ((True,), "The order is always kept"),
+    "ignore_data_skip": ((False,), "The position in the data is restored, and nothing skipped"),
+    "torch_empty_cache_steps": ((None,), "Call torch.cuda.empty_cache in a callback"),
     "train_sampling_strategy": (("random",), "PackedDataset(shuffle=…) orders packs"),
     "average_tokens_across_devices": ((True,), "The loss divides by the count of all ranks"),
     "label_smoothing_factor": ((0, 0.0), "Label smoothing is part of the loss: take cdpo"),
@@ -27,8 +39,28 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 """Setting -> values that are taken, and what to do for another; all other settings are honoured."""
 
 
-def check_arguments(args: Any) -> None:
-    """Refuses settings that packs do not go with."""
+OTHERS = {
+    "data_collator": "Packs are collated by the loader",
+    "compute_loss_func": "Give the function as loss",
+    "compute_metrics": ROWS,
+    "preprocess_logits_for_metrics": ROWS,
+    "model_init": "Give a model",
+}
+"""Arguments of the Trainer that are refused, and what to do."""
+
+
+def check_arguments(args: Any, others: Any = ()) -> None:
+    """Refuses settings, and arguments of the Trainer, that packs do not go with."""
+    for name in others:
+        if name in OTHERS:
+            raise ConfigError(
+                sentence(f"argument {name}", "it must be left out", name, OTHERS[name])
+            )
+    config = getattr(args, "accelerator_config", None)
+    for name in ("dispatch_batches", "split_batches"):
+        if getattr(config, name, None):
+            rule = "a packed batch is whole, and cannot be cut up for other ranks"
+            raise ConfigError(sentence(f"setting accelerator_config: {name}", rule, "True"))
     for name, (taken, remedy) in REFUSED.items():
         value = getattr(args, name, taken[0])
         if value not in taken:

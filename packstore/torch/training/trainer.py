@@ -5,9 +5,9 @@
     args = TrainingArguments("run", num_train_epochs=1, learning_rate=1e-6)
     PackedTrainer("Qwen3-0.6B", args, "prefs-8k", loss="dpo", examples_per_step=64).train()
 
-So steps by examples, divisors of whole steps, balance over ranks and every loss hold as in a loop of
-one's own, ``len(get_train_dataloader())`` is the number of steps, and settings, callbacks, trackers,
-hub, checkpoints and the best model are the Trainer's.
+So steps by examples, divisors of whole steps, balance over ranks and every loss hold as in a loop
+of one's own, ``len(get_train_dataloader())`` is the number of steps, and settings, callbacks,
+trackers, hub, checkpoints and the best model are the Trainer's.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import json
 import logging
 import math
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -26,8 +27,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
-from transformers.trainer_utils import EvalLoopOutput, EvalPrediction  # noqa: F401
+from transformers.trainer_utils import EvalLoopOutput
 
 from packstore.errors import CompatibilityError, ConfigError, DivergedError, sentence
 from packstore.io.dataset.dataset import Dataset
@@ -37,18 +39,24 @@ from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.batch.transfer import to_device
 from packstore.torch.data.dataset import PackedDataset
 from packstore.torch.data.loader import PackedDataLoader
-from packstore.torch.logprobs.head import PackedPolicy
+from packstore.torch.logprobs.head import PackedPolicy, policy_output
 from packstore.torch.losses.figures import ExampleRows, GroupedMetrics
 from packstore.torch.losses.first_step_check import FirstStepCheck
 from packstore.torch.losses.loss import PreferenceLoss
 from packstore.torch.losses.policy import PolicyLoss
 from packstore.torch.losses.step_loss import StepLoss, count_step
-from packstore.torch.metrics import Metrics
+from packstore.torch.metrics import Metrics, wide_dtype
 from packstore.torch.models.compatibility import check_model, check_same_tokenizer
-from packstore.torch.models.load import load_model
+from packstore.torch.models.load import is_adapter, load_model
 from packstore.torch.models.model import use_packed_attention
 from packstore.torch.models.probe import probe_model
-from packstore.torch.models.unwrap import adapted, as_reference, evaluating, is_reward_model
+from packstore.torch.models.unwrap import (
+    REF_ADAPTER,
+    adapted,
+    as_reference,
+    evaluating,
+    is_reward_model,
+)
 from packstore.torch.training.arguments import check_arguments
 from packstore.torch.training.reference import Reference, frozen, of_the_batch
 
@@ -65,30 +73,23 @@ def take_batches(model: nn.Module, **settings: Any) -> None:
     The Trainer wraps, saves and loads the model itself, so that log-probs without logits run in the
     forward call that DDP and FSDP see, and no name of a weight changes.
     """
-    policy: Any = PackedPolicy(model, **settings)  # proves the head
+    PackedPolicy(model, **settings)  # proves the head
     own: Any = model
     own._packed_settings, own._unpacked_forward = settings, model.forward
-    own._packed_scores = policy.scores
     own.forward = MethodType(_forward, model)
 
 
 def _forward(model: Any, *args: Any, **kwargs: Any) -> Any:
-    if not (args and isinstance(args[0], PackedBatch)):
-        return model._unpacked_forward(*args, **kwargs)
-    from packstore.torch.logprobs.head import _logps
-    from packstore.torch.logprobs.scores import scores_of
-
-    batch = args[0].to(next(model.parameters()).device)
-    if model._packed_scores:
-        return scores_of(model, batch)
-    return _logps(model, batch, **model._packed_settings)
+    if args and isinstance(args[0], PackedBatch):
+        return policy_output(model, args[0], **model._packed_settings)
+    return model._unpacked_forward(*args, **kwargs)
 
 
 class Steps:
-    """Yields the packed batches of each optimizer step as one list."""
+    """Yields the packed batches of each optimizer step as one list; adds up the time it waits."""
 
     def __init__(self, loader: PackedDataLoader) -> None:
-        self.loader = loader
+        self.loader, self.waited = loader, 0.0
 
     def __len__(self) -> int:
         return self.loader.plan().steps
@@ -98,12 +99,65 @@ class Steps:
         self.loader.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[list[PackedBatch]]:
-        step: list[PackedBatch] = []
-        for batch in self.loader:
+        source, step = iter(self.loader), list[PackedBatch]()
+        while True:
+            before = time.perf_counter()
+            batch = next(source, None)
+            self.waited += time.perf_counter() - before
+            if batch is None:
+                return
             step.append(batch)
             if batch.step is not None and batch.step.last:
                 yield step
                 step = []
+
+
+class Work:
+    """Sums of metrics and work between two records."""
+
+    def __init__(self, steps: Steps | None) -> None:
+        self.steps, self.metrics = steps, Metrics()
+        self._restart()
+
+    def _restart(self) -> None:
+        self._since, self._of_steps = time.perf_counter(), list[list[float]]()
+        self._examples, self._packs = 0, 0
+        self._waited = self.steps.waited if self.steps else 0.0
+
+    def add(self, step: list[PackedBatch]) -> None:
+        """Adds the batches of this rank in one step, which are on the CPU."""
+        assert step[0].step is not None
+        self._examples += step[0].step.examples
+        self._packs += sum(batch.num_packs for batch in step)
+        tokens = sum(batch.num_tokens for batch in step)
+        squares = sum(float(batch.cu_seqlens.diff().double().square().sum()) for batch in step)
+        self._of_steps.append([tokens, squares])
+
+    def close(self, accelerator: Any, pack_size: int) -> dict[str, float]:
+        """Returns means and rates over all ranks, and starts anew; a collective call."""
+        means, seconds = self.metrics.means(), max(time.perf_counter() - self._since, 1e-9)
+        waited = (self.steps.waited if self.steps else 0.0) - self._waited
+        own = [self._packs, waited / seconds, *(x for step in self._of_steps for x in step)]
+        device = accelerator.device
+        here = torch.tensor([own], dtype=wide_dtype(device), device=device)
+        ranks = accelerator.gather(here).cpu()
+        work = ranks[:, 2:].unflatten(1, (-1, 2))  # [ranks, steps, tokens and squares]
+        (packs, waited), tokens = ranks[:, :2].sum(0).tolist(), float(work[..., 0].sum())
+        record = {
+            **means,
+            "examples": self._examples,
+            "tokens": tokens,
+            "examples_per_second": self._examples / seconds,
+            "tokens_per_second": tokens / seconds,
+            "fill": tokens / (packs * pack_size),
+            "data_wait": waited / len(ranks),
+        }
+        if len(ranks) > 1:  # each step waits for the rank with the most work
+            over = (work.amax(0).sum(0) / work.mean(0).sum(0)).tolist()
+            record |= zip(("slowest/tokens", "slowest/squares"), over, strict=True)
+            record["slowest/data_wait"] = float(ranks[:, 1].max())
+        self._restart()
+        return record
 
 
 class _Flow(TrainerCallback):  # type: ignore[misc]
@@ -163,7 +217,7 @@ class PackedTrainer(Trainer):  # type: ignore[misc]
         examples_per_step: int = 64,
         packs_per_batch: int | None = None,
         peft_config: Any = None,
-        dtype: str = "float32",
+        dtype: Any = "float32",
         attention: str = "auto",
         head: str = "auto",
         storage_options: Mapping[str, Any] | None = None,
@@ -171,9 +225,9 @@ class PackedTrainer(Trainer):  # type: ignore[misc]
         **others: Any,
     ) -> None:
         args = args or TrainingArguments("tmp_trainer")
-        check_arguments(args)
+        check_arguments(args, others)
         given = loss_parameters or {}
-        self.loss_fn = loss if isinstance(loss, StepLoss) else PreferenceLoss(loss, **given)
+        self.loss_fn: Any = loss if isinstance(loss, StepLoss) else PreferenceLoss(loss, **given)
         self._options = dict(storage_options or {}) or None
         self.examples_per_step, self.packs_per_batch = examples_per_step, packs_per_batch
         train, held_out = self._opened(train_dataset), self._opened(eval_dataset)
@@ -181,13 +235,15 @@ class PackedTrainer(Trainer):  # type: ignore[misc]
         scores = bool(getattr(self.loss_fn, "scores", False))
         set_seed(args.seed)  # a new head is drawn
         load = partial(load_model, dtype=dtype, attention=attention)
+        needs = bool(getattr(self.loss_fn, "reference", False))
+        sides = bool(ref_logps) and (held_out is None or bool(eval_ref_logps))
         if isinstance(model, str | os.PathLike):
-            model = load(model, trainable=True, scores=scores)
+            path, model = model, load(model, trainable=True, scores=scores)
+            if is_adapter(path) and needs and reference is None and not sides:
+                model.load_adapter(os.fspath(path), REF_ADAPTER, is_trainable=False)
         else:
             use_packed_attention(model, attention)
         _check_kind(self.loss_fn, model)
-        needs = bool(getattr(self.loss_fn, "reference", False))
-        sides = bool(ref_logps) and (held_out is None or bool(eval_ref_logps))
         if isinstance(reference, str | os.PathLike):
             reference = load(reference)
         elif reference is None and needs and not sides and not peft_config and not adapted(model):
@@ -204,9 +260,15 @@ class PackedTrainer(Trainer):  # type: ignore[misc]
         take_batches(model, **how)
         self._sides = {"train": tuple(ref_logps), "eval": tuple(eval_ref_logps)}
         super().__init__(model, args, callbacks=callbacks, eval_dataset=held_out, **others)
+        if self.accelerator.is_fsdp2 and self.accelerator.mixed_precision == "bf16":
+            # Accelerate's own policy rounds outputs, which are log-probs, and sums of gradients to
+            # bfloat16, and copies the layout of a row for each layer.
+            self.accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
+                param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+            )
         self.add_callback(_Flow(self))
         self.train_dataset = train
-        self._metrics, self.through = Metrics(), 0.0
+        self._work, self.through = Work(None), 0.0
         self._guard: FirstStepCheck | None = None
         self._checkpoint: Path | None = None
         self._steps: Steps | None = None
@@ -238,13 +300,18 @@ class PackedTrainer(Trainer):  # type: ignore[misc]
             if not loader.plan(1, left=True).steps:
                 loader.set_epoch(loader.data.epoch + 1)
         self._steps = Steps(loader)
+        self._work = Work(self._steps)
         return self._steps
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> PackedDataLoader:
         """Returns the batches of a dataset; default: of the trainer's own."""
-        chosen = self.eval_dataset if eval_dataset is None else self._opened(eval_dataset)
-        if isinstance(chosen, str):
-            chosen = self.eval_dataset[chosen]
+        own = self.eval_dataset
+        if eval_dataset is None:
+            chosen = own
+        elif isinstance(own, Mapping) and isinstance(eval_dataset, str) and eval_dataset in own:
+            chosen = own[eval_dataset]  # the Trainer names one of several
+        else:
+            chosen = self._opened(eval_dataset)
         return self._loader(chosen, "eval", None)
 
     get_test_dataloader = get_eval_dataloader
@@ -259,6 +326,9 @@ class PackedTrainer(Trainer):  # type: ignore[misc]
             data,
             packs_per_batch=self.packs_per_batch,
             num_workers=args.dataloader_num_workers,
+            prefetch=args.dataloader_prefetch_factor,
+            persistent_workers=args.dataloader_persistent_workers,
+            multiprocessing_context=args.dataloader_multiprocessing_context,
             pin_memory=args.dataloader_pin_memory and args.device.type == "cuda",
             examples_per_step=examples,
             balance=True,
@@ -273,7 +343,6 @@ class PackedTrainer(Trainer):  # type: ignore[misc]
         """Counts steps exactly: those done, and those of the data left."""
         loader = dataloader.loader
         done = 0 if self._checkpoint is None else _state(self._checkpoint)["global_step"]
-        _, *_, total_batch, _, _ = super().set_initial_training_values(args, dataloader)
         epochs = math.ceil(args.num_train_epochs)
         left = loader.plan(epochs - loader.data.epoch, left=True).steps if args.max_steps < 1 else 0
         steps = args.max_steps
@@ -298,7 +367,6 @@ class PackedTrainer(Trainer):  # type: ignore[misc]
             resume_from_checkpoint = newest_checkpoint(self.args.output_dir)
         self._checkpoint = Path(resume_from_checkpoint) if resume_from_checkpoint else None
         self._guard = None if self._checkpoint else FirstStepCheck(self.loss_fn)
-        self._metrics = Metrics()
         return super().train(str(self._checkpoint) if self._checkpoint else None, **kwargs)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
@@ -311,6 +379,7 @@ class PackedTrainer(Trainer):  # type: ignore[misc]
         info = inputs[0].step
         assert self._steps is not None
         loader = self._steps.loader
+        self._work.add(inputs)
         self.through = loader.data.epoch + (info.index + 1) / max(loader.plan().steps, 1)
         batches = [batch.to(accelerator.device, non_blocking=True) for batch in inputs]
         for number, batch in enumerate(batches, start=1):
@@ -318,13 +387,12 @@ class PackedTrainer(Trainer):  # type: ignore[misc]
             reduced = number == len(batches) or accelerator.is_fsdp2
             with nullcontext() if reduced else accelerator.no_sync(model):
                 ref_logps = reference(batch)
-                with self.compute_loss_context_manager():
-                    logps = model(batch)
+                logps = model(batch)
                 if self._guard is not None:
                     self._guard(logps, batch, ref_logps)
                 out = self.loss_fn(logps, batch, ref_logps, divisor=divisor)
                 accelerator.backward(out.loss)
-            self._metrics.add(out.metrics)
+            self._work.metrics.add(out.metrics)
             total += out.loss.detach()
         return total
 
@@ -354,8 +422,10 @@ class PackedTrainer(Trainer):  # type: ignore[misc]
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds the metrics since the last record, over all ranks; stops a diverged run."""
         if "loss" in logs:
-            logs |= self._metrics.means()
-            logs["num_examples"] = float(self.examples_per_step)
+            assert self._steps is not None
+            stream = self._steps.loader.data.stream
+            size = max(dataset.manifest.pack_size for dataset in stream.datasets)
+            logs |= self._work.close(self.accelerator, size)
         super().log(logs, start_time)
         for name in ("loss", "grad_norm", "eval_loss"):
             if not math.isfinite(logs.get(name, 0.0)):
@@ -376,9 +446,10 @@ class PackedTrainer(Trainer):  # type: ignore[misc]
         ignore_keys: Any = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Computes metrics of every example once, over all ranks; predictions are a row for each."""
+        """Computes metrics of each example once, over all ranks; predictions are a row for each."""
         if not isinstance(self.loss_fn, PreferenceLoss):
-            raise ConfigError(f"evaluation: it must be of a PreferenceLoss; found {self.loss_fn!r}.")
+            found = repr(self.loss_fn)
+            raise ConfigError(sentence("evaluation", "it must be of a PreferenceLoss", found))
         dataset = dataloader.data.stream.datasets[0]
         model, device = self._evaluated(), self.args.device
         reference = self._reference_of("eval", model)
@@ -389,8 +460,7 @@ class PackedTrainer(Trainer):  # type: ignore[misc]
         with evaluating(model):
             for batch in dataloader:
                 here = to_device(batch, device)
-                with self.compute_loss_context_manager():
-                    logps = model(here)
+                logps = model(here)
                 ref_logps = reference(here)
                 grouped.add(logps, here, ref_logps, batch)
                 if wants_rows:
@@ -401,17 +471,27 @@ class PackedTrainer(Trainer):  # type: ignore[misc]
         table = rows.table() if wants_rows else None
         return EvalLoopOutput(table, None, metrics, number)
 
+    model_wrapped: Any
+
     def _evaluated(self) -> Any:
-        """Returns the model in the form in which it is trained, or prepared for evaluation."""
-        if self.model_wrapped is self.model and not self.is_in_train:
-            prepared = self.accelerator.prepare_model(self.model, evaluation_mode=True)
-            self.model_wrapped = prepared
+        """Returns the model as it is trained, or prepared for evaluation."""
+        if not self.is_in_train and not self.accelerator._models:
+            self.model_wrapped = self.accelerator.prepare_model(self.model, evaluation_mode=True)
         return self.model_wrapped
 
     # Checkpoints
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Writes the model, whole also where checkpoints are sharded; a collective call."""
+        if _internal_call or not self.accelerator.is_fsdp2:
+            super().save_model(output_dir, _internal_call)
+            return
+        weights = self.accelerator.get_state_dict(self.model)
+        if self.args.should_save:
+            self._save(output_dir, state_dict=weights)
+
     def _save_rng_state(self, output_dir: str) -> None:
-        """Saves the position too. The Trainer's own state follows, which makes a checkpoint whole."""
+        """Saves the position too; the Trainer's own state follows, and makes a checkpoint whole."""
         super()._save_rng_state(output_dir)
         if self.args.should_save and self._steps is not None:
             text = json.dumps(self._steps.loader.state_dict())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import signal
@@ -22,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from train_runs import save_gpt2, shard
 from transformers import AutoModelForCausalLM, TrainingArguments
 
-from packstore.errors import DivergedError
+from packstore.errors import ConfigError, DivergedError
 from packstore.testing import random_examples
 from packstore.torch import PackedDataLoader, PackedDataset
 from packstore.torch.training.trainer import PackedTrainer, newest_checkpoint
@@ -39,9 +38,8 @@ def made(kit: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> Simp
     kit.write(str(folder / "data"), packs, layout="shared_prefix")
     kit.write(str(folder / "held"), kit.packed(held, [2, 3, 4], "concat"))
     model = save_gpt2(folder / "model")
-    return SimpleNamespace(
-        model=model, data=str(folder / "data"), held=str(folder / "held"), examples=examples, kept=held
-    )
+    urls = {name: str(folder / name) for name in ("data", "held")}
+    return SimpleNamespace(model=model, **urls, examples=examples, kept=held)
 
 
 def settings(made: SimpleNamespace, output: Path, **more: Any) -> dict[str, Any]:
@@ -60,14 +58,18 @@ def settings(made: SimpleNamespace, output: Path, **more: Any) -> dict[str, Any]
     return {"arguments": arguments, **base, "examples_per_step": 9, **more}
 
 
-def run(given: dict[str, Any], resume: bool = True) -> PackedTrainer:
+def run(given: dict[str, Any], resume: bool = True, sharded: bool = False) -> PackedTrainer:
     given = dict(given)
+    args = TrainingArguments(**given.pop("arguments"))
+    if sharded:
+        args.device.type  # noqa: B018 (sets up the ranks, of whose kind it then keeps a state)
+        shard()
     lora = given.pop("lora", None)
     if lora:
         from peft import LoraConfig
 
         given["peft_config"] = LoraConfig(**lora)
-    trainer = PackedTrainer(args=TrainingArguments(**given.pop("arguments")), **given)
+    trainer = PackedTrainer(args=args, **given)
     trainer.train(resume_from_checkpoint=resume)
     return trainer
 
@@ -120,7 +122,8 @@ def test_losses_are_those_of_a_plain_loop(made: SimpleNamespace, tmp_path: Path)
     print("plain gap", np.abs(np.subtract(found, expected)).max())
     assert np.abs(np.subtract(found, expected)).max() < 1e-9
     assert np.ptp(found) > 1e-3
-    assert {"rewards/accuracies", "logps/chosen", "grad_norm"} <= trainer.state.log_history[0].keys()
+    names = {"rewards/accuracies", "logps/chosen", "grad_norm", "fill", "tokens_per_second"}
+    assert names <= trainer.state.log_history[0].keys()
     with torch.no_grad():
         gap = margins(model.eval(), made.kept) - margins(reference, made.kept)
     figures = trainer.evaluate()
@@ -146,9 +149,15 @@ def on_rank(task: dict[str, Any]) -> Any:
             die()
 
     register_optimizer_step_post_hook(after_step)
-    if task.get("shard"):
-        shard()
-    if inside:
+    if inside == "removal":
+        import shutil
+
+        def half_removed(folder: Any, *_: Any, **__: Any) -> None:
+            (Path(folder) / "model.safetensors").unlink()
+            die()
+
+        shutil.rmtree = half_removed  # type: ignore[assignment]
+    elif inside:
         from transformers.trainer_callback import TrainerState
 
         save = TrainerState.save_to_json
@@ -160,8 +169,11 @@ def on_rank(task: dict[str, Any]) -> Any:
             save(self, path)
 
         TrainerState.save_to_json = torn
-    trainer = run(task["given"])
+    trainer = run(task["given"], sharded=task.get("shard", False))
     losses = history(trainer), history(trainer, "eval_loss"), history(trainer, "epoch")
+    if task.get("shard"):
+        assert trainer.accelerator.is_fsdp2
+        assert type(next(trainer.model.parameters()).data).__name__ == "DTensor"
     return *losses, {} if task.get("shard") else weights(trainer)
 
 
@@ -191,6 +203,16 @@ def test_killed_runs_resume_to_the_bit(
     assert found == expected
 
 
+def test_killed_while_an_old_checkpoint_is_removed(made: SimpleNamespace, tmp_path: Path) -> None:
+    more = {"arguments": {"save_total_limit": 1, "save_steps": 2, "max_steps": 8}}
+    given = settings(made, tmp_path / "b", **more)
+    assert launch(__file__, {"given": given, "inside": "removal"}, 1, tmp_path) == []
+    assert len([*(tmp_path / "b").glob("checkpoint-*")]) == 2
+    whole = launch(__file__, {"given": settings(made, tmp_path / "a", **more)}, 1, tmp_path)
+    assert launch(__file__, {"given": given}, 1, tmp_path) == whole
+    assert [path.name for path in (tmp_path / "b").glob("checkpoint-*")] == ["checkpoint-8"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("sharded", [False, True])
 def test_ranks_make_no_difference(made: SimpleNamespace, tmp_path: Path, sharded: bool) -> None:
@@ -206,6 +228,45 @@ def test_ranks_make_no_difference(made: SimpleNamespace, tmp_path: Path, sharded
             assert np.abs(np.subtract(here, there)).max() < 1e-9
 
 
+TAKEN = """
+accelerator_config activation_checkpointing activation_checkpointing_kwargs adam_beta1
+adam_beta2 adam_epsilon bf16 data_seed dataloader_multiprocessing_context dataloader_num_workers
+dataloader_persistent_workers dataloader_pin_memory dataloader_prefetch_factor ddp_backend
+ddp_broadcast_buffers ddp_bucket_cap_mb ddp_find_unused_parameters ddp_static_graph ddp_timeout
+debug disable_tqdm do_eval do_predict do_train enable_jit_checkpoint eval_delay eval_on_start
+eval_steps eval_strategy fsdp fsdp_config full_determinism gradient_checkpointing
+gradient_checkpointing_kwargs greater_is_better hub_always_push hub_model_id hub_private_repo
+hub_revision hub_strategy hub_token include_num_input_tokens_seen learning_rate
+liger_kernel_config load_best_model_at_end local_rank log_level log_level_replica
+log_on_each_node logging_first_step logging_nan_inf_filter logging_steps logging_strategy
+lr_scheduler_kwargs lr_scheduler_type max_grad_norm max_steps metric_for_best_model
+num_train_epochs optim optim_args optim_target_modules output_dir prediction_loss_only project
+push_to_hub remove_unused_columns report_to restore_callback_states_from_checkpoint
+resume_from_checkpoint run_name save_on_each_node save_only_model save_steps save_strategy
+save_total_limit seed skip_memory_metrics tf32 torch_compile_backend torch_compile_mode
+trackio_bucket_id trackio_space_id trackio_static_space_id use_cache use_cpu use_liger_kernel
+warmup_steps weight_decay
+"""
+"""Fields of TrainingArguments that are honoured."""
+
+
+def test_every_field_of_the_arguments_is_taken_or_refused(tmp_path: Path) -> None:
+    """A new transformers with another field needs a look."""
+    from dataclasses import fields
+
+    from packstore.torch.training.arguments import REFUSED, check_arguments
+
+    names = {field.name for field in fields(TrainingArguments)}
+    assert names == {*TAKEN.split(), *REFUSED}
+    args = TrainingArguments(str(tmp_path), use_cpu=True)
+    check_arguments(args)
+    for name in REFUSED:
+        other = TrainingArguments(str(tmp_path), use_cpu=True)
+        object.__setattr__(other, name, "something else")
+        with pytest.raises(ConfigError, match=f"setting {name}: it must be .*with packs; found"):
+            check_arguments(other)
+
+
 def test_a_diverged_run_writes_no_weights(made: SimpleNamespace, tmp_path: Path) -> None:
     given = settings(made, tmp_path, arguments={"learning_rate": 1e30, "save_steps": 1})
     with pytest.raises(DivergedError, match="must be finite"):
@@ -214,4 +275,3 @@ def test_a_diverged_run_writes_no_weights(made: SimpleNamespace, tmp_path: Path)
 
     for folder in tmp_path.glob("checkpoint-*"):
         assert all(w.isfinite().all() for w in load_file(folder / "model.safetensors").values())
-    assert json
