@@ -58,7 +58,9 @@ from packstore.torch.models.unwrap import (
     is_reward_model,
 )
 from packstore.torch.training.arguments import check_arguments
+from packstore.torch.training.card import model_card
 from packstore.torch.training.reference import Reference, frozen, of_the_batch
+from packstore.torch.training.resharding import is_sharded, load_optimizer, load_weights
 
 logger = logging.getLogger("packstore")
 
@@ -334,6 +336,11 @@ class PackedTrainer(Trainer):  # type: ignore[misc]
             balance=True,
         )
 
+    @property
+    def dataset(self) -> Dataset:
+        """The packed dataset that is trained on, of a mix the first."""
+        return next(_datasets(self.train_dataset))
+
     def num_examples(self, dataloader: Any) -> int:
         """Returns the examples of an epoch."""
         loader = dataloader.loader if isinstance(dataloader, Steps) else dataloader
@@ -481,6 +488,25 @@ class PackedTrainer(Trainer):  # type: ignore[misc]
 
     # Checkpoints
 
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Loads weights, also those of a run that was sharded where this one is not."""
+        checkpoint = Path(resume_from_checkpoint)
+        if is_sharded(checkpoint) == self.is_fsdp_enabled:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        else:
+            load_weights(model or self.model, checkpoint)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or is_sharded(Path(checkpoint)) == self.is_fsdp_enabled:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        optimizer, schedule = self.optimizer.optimizer, self.lr_scheduler
+        load_optimizer(self.model, optimizer, Path(checkpoint))
+        state = torch.load(Path(checkpoint, "scheduler.pt"), weights_only=True)
+        schedule.load_state_dict(state)
+        for group, rate in zip(optimizer.param_groups, schedule.get_last_lr(), strict=True):
+            group["lr"] = rate
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Writes the model, whole also where checkpoints are sharded; a collective call."""
         if _internal_call or not self.accelerator.is_fsdp2:
@@ -489,6 +515,12 @@ class PackedTrainer(Trainer):  # type: ignore[misc]
         weights = self.accelerator.get_state_dict(self.model)
         if self.args.should_save:
             self._save(output_dir, state_dict=weights)
+
+    def create_model_card(self, **given: Any) -> None:
+        """Writes the model's ``README.md``: dataset, loss, settings, results."""
+        if self.is_world_process_zero():
+            text = model_card(self, **given)
+            Path(self.args.output_dir, "README.md").write_text(text, encoding="utf-8")
 
     def _save_rng_state(self, output_dir: str) -> None:
         """Saves the position too; the Trainer's own state follows, and makes a checkpoint whole."""

@@ -180,6 +180,7 @@ def on_rank(task: dict[str, Any]) -> Any:
 KINDS = {
     "whole": {},
     "lora": {"lora": {"r": 4, "lora_dropout": 0.3, "target_modules": ["c_attn"]}},
+    "adapter": {"lora": {"r": 4, "target_modules": ["c_attn"]}},
     "reward": {"loss": "bradley_terry"},
     "float32": {"dtype": "float32"},
     "mix": {"loss": {"dpo": 0.8, "bco_pair": 0.2}, "loss_parameters": {"sft_weight": 0.3}},
@@ -214,14 +215,18 @@ def test_killed_while_an_old_checkpoint_is_removed(made: SimpleNamespace, tmp_pa
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["whole", "reward", "adapter"])
 @pytest.mark.parametrize("sharded", [False, True])
-def test_ranks_make_no_difference(made: SimpleNamespace, tmp_path: Path, sharded: bool) -> None:
+def test_killed_on_2_1_2_ranks(
+    made: SimpleNamespace, tmp_path: Path, sharded: bool, kind: str
+) -> None:
+    """DDP, or FSDP2 in turn with one rank that is not sharded."""
     more = {"arguments": {"eval_strategy": "steps", "eval_steps": 5}, "eval_dataset": made.held}
+    more |= KINDS[kind]
     alone = launch(__file__, {"given": settings(made, tmp_path / "a", **more)}, 1, tmp_path)[0]
     both = {"given": settings(made, tmp_path / "b", **more), "shard": sharded}
     assert launch(__file__, {**both, "kill": 5}, 2, tmp_path) == []
-    if not sharded:
-        assert launch(__file__, {**both, "kill": 4}, 1, tmp_path) == []
+    assert launch(__file__, {**both, "shard": False, "kill": 4}, 1, tmp_path) == []
     for found in launch(__file__, both, 2, tmp_path):
         for here, there in zip(found[:2], alone[:2], strict=True):
             print("gap", np.abs(np.subtract(here, there)).max())
