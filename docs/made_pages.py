@@ -32,6 +32,7 @@ NAMESPACES = {
 """A public namespace -> its page."""
 
 COMMANDS_PAGE = "reference/commands.md"
+SHAPES_PAGE = "reference/shapes.md"
 _DEPENDENCIES = re.compile(r"<!-- dependencies -->.*<!-- /dependencies -->", re.S)
 _ROLE = re.compile(r":(?:class|meth|func|attr|data|mod):(<code>|`)(?:~[\w.]+\.(?=\w+(?:<|`)))?")
 """A role of reStructuredText in a docstring, up to the name that it shows."""
@@ -60,7 +61,7 @@ def on_page_content(html: str, page: Any, **_: Any) -> str:
 
 def pages() -> dict[str, Callable[[], Iterable[str]]]:
     """Place of a page -> its lines of Markdown."""
-    made: dict[str, Callable[[], Iterable[str]]] = {COMMANDS_PAGE: commands}
+    made: dict[str, Callable[[], Iterable[str]]] = {COMMANDS_PAGE: commands, SHAPES_PAGE: shapes}
     for name, place in NAMESPACES.items():
         made[place] = lambda name=name: namespace(name)
     return made
@@ -128,6 +129,28 @@ def commands() -> Iterator[str]:
                 yield f"**{(group.title or '').capitalize()}**\n"
                 yield from _table(("argument", "default", ""), rows)
                 yield ""
+
+
+def shapes() -> Iterator[str]:
+    """Yields the page of the named shapes: each with its sets, its source, and an example."""
+    import yaml
+
+    text = (ROOT / "packstore/config/shapes.yaml").read_text(encoding="utf-8")
+    entries = yaml.safe_load(text)
+    yield "# Named shapes\n"
+    yield "Records of these sets and trainers are read without a flag: `packstore pack "
+    yield "hf://datasets/SET/FILES OUT --tokenizer …`. How they are recognised, and how to add "
+    yield "one: [Records](../records.md). *Tried*: a real file was packed; the others stand on the "
+    yield "record of a card or of a trainer's page. In the last column, learned text is in «».\n"
+    rows = []
+    for name, entry in entries.items():
+        sets = "<br>".join(f"`{s}`" for s in entry.get("sets", ()))
+        becomes = "<br>".join(f"`{text}`" for text in entry.get("shows", ())) or entry.get("refuse")
+        fields = ", ".join(f"`{path}`" for path in entry["fields"])
+        tried = "tried" if entry.get("tried") else ""
+        kind = entry.get("kind", "refused")
+        rows.append((f"[{name}]({entry['source']})", fields, sets, kind, tried, _cell(becomes)))
+    yield from _table(("shape", "fields", "sets", "kind", "", "becomes"), rows)
 
 
 def dependencies() -> Iterator[str]:

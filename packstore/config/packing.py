@@ -42,6 +42,9 @@ class TokenizeConfig(SizeConfig):
     fields: Mapping[str, str] = setting(
         dict, "field names of the input (repeatable)", flag="field", metavar="FIELD=NAME"
     )
+    shape: str | None = setting(
+        None, "that the records have, or none; default: which fits", metavar="NAME"
+    )
     carry: tuple[str, ...] = setting(
         (), "scalar field to keep as a column (repeatable)", metavar="NAME[:TYPE]"
     )

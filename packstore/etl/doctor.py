@@ -306,7 +306,10 @@ class TextLint:
             if example_id(rows.source, rows.ordinals[i]) not in kept:
                 continue
             with contextlib.suppress(Refused):  # settings may have changed it before tokenizing
-                for check, detail in self._errors(parse_record(value, self._kind, self._config)):
+                tokenizer = self._tokenize.tokenizer
+                templated = tokenizer is not None and tokenizer.chat_template is not None
+                found = parse_record(value, self._kind, self._config, templated=templated)
+                for check, detail in self._errors(found):
                     if check not in known:
                         tally.note(check, rows.where(i), detail)
         return (examples, tally), sample

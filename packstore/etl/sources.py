@@ -148,9 +148,11 @@ class RecordExampleReader:
 
     def _are_dialogues(self, rows: Rows) -> bool:
         """Returns True if the first record that has the shape of its kind is a dialogue."""
+        templated = bool(self._reference and self._reference.chat_template)
         for value in rows.values:
             with contextlib.suppress(Refused):
-                return isinstance(parse_record(value, self.kind, self._config).prompt, list)
+                found = parse_record(value, self.kind, self._config, templated=templated)
+                return isinstance(found.prompt, list)
         return False
 
     @cached_property

@@ -19,7 +19,7 @@ from packstore.io.write.write_job import WriteJob
 from packstore.progress import Progress
 from packstore.tokenizer.records.fields import check_verdicts, unexplained
 
-ASKED_TO_GO = (*DUPLICATES.values(), "unpaired_feedback")
+ASKED_TO_GO = (*DUPLICATES.values(), "unpaired_feedback", "tie")
 """Reasons to drop that a setting requests; they do not count against `max_drop_rate`."""
 
 log = logging.getLogger("packstore")
@@ -121,6 +121,7 @@ class RecordTotals(Counting):
     def _check(self) -> None:
         self.read(0, last=True)
         self._rejects.publish()
+        log_shapes(self._tally, self._reader.kind)
         for reason, count in sorted(self._tally.dropped.items()):
             first = next((s for s in self._tally.samples if s.reason == reason), None)
             text = "" if first is None else f"; the first: {first.where}: {first.detail}"
@@ -159,6 +160,16 @@ class RecordTotals(Counting):
         inputs = self._reader.inputs
         sources = [self._sources[i.ordinal] for i in inputs] if inputs else None
         return provenance_of(self._reader, part, self._config, sources)
+
+
+def log_shapes(tally: Tally, kind: str) -> None:
+    """Says which named shapes the records were taken for, and how they were read."""
+    noun = {"preference": "pairs", "scored": "records with scores"}.get(kind, "answers to learn")
+    told = f", {tally.chats:,} as chats" if tally.chats else ""
+    if ties := tally.dropped["tie"]:
+        told += f", {ties:,} ties dropped"
+    for shape, count in tally.shapes.most_common():
+        log.info("records: %s: %s %s%s", shape, f"{count:,}", noun, told)
 
 
 def dropped_unasked(tally: Tally) -> int:

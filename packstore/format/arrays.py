@@ -308,6 +308,8 @@ class Tally:
     unused: Counter[str] = field(default_factory=Counter)
     # such a field -> its values as short texts; above FEW_VALUES, some of them
     values: dict[str, set[str]] = field(default_factory=dict)
+    # named shape -> records kept that have it
+    shapes: Counter[str] = field(default_factory=Counter)
     scored: int = 0  # pairs kept with rewards in the record
     unscored: int = 0  # pairs kept without rewards in the record
     texts: int = 0  # records kept that are plain text
@@ -347,6 +349,7 @@ class Tally:
         self.dropped.update(other.dropped)
         self.noted.update(other.noted)
         self.used.update(other.used)
+        self.shapes.update(other.shapes)
         for name, count in other.unused.items():
             if name in self.unused or len(self.unused) < MAX_FIELDS:
                 self.unused[name] += count

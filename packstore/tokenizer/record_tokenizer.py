@@ -26,9 +26,11 @@ from packstore.tokenizer.records.fields import (
     parse_carry,
     to_columns,
 )
+from packstore.tokenizer.records.named import Named, canonical, used_fields
 from packstore.tokenizer.records.overlong import fit
+from packstore.tokenizer.records.paths import with_paths
 from packstore.tokenizer.records.sequences import Draft, Sequences, Tokens, id_sequences
-from packstore.tokenizer.records.shapes import Parsed, parse_record, prompt_key
+from packstore.tokenizer.records.shapes import Parsed, parse_canonical, prompt_key
 from packstore.tokenizer.records.straight import straight_texts
 from packstore.tokenizer.refusals import Refused, raise_if_error
 from packstore.tokenizer.rendered import check_responses, draft_record
@@ -46,6 +48,7 @@ class _Block:
     drafts_of: dict[int, range] = field(default_factory=dict)  # of sampled ones, by index
     ids: dict[int, Tokens] = field(default_factory=dict)  # the others, by number
     refused: dict[int, Refused] = field(default_factory=dict)  # by index in the block
+    shapes: dict[int, Named] = field(default_factory=dict)  # by index in the block
     events: dict[int, list[str]] = field(default_factory=dict)  # by index in the block
 
 
@@ -78,6 +81,7 @@ class RecordTokenizer:
         if config.on["unread_field"] != "keep":
             self._needed_names = UNREAD.keys() - (FEEDBACK if kind == "sft" else ())
         templated = tokenizer is not None and tokenizer.chat_template is not None
+        self._templated = templated
         self._is_raw = templated and config.as_chat is None
         for role, asked in (("bos", config.add_bos), ("eos", config.append_eos)):
             if asked and tokenizer and getattr(tokenizer, f"{role}_id") is None:
@@ -89,26 +93,32 @@ class RecordTokenizer:
     ) -> tuple[Examples, Tally, list[Encoded]]:
         """Returns the examples of `rows`, in order, the tally of all records, and what the texts of
         the records with indices `sampled` were encoded to."""
-        block, config, names = _Block(), self.config, names_of(rows.values)
+        block, config = _Block(), self.config
+        given, values = self._canonical(rows.values, block)
+        names = names_of(given)
         judged, unread = self._named(names, self._judging), self._named(names, self._needed_names)
         parsed: dict[int, Parsed] = {}
         if self.tokenizer is not None and not judged:
             hint = self.tokenizer.control_hint
-            parsed = straight_texts(rows.values, self.kind, config, hint)
-        for i, value in enumerate(rows.values):
+            parsed = straight_texts(values, self.kind, config, hint)
+        for i, value in enumerate(values):
             try:
-                if i in parsed:
+                if i in parsed or i in block.refused:
                     continue
                 if judged:
-                    check_feedback(value, judged)
-                record = parse_record(value, self.kind, config, ids=self.tokenizer is None)
+                    check_feedback(given[i], judged)
+                record = parse_canonical(value, self.kind, config, ids=self.tokenizer is None)
                 parsed[i] = check_responses(record, config)
             except Refused as error:
                 # Its traceback references the block: a cycle that would leak memory in long jobs.
                 block.refused[i] = error.with_traceback(None)
+        for i, shape in block.shapes.items():
+            if i in parsed:
+                fields = used_fields(shape, parsed[i].fields, (*given[i],))
+                parsed[i] = parsed[i]._replace(fields=fields)
         for i, record in [*parsed.items()] if unread else ():
             try:
-                check_read(rows.values[i], unread, record.fields)
+                check_read(given[i], unread, record.fields)
             except Refused as error:
                 block.refused[i] = error.with_traceback(None)
                 del parsed[i]
@@ -132,8 +142,26 @@ class RecordTokenizer:
         counts = np.array([len(record.responses) for record in block.parsed], np.int64)
         firsts = to_offsets(counts)
         sequences = self._judge(block, sequences.with_rows(block.ids, insert=True), firsts)
-        tally = self._tally(rows, block, names.difference(judged))
+        tally = self._tally(rows, given, block, names.difference(judged))
         return self._examples(rows, block, sequences, counts), tally, encoded
+
+    def _canonical(self, values: Sequence[Any], block: _Block) -> tuple[list[Any], list[Any]]:
+        """Returns the records without the fields that their named shapes pass over, and the records
+        with our own field names."""
+        given, found = [], []
+        for i, value in enumerate(values):
+            record = shown = with_paths(value, self.config)
+            try:
+                record, shape = canonical(record, self.config, self.kind, templated=self._templated)
+                if shape is not None:
+                    block.shapes[i] = shape
+                    shown = {k: v for k, v in shown.items() if k not in shape.passes}
+            except Refused as error:
+                block.refused[i] = error.with_traceback(None)
+                record = None
+            given.append(shown)
+            found.append(record)
+        return given, found
 
     def _named(self, names: set[str], table: Collection[str]) -> list[str]:
         """Returns the names of a table, in order, but for those that are carried or mapped."""
@@ -141,7 +169,7 @@ class RecordTokenizer:
         known.update(*(SPELLINGS[name] for name in self.config.fields))
         return sorted(name for name in names - known if plain_name(name) in table)
 
-    def _tally(self, rows: Rows, block: _Block, names: set[str]) -> Tally:
+    def _tally(self, rows: Rows, given: list[Any], block: _Block, names: set[str]) -> Tally:
         """The tally of a block; of its fields, `names` are counted."""
         tally = Tally(read=len(rows.values), rejected=[] if self._keeps_rejects else None)
         for i in sorted({*block.refused, *block.events}):
@@ -153,9 +181,11 @@ class RecordTokenizer:
                 tally.note(event, rows.where(i))
         for fields, number in Counter(parsed.fields for parsed in block.parsed).items():
             tally.used.update(dict.fromkeys((*fields, *self.carry), number))
-        count_unused(tally, [rows.values[i] for i in block.records], names)
+        count_unused(tally, [given[i] for i in block.records], names)
         pairs = zip(block.records, block.parsed, strict=True)
         kept = [parsed for i, parsed in pairs if i not in block.refused]
+        named = (block.shapes.get(i) for i in block.records if i not in block.refused)
+        tally.shapes.update(str(shape) for shape in named if shape is not None)
         tally.chats = sum(parsed.is_chat for parsed in kept)
         tally.texts = sum(isinstance(parsed.prompt, str) for parsed in kept)
         if self._is_raw and (raw := tally.texts - tally.noted["rendered_text"]):

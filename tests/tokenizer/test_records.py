@@ -344,7 +344,7 @@ REFUSED: dict[str, list[Any]] = {
         {"chosen": [1], "rejected": [2]},
         {"prompt": "p", "responses": ["a", "b"]},
         {"input_ids": [1, 2]},
-        {"text": "x"},
+        {"title": "x"},
     ],
     "wrong_type": [
         {**P, "chosen": True},
@@ -432,9 +432,14 @@ REFUSED: dict[str, list[Any]] = {
     "invalid_unicode": [{**P, "prompt": "p\ud800"}],
     "one_reward": [{**P, "score_chosen": 4.5}],
     "unpaired_feedback": [BAD],
+    "tie": [
+        {"prompt": "p", "response_1": "a", "response_2": "b", "preference_strength": 0},
+        {"question": {"full_text": "p"}, "answer_0": "a", "answer_1": "b"}
+        | {"score_0": 0.0, "score_1": 0},
+    ],
     "unread_field": [
         {**P, "label": 0},
-        {**P, "system": "s"},
+        ({**P, "system": "s"}, {"as_chat": False}),
         {**SCORED, "weight": 0.5},
         {**P, "margin": 2, "chosen_reward": 2, "rejected_reward": 1},
     ],

@@ -93,7 +93,7 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
             "models": ["m"],
             "completions": [{"response": "A", "overall_score": 7.5}],
         },
-        f"text 'instruction' … {SIDES}",
+        ANSWERS[:1],
     ),
     "UltraFeedback, argilla": (
         {**CHATS, "instruction": "Q", "chosen-rating": 5.0, "rejected-rating": 2.0}
@@ -106,7 +106,7 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     "HH, explicit prompt": ({"prompt": HH.rstrip(" "), "chosen": " A", "rejected": " B"}, HH_TEXTS),
     "Orca": (
         {"system": "S", "question": "Q", "chosen": "A", "rejected": "B"},
-        "no field 'prompt' among 'system', … (--field prompt=question)",
+        AFTER_SYSTEM,
     ),
     "Orca, chats with a system turn": (
         {"prompt": "Q"} | {side: [system("S"), *chat] for side, chat in CHATS.items()},
@@ -115,33 +115,33 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     "a persona in the prompt alone": ({**CHATS, "prompt": [system("Be a pirate"), ASK]}, BEGINS),
     "Nectar": (
         {"prompt": "Q", "answers": [{"answer": "A", "rank": 1.0}, {"answer": "B", "rank": 2.0}]},
-        f"fields 'prompt', 'answers' … {SIDES}",
+        ANSWERS,
     ),
     "HelpSteer 2": (
         {"prompt": "Q", "response": "A", "helpfulness": 3, "correctness": 4},
-        f"correctness 4 … {AS_SCORED}",
+        ANSWERS[:1],
     ),
     "HelpSteer 3": (
         {"context": [ASK], "response1": "A", "response2": "B", "overall_preference": -2},
-        "text 'response1', 'response2'; messages 'context' … (--field chosen=NAME --field",
+        ANSWERS,
     ),
     "arena": (
         {"conversation_a": turns("Q", "A"), "conversation_b": turns("Q", "B"), "winner": "model_a"},
-        f"messages 'conversation_a', 'conversation_b' … {SIDES}",
+        ANSWERS,
     ),
     "OpenAI's preference format": (
         {"input": dialogue(ASK) | {"tools": []}}
         | {"preferred_output": [A], "non_preferred_output": [B]},
-        f"messages 'preferred_output', … {SIDES}",
+        ANSWERS,
     ),
     "LLaMA-Factory, alpaca pairs": (
         {"instruction": "Q", "input": "", "chosen": "A", "rejected": "B"},
-        "no field 'prompt' among 'instruction', … (--field prompt=instruction)",
+        ANSWERS,
     ),
     "LLaMA-Factory, ShareGPT pairs": (
         {"conversations": sharegpt("Q")}
         | {side: {"from": "gpt", "value": PAIR[side]} for side in CHATS},
-        "answers without a prompt … (--field prompt=conversations)",
+        ANSWERS,
     ),
     "ms-swift, pairs of dialogues": (
         dialogue(ASK, A) | {"rejected_messages": [ASK, B], "margin": 0.5},
@@ -153,7 +153,7 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     ),
     "axolotl, pairs in chat_template.default": (
         dialogue(ASK) | {"chosen": A, "rejected": B},
-        "answers without a prompt … Name the turns before the answers (--field prompt=messages)",
+        ANSWERS,
     ),
     "NeMo-Aligner": (
         {"prompt": "Q", "chosen_response": "A", "rejected_response": "B"}
@@ -162,11 +162,11 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     ),
     "SHP": (
         {"history": "Q", "human_ref_A": "A", "human_ref_B": "B", "labels": 1},
-        "text 'history', 'human_ref_A', 'human_ref_B' … (--field chosen=NAME",
+        ANSWERS,
     ),
     "PKU": (
         {"prompt": "Q", "response_0": "A", "response_1": "B", "better_response_id": 0},
-        f"text 'response_0', 'response_1' … {SIDES}",
+        ANSWERS,
     ),
     "Capybara pairs": (
         {"chosen": turns("Q", "A", "R", "S"), "rejected": turns("Q", "A", "R", "T")}
@@ -194,7 +194,7 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     ),
     "OpenRLHF, scored": (
         {**SCORED, "rewards": [0.5, 0.1]},
-        "no field 'scores' among 'prompt', … (--field scores=NAME)",
+        TEXTS,
     ),
     # Single answers
     "TRL, messages": (dialogue(ASK, A), ANSWERS[:1]),
@@ -214,11 +214,11 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     ),
     "alpaca": (
         {"instruction": "Q", "input": "", "output": "A"},
-        "text 'instruction', 'output' … (--field prompt=NAME --field response=NAME)",
+        ANSWERS[:1],
     ),
     "Dolly": (
         {"instruction": "Q", "context": "", "response": "A", "category": "open_qa"},
-        "no field 'prompt' among 'instruction', … (--field prompt=NAME)",
+        ANSWERS[:1],
     ),
     "ShareGPT": ({"id": "x", "conversations": sharegpt("Q", "A")}, ANSWERS[:1]),
     "ShareGPT with a system text": (
@@ -242,7 +242,7 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     ),
     "WildChat": (
         {"conversation": [{**turn, "toxic": False} for turn in (ASK, A)]},
-        "messages 'conversation' … (--field messages=conversation)",
+        "messages with 'toxic' … Remove it",
     ),
     "WildChat, mapped by hand": (
         {"messages": [{**turn, "toxic": False} for turn in (ASK, A)]},
@@ -250,7 +250,7 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     ),
     "OASST": (
         {"message_id": "a", "parent_id": None, "text": "Q", "role": "prompter", "rank": None},
-        f"text 'message_id', 'text', 'role' … {SIDES}",
+        "a record of OASST message … one message of a tree",
     ),
     "OpenAI's fine-tuning format": (
         dialogue(system("S"), ASK, A, asked("R"), said("B", weight=1)),
@@ -274,13 +274,13 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     ),
     "Gemini": (
         {"contents": [{"role": "user", "parts": [{"text": "Q"}]}]},
-        "messages 'contents' … (--field messages=contents)",
+        "a record of Gemini contents … parts in place of content",
     ),
     "LLaMA-Factory, history": (
         {"instruction": "Q", "output": "A", "history": [["a", "b"]]},
-        "text 'instruction', 'output' … (--field prompt=NAME --field response=NAME)",
+        ["[u]a<e>[a]«b<e>»[u]Q<e>[a]«A<e>»"],
     ),
-    "raw text": ({"text": "Once"}, f"text 'text' … {SIDES}"),
+    "raw text": ({"text": "Once"}, "a record of one text … nothing says where the answer begins"),
     "KTO": ({**ONE, "label": False}, TEXTS[:1]),
     "KTO, words": ({**ONE, "label": "good"}, TEXTS[:1]),
     "KTO, plus and minus one": ({**ONE, "label": -1.0}, TEXTS[:1]),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +15,6 @@ from packstore.format.arrays import Bool, Int32
 from packstore.tokenizer.chat.messages import (
     ASSISTANT,
     HUMAN,
-    ROLES,
     is_hh,
     normalize_messages,
     normalize_tools,
@@ -26,10 +25,12 @@ from packstore.tokenizer.chat.messages import (
 )
 from packstore.tokenizer.chat.sandbox import as_json
 from packstore.tokenizer.chat.template import Message, Tools
-from packstore.tokenizer.records.fields import Fields, is_score, number
+from packstore.tokenizer.records.fields import Fields, number
+from packstore.tokenizer.records.forms import FITS, is_text, role_at
+from packstore.tokenizer.records.named import canonical, shape_of, table
+from packstore.tokenizer.records.paths import is_path, missing, parse_path, with_paths
 from packstore.tokenizer.records.sequences import (
     as_ids,
-    holds_ids,
     masked_ids,
     supervised_ids,
 )
@@ -74,51 +75,7 @@ class Parsed(NamedTuple):
         return isinstance(self.prompt, list)
 
 
-def _list_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, list) and bool(value) and all(map(fits, value))
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def _is_messages(value: Any) -> bool:
-    return isinstance(value, dict) or (isinstance(value, list) and type((*value, 0)[0]) is dict)
-
-
-def _role(messages: Any, i: int) -> str | None:
-    """Returns the role of a message, our name of it, if this is a message."""
-    message: Any = messages[i] if isinstance(messages, list) and messages else None
-    named = isinstance(message, dict) and (message.get("role") or message.get("from"))
-    return ROLES.get(named) if isinstance(named, str) else None
-
-
-def _is_turns(value: object) -> bool:
-    return isinstance(value, str) or _is_messages(value)
-
-
-def _is_list(value: object) -> bool:
-    return isinstance(value, list | np.ndarray)
-
-
-_FITS: Mapping[str, Callable[[Any], bool]] = {
-    "text": _is_text,
-    "HH text": is_hh,
-    "messages": _is_messages,
-    "turns": _is_turns,
-    "texts": _list_of(_is_text),
-    "dialogues": _list_of(_is_turns),
-    "token ids": holds_ids,
-    "lists of ids": _list_of(holds_ids),
-    "numbers": _is_list,
-    "score": is_score,
-    "labels": _is_list,
-    "lists of labels": _is_list,
-}
-"""Form -> whether a value is of it; reading it checks the rest, and the forms that are not here."""
-
-
-def detect_kind(record: object, config: TokenizeConfig, where: str = "the first record") -> str:
+def detect_kind(record: Any, config: TokenizeConfig, where: str = "the first record") -> str:
     """Returns the kind of the settings, or else of the record's fields."""
     if config.kind != "auto":
         return config.kind
@@ -126,13 +83,22 @@ def detect_kind(record: object, config: TokenizeConfig, where: str = "the first 
     if not isinstance(record, dict):
         written = quote(record)
     else:
+        record = with_paths(record, config)
+        try:
+            named = shape_of(record, config)
+        except Refused as error:
+            raise error.as_error(where) from None
+        if named is not None and named.refuse:
+            raise RecordError(sentence(where, "packstore must be able to read it", named.refusal))
+        if named is not None:
+            return named.kind
         fields = Fields(record, config)
         for shape in SHAPES:
             told = any(fields.has(name, shape.holds_ids) for name in shape.tells)
             if told and ("score" not in shape.needs or fields.is_judged()):
                 return shape.kind
-        texts, chats = fields.free(_is_text), fields.free(lambda value: _role(value, 0) is not None)
-        if len(chats) == 1 and (not texts or _role(record[chats[0]], -1) == "assistant"):
+        texts, chats = fields.free(is_text), fields.free(FITS["chat"])
+        if len(chats) == 1 and (not texts or role_at(record[chats[0]], -1) == "assistant"):
             names = f"messages={chats[0]}"
         elif len(texts) == 2 and not chats and not fields.has("prompt"):
             names = "prompt=NAME --field response=NAME"
@@ -141,11 +107,23 @@ def detect_kind(record: object, config: TokenizeConfig, where: str = "the first 
         written = "; ".join(found) or f"fields {', '.join(map(repr, record))}"
     must = "it must have chosen and rejected, or messages, or prompt and response, or "
     must += "responses and scores, or input_ids"
+    near = table(config.shape).nearest(record) if isinstance(record, dict) else ""
+    written += f" ({near})" if near else ""
     raise RecordError(sentence(where, must, written, f"Name the fields (--field {names})"))
 
 
-def parse_record(record: object, kind: str, config: TokenizeConfig, *, ids: bool = False) -> Parsed:
-    """Parses a record to prompt, responses and rewards.
+def parse_record(
+    record: object, kind: str, config: TokenizeConfig, *, ids: bool = False, templated: bool = True
+) -> Parsed:
+    """Parses a record of a named shape, or with our own field names; see `canonical`."""
+    record = canonical(with_paths(record, config), config, kind, templated=templated).record
+    return parse_canonical(record, kind, config, ids=ids)
+
+
+def parse_canonical(
+    record: object, kind: str, config: TokenizeConfig, *, ids: bool = False
+) -> Parsed:
+    """Parses a record with our own field names to prompt, responses and rewards.
 
     `ids`: of a record that holds texts and their token ids, the ids.
     """
@@ -187,6 +165,8 @@ def _shape(fields: Fields, kind: str, ids: bool) -> Shape:
         detail = f"{at!r} beside {', '.join(map(repr, shape.needs))}"
         raise Refused("wrong_type", detail, "Leave one of them out")
     text = f"{at} must be {FORMS[form]} (nearest shape: {shape}), found {quote(value)}"
+    if near := table(fields.config.shape).nearest(fields.record):
+        text += f", or: {near}"
     raise Refused("wrong_type", text)
 
 
@@ -198,7 +178,7 @@ def _differing(fields: Fields, shape: Shape) -> Iterator[str]:
             value = fields.find(name, ids)[1]
         except Refused:  # what is no JSON, of which the refusal tells
             value = None
-        if value is None or not _FITS[form](value):
+        if value is None or not FITS[form](value):
             matches = False
             yield name
     if not matches:
@@ -207,7 +187,7 @@ def _differing(fields: Fields, shape: Shape) -> Iterator[str]:
         if fields.has(name, ids):
             yield name
     for name, form in shape.takes.items():
-        fits = _FITS.get(form)
+        fits = FITS.get(form)
         if fits and (value := fields.find(name, ids)[1]) is not None and not fits(value):
             yield name
 
@@ -216,10 +196,14 @@ def _missing(fields: Fields, name: str, form: str) -> Refused:
     """Returns the refusal of a record that lacks a field, with those that could be meant."""
     names = fields.spellings(name)
     detail = f"no field {names[0]!r} among {', '.join(map(repr, fields.record)) or 'none'}"
-    if null := next((n for n in names if n in fields.record), None):
+    if is_path(names[0]):
+        detail = missing(fields.record, parse_path(names[0]))
+    elif null := next((n for n in names if n in fields.record), None):
         detail = f"field {null!r} is null"
+    if near := table(fields.config.shape).nearest(fields.record):
+        detail += f" ({near})"
     # Numbers do not tell whether higher ones are better.
-    free = fields.free(_FITS[form]) if form not in ("numbers", "labels") else []
+    free = fields.free(FITS[form]) if form not in ("numbers", "labels") else []
     flag = f"--field {name}={free[0] if len(free) == 1 else 'NAME'}"
     remedy = f"Name the field that holds {FORMS[form]} ({flag})"
     if len(free) > 1:

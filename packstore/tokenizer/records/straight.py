@@ -15,7 +15,7 @@ from packstore.config.record_shapes import ID_SPELLINGS, SPELLINGS
 from packstore.tokenizer.chat.messages import HH_BEGINNING, OBJECTS
 from packstore.tokenizer.control import holds
 from packstore.tokenizer.records.fields import LARGEST_REWARD
-from packstore.tokenizer.records.shapes import Parsed, parse_record
+from packstore.tokenizer.records.shapes import Parsed, parse_canonical
 from packstore.tokenizer.refusals import Refused
 
 _NAMES = frozenset(chain(*SPELLINGS.values(), *ID_SPELLINGS.values()))
@@ -39,7 +39,7 @@ def straight_texts(
         if not {str, int, float}.issuperset(meant.values()) or config.thinking == "strip":
             continue
         try:
-            first = parse_record(values[records[0]], kind, config)
+            first = parse_canonical(values[records[0]], kind, config)
         except Refused:
             continue
         number = len(first.responses) + 1  # of texts; a field may serve as two of them

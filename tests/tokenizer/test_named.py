@@ -1,0 +1,223 @@
+"""Named shapes: every example of the table, records that are almost of a shape, paths."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from typing import Any
+
+import pytest
+import yaml
+
+from packstore.errors import ConfigError, RecordError
+from packstore.tokenizer.records.named import table
+from tests.tokenizer.test_shapes import TEMPLATE
+
+ENTRIES: dict[str, dict[str, Any]] = yaml.safe_load(
+    files("packstore.config").joinpath("shapes.yaml").read_text(encoding="utf-8")
+)
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_an_example_is_of_exactly_its_shape(name, pack, byte_level):
+    """And becomes what the table shows; one that cannot be read is refused by name."""
+    entry = ENTRIES[name]
+    tokenizer, record = byte_level(template=TEMPLATE), entry["example"]
+    shape = table().shape_of(record)
+    assert shape is not None
+    assert shape.name == name
+    if "refuse" in entry:
+        with pytest.raises(RecordError, match="a record of") as caught:
+            pack(tokenizer, record)
+        assert entry["refuse"] in str(caught.value)
+        return
+    packed = pack(tokenizer, record)
+    assert packed.marked == entry["shows"]
+
+
+Q = [{"role": "user", "content": "Q"}]
+ALMOST = [
+    (
+        {"context": Q, "response1": "x", "response2": "y", "overall_preference": "2"},
+        "HelpSteer3",
+        "overall_preference must be number",
+    ),
+    ({"context": Q, "response1": "x", "response2": "y"}, "HelpSteer3", "no 'overall_preference'"),
+    ({"context": Q, "response1": "x", "overall_preference": 1}, "HelpSteer3", "no 'response2'"),
+    (
+        {"context": Q, "completions": [{"rank": 0, "text": "x"}]},
+        "NeMo-RL",
+        "no 'completion' among 'rank', 'text' in completions[0]",
+    ),
+    (
+        {"context": Q, "completions": [{"completion": "x"}]},
+        "NeMo-RL",
+        "no 'rank' among 'completion' in completions[0]",
+    ),
+    (
+        {"instruction": "Q", "completions": [{"response": "x"}]},
+        "UltraFeedback",
+        "no 'overall_score'",
+    ),
+    (
+        {"instruction": "Q", "completions": {"response": "x"}},
+        "UltraFeedback",
+        "completions is no list",
+    ),
+    (
+        {"prompt": "Q", "answers": [{"answer": "x"}]},
+        "Nectar",
+        "no 'rank' among 'answer' in answers[0]",
+    ),
+    ({"prompt": "Q", "answers": ["x", "y"]}, "Nectar", "no 'answer' in answers[0]: 'x'"),
+    (
+        {"input": {"messages": Q}, "preferred_output": Q},
+        "OpenAI preference",
+        "no 'non_preferred_output'",
+    ),
+    (
+        {"input": {"turns": Q}, "preferred_output": Q, "non_preferred_output": Q},
+        "OpenAI preference",
+        "no 'messages' among 'turns' in input",
+    ),
+    ({"instruction": "Q", "generations": ["x", "y"]}, "distilabel generations", "no 'ratings'"),
+    (
+        {"prompt": "Q", "response_0": "x", "response_1": "y"},
+        "PKU-SafeRLHF",
+        "no 'better_response_id'",
+    ),
+    (
+        {"prompt": "Q", "response_0": "x", "response_1": "y", "better_response_id": "1"},
+        "PKU-SafeRLHF",
+        "better_response_id must be number, found '1'",
+    ),
+    ({"history": "Q", "human_ref_A": "x", "human_ref_B": "y"}, "SHP", "no 'labels'"),
+    (
+        {"info": {"title": "Q"}, "summaries": [{"text": "x"}], "choice": 0},
+        "summarize from feedback",
+        "no 'post' among 'title' in info",
+    ),
+    (
+        {"question": {"full_text": "Q"}, "answer_0": "x", "answer_1": "y", "score_0": 1},
+        "WebGPT comparisons",
+        "no 'score_1'",
+    ),
+    ({"conversation_a": Q, "conversation_b": Q}, "Chatbot Arena", "no 'winner'"),
+    (
+        {"question": "Q", "response_j": "x", "responses_k": "y"},
+        "Stack Exchange paired",
+        "no 'response_k'",
+    ),
+    (
+        {"instruction": "Q", "output_1": "x", "output_2": "y"},
+        "alpaca_farm preference",
+        "no 'preference'",
+    ),
+    ({"question": "Q", "chosen": "x", "reject": "y"}, "Orca pairs", "no 'rejected'"),
+    ({"instruction": "Q", "input": "", "chosen": "x"}, "alpaca pairs", "no 'rejected'"),
+]
+
+
+@pytest.mark.parametrize(("record", "shape", "differs"), ALMOST)
+def test_what_is_almost_of_a_shape_is_refused_with_what_differs(
+    record, shape, differs, pack, byte_level
+):
+    with pytest.raises(RecordError, match="nearest shape: ") as caught:
+        pack(byte_level(template=TEMPLATE), record, on={"wrong_type": "error"})
+    assert f"nearest shape: {shape} (" in str(caught.value)
+    assert differs in str(caught.value)
+
+
+def test_ties_are_dropped_and_counted(pack, byte_level):
+    given = {"context": Q, "response1": "x", "response2": "y"}
+    rows = [{**given, "overall_preference": n} for n in (0, -2, 0, 1)]
+    packed = pack(byte_level(template=TEMPLATE), *rows, max_drop_rate=0)
+    assert packed.dropped == {"tie": 2}
+    assert [text[-5:-2] for text in packed.marked] == ["x<e", "y<e", "y<e", "x<e"]
+
+
+def test_two_shapes_that_fit_are_refused_unless_one_is_named(pack, byte_level):
+    both = {"instruction": "Q", "output": "x", "input": "R", "target": "y"}
+    tokenizer = byte_level(template=TEMPLATE)
+    with pytest.raises(RecordError, match=r"alpaca .* and firefly .*--shape NAME"):
+        pack(tokenizer, both)
+    assert pack(tokenizer, both, shape="firefly").marked == ["[u]R<e>[a]«y<e>»"]
+    with pytest.raises(ConfigError, match="Did you mean 'firefly'"):
+        pack(tokenizer, both, shape="fireflie")
+    with pytest.raises(RecordError, match="nearest shape: Nectar"):
+        pack(tokenizer, both, shape="Nectar")
+
+
+def test_texts_of_an_instruct_set_are_chats_if_there_is_a_template(pack, byte_level):
+    record = {"system": "", "question": "Q", "chosen": "x", "rejected": "y"}
+    templated, bare = byte_level(template=TEMPLATE), byte_level()
+    assert pack(templated, record).marked[0] == "[u]Q<e>[a]«x<e>»"
+    assert not pack(templated, record).noted
+    for tokenizer, settings in ((templated, {"as_chat": False}), (bare, {})):
+        assert pack(tokenizer, record, **settings).marked == ["Q«x</s>»", "Q«y</s>»"]
+    with pytest.raises(RecordError, match="system 's'"):
+        pack(bare, {**record, "system": "s"})
+
+
+def test_rewards_beside_a_named_shape_are_kept(pack, byte_level):
+    record = {"system": "s", "prompt": "Q", "chosen": "x", "rejected": "y"}
+    packed = pack(
+        byte_level(template=TEMPLATE), {**record, "score_chosen": 4, "score_rejected": 1.5}
+    )
+    (group,) = packed.dataset.iter_packs()
+    assert sorted(group.reward.tolist()) == [1.5, 4.0]
+
+
+def test_a_shape_of_ones_own(tmp_path, pack, byte_level):
+    own = tmp_path / "own.yaml"
+    own.write_text(
+        "mine:\n  kind: preference\n  fields: {q.text: text, sides: texts, best: number}\n"
+        "  reads: {prompt: q.text, options: sides, verdict: best}\n  first: [0]\n  second: [1]\n"
+    )
+    record = {"q": {"text": "Q"}, "sides": ["x", "y"], "best": 1}
+    assert pack(byte_level(), record, shape=str(own)).marked == ["Q«y</s>»", "Q«x</s>»"]
+    own.write_text("mine: {felds: 1}")
+    with pytest.raises(ConfigError, match="felds"):
+        pack(byte_level(), record, shape=str(own))
+    with pytest.raises(ConfigError, match="can be read"):
+        pack(byte_level(), record, shape=str(tmp_path / "none.yaml"))
+
+
+PATHS = [
+    (
+        {"in": {"q": "Q"}, "out": [{"a": "x", "s": 2}, {"a": "y", "s": 1}]},
+        {"prompt": "in.q", "responses": "out[].a", "scores": "out[].s"},
+    ),
+    (
+        {"in": {"q.1": "Q"}, "out": {"a b": ["x", "y"]}, "scores": [2, 1]},
+        {"prompt": 'in."q.1"', "responses": "out.a b"},
+    ),
+    ({"in.q": "Q", "responses": ["x", "y"], "scores": [2, 1]}, {"prompt": "in.q"}),
+]
+
+
+@pytest.mark.parametrize(("record", "fields"), PATHS)
+def test_paths(record, fields, pack, byte_level):
+    packed = pack(byte_level(), record, fields=fields)
+    assert packed.marked == ["Q«x</s>»", "Q«y</s>»"]
+    assert not packed.dataset.manifest.records.fields_not_used
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("out[].b", r"no 'b' among 'a' in out\[1\]"),
+        ("in.x", "no 'x' among 'q' in in"),
+        ("in[].q", "in is no list"),
+        ("nothing.q", "no 'nothing' among 'in', 'out'"),
+    ],
+)
+def test_a_path_that_finds_nothing_says_which_part_is_missing(path, said, pack, byte_level):
+    record = {"in": {"q": "Q"}, "out": [{"a": "x", "b": "z"}, {"a": "y"}]}
+    with pytest.raises(RecordError, match=said):
+        pack(byte_level(), record, fields={"prompt": "in.q", "chosen": path, "rejected": "out"})
+
+
+@pytest.mark.parametrize("path", ["a..b", "[].a", "a[0]", ".a", 'a."b'])
+def test_a_path_that_is_none(path, pack, byte_level):
+    with pytest.raises(ConfigError, match="path"):
+        pack(byte_level(), {"a": "Q", "c": "x"}, fields={"prompt": path, "response": "c"})
