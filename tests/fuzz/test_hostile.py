@@ -85,9 +85,9 @@ def test_another_schema_is_refused_again_and_again(tmp_path: Path) -> None:
     data = golden(tmp_path, "preference-concat-plain-arrow", flat)
     data.expect(0)
     for _ in range(2):
-        with pytest.raises(IntegrityError, match="schema must be the one"):
+        with pytest.raises(IntegrityError, match="schema must be that of the manifest"):
             data.read_packs(0)
-    with pytest.raises(IntegrityError, match="schema must be the one"):
+    with pytest.raises(IntegrityError, match="schema must be that of the manifest"):
         list(pt.PackedDataset(data.url))
 
 

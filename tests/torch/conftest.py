@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -43,6 +44,9 @@ torch.set_num_threads(1)  # threads cost more than they bring on tensors of this
 
 VOCAB = 50
 NUMBERS = itertools.count()
+
+if len(tempfile.gettempdir()) > 70:  # torch's workers would wait for ever, on sockets there
+    tempfile.tempdir = tempfile.mkdtemp(dir="/tmp")
 
 
 def packed(examples: Examples, sizes: Sequence[int], layout: str) -> Packs:

@@ -253,7 +253,8 @@ def check_read(record: Any, names: Iterable[str], used: Collection[str]) -> None
         if name in used or is_empty(value := unwrapped(record.get(name))):
             continue
         if plain_name(name) not in WEIGHTS or value != 1:
-            remedy = UNREAD[plain_name(name)].format(name) + f", carry it (--carry {name}), "
+            remedy = UNREAD[plain_name(name)].format(name) + ", "
+            remedy += "" if plain_name(name) in WEIGHTS else f"carry it (--carry {name}), "
             remedy += 'say that it changes nothing (on={"unread_field": "keep"})'
             raise Refused("unread_field", f"{name} {quote(value)}", remedy)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import tempfile
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -37,6 +38,10 @@ from packstore.torch.data.stream import PackStream, StoredPacks
 _CHUNK = 32
 """Batches whose packs are looked up at once."""
 
+
+_LONGEST_FOLDER = 70
+"""Characters of TMPDIR up to which torch's Unix sockets there have names that Linux takes (108):
+beyond about 75 its workers wait for ever."""
 
 _OF_TORCH = ("dataset", "batch_size", "collate_fn", "drop_last")
 """Attributes of torch's DataLoader that frameworks look for."""
@@ -99,6 +104,10 @@ class PackedDataLoader:
             )
         if num_workers == 0 and (prefetch is not None or persistent_workers):
             raise ConfigError("prefetch and persistent_workers need num_workers of at least 1.")
+        if num_workers and len(folder := tempfile.gettempdir()) > _LONGEST_FOLDER:
+            rule = f"its workers need a TMPDIR of at most {_LONGEST_FOLDER} characters"
+            remedy = "Set TMPDIR to a shorter folder, or take num_workers=0"
+            raise ConfigError(sentence("PackedDataLoader", rule, str(len(folder)), remedy))
         self.data, self.config = data, BatchConfig.of(**batching)
         self._options: dict[str, Any] = {
             "batch_size": None,

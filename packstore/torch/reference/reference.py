@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -31,7 +32,13 @@ import torch.distributed as dist
 from torch import nn
 
 from packstore.config import BatchConfig, fingerprint
-from packstore.errors import DatasetExistsError, FormatError, PackstoreError, sentence
+from packstore.errors import (
+    DatasetExistsError,
+    DatasetNotFoundError,
+    FormatError,
+    PackstoreError,
+    sentence,
+)
 from packstore.format.arrays import Int64
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.manifest.commit import refuse_existing, require_exclusive
@@ -53,6 +60,7 @@ from packstore.torch.reference.arithmetic import Precision, lowered
 from packstore.torch.reference.reference_fingerprint import Provenance, describe_reference
 
 T = TypeVar("T")
+log = logging.getLogger("packstore")
 
 PARTS = 1024
 """Largest number of parts; a killed run loses one part per rank."""
@@ -97,7 +105,8 @@ def write_ref_logps(
         The side dataset; join it with ``PackedDataset(…, side=[…])``.
 
     Raises:
-        DatasetExistsError: a side dataset exists, and `overwrite` is False.
+        DatasetExistsError: another side dataset exists, and `overwrite` is False; one of the same
+            model, data and settings is returned as it is.
         CompatibilityError: the model's vocabulary does not hold the token ids.
         FormatError: the model returns log-probs that are not finite.
         StorageError: no space, no permission, or the store refuses.
@@ -109,13 +118,15 @@ def write_ref_logps(
     config = BatchConfig.of(**chosen)
     location = Location(url, storage_options or {})
 
-    def begin() -> tuple[Provenance, list[int]]:
+    def begin() -> tuple[Provenance, list[int] | None]:
         require_exclusive(location)
-        refuse_existing(location, overwrite, SIDE)
         with lower():
             provenance = describe_reference(model, dataset)
         for name in ("packs_per_batch", "tokens_per_batch"):
             provenance[name] = getattr(config, name)
+        if not overwrite and _is_there(location, dataset, provenance):
+            return provenance, None
+        refuse_existing(location, overwrite, SIDE)
         numbers = {number for number, _ in _batches(StoredPacks(dataset, shuffle=False), config)}
         finished = {number for number, _ in _Parts(location, dataset, provenance).read()}
         return provenance, sorted(numbers - finished)
@@ -134,6 +145,9 @@ def write_ref_logps(
         parts.remove()
 
     provenance, missing = run_on_rank_zero(begin)
+    if missing is None:
+        log.info("%s: already there, of the same model, data and settings", location.display)
+        return open_side(url, storage_options)
     parts = _Parts(location, dataset, provenance)
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if distributed() else (0, 1)
     for number, values in _computed(policy, dataset, config, lower, missing[rank::ranks], progress):
@@ -142,6 +156,16 @@ def write_ref_logps(
         dist.barrier()
     run_on_rank_zero(finish)
     return open_side(url, storage_options)
+
+
+def _is_there(location: Location, dataset: Dataset, provenance: Provenance) -> bool:
+    """Returns True if the side dataset was committed by a run like this one."""
+    try:
+        manifest = open_side(location.url, location.storage_options).manifest
+    except DatasetNotFoundError:
+        return False
+    made = manifest.fingerprint, manifest.provenance
+    return made == (dataset.manifest.fingerprint, provenance)
 
 
 @torch.no_grad()

@@ -42,6 +42,17 @@ def test_what_was_read_is_not_fetched_again(kit: Any, stored: Any, tmp_path: Pat
     assert stat.S_IMODE(home.stat().st_mode) == 0o700
 
 
+def test_a_copy_elsewhere_does_not_fill_the_cache_of_a_dataset(kit: Any, tmp_path: Path) -> None:
+    """A forged copy can keep every checksum; so no bytes of it may be read as the original's."""
+    data = kit.made(tmp_path / "ds", row_group_tokens=60, shard_tokens=500)
+    shutil.copytree(data.url, tmp_path / "copy")
+    reading = ReadConfig(cache_dir=str(tmp_path / "cache"))
+    list(packstore.open(str(tmp_path / "copy"), reading=reading).iter_packs())
+    before = {*files(tmp_path / "cache")}
+    list(packstore.open(data.url, reading=reading).iter_packs())
+    assert len({*files(tmp_path / "cache")}) == 2 * len(before) > 0
+
+
 def test_bytes_that_were_changed_are_fetched_again(kit: Any, stored: Any, tmp_path: Path) -> None:
     reading = ReadConfig(cache_dir=str(tmp_path))
     list(packstore.open(stored.url, reading=reading).iter_packs())

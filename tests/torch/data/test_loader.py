@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -98,6 +99,18 @@ def test_two_loaders_of_torch_share_a_dataset(stored: Dataset, workers: int) -> 
     pairs = [(packs_of(a), packs_of(b)) for a, b in zip(one, other, strict=True)]
     assert [a for a, _ in pairs] == [b for _, b in pairs]
     assert sorted(pack for a, _ in pairs for pack in a) == list(range(N))
+
+
+def test_workers_whose_sockets_would_have_no_room_are_refused(
+    stored: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's workers wait for ever where TMPDIR is long."""
+    long = tmp_path / ("long" * 25)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    with pytest.raises(ConfigError, match=r"TMPDIR of at most 70 .*shorter folder, or .*workers=0"):
+        PackedDataLoader(make(stored), num_workers=1)
+    assert len(list(PackedDataLoader(make(stored)))) == N
 
 
 def test_a_framework_that_knows_samplers_moves_the_epoch(stored: Dataset) -> None:

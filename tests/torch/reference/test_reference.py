@@ -153,8 +153,9 @@ def test_its_provenance(kit: SimpleNamespace, pairs: Dataset, tmp_path: Path) ->
     made = write_ref_logps(model, pairs, str(tmp_path / "ref")).manifest.provenance
     assert (made["weight_dtype"], made["attention"]) == ("float32", "sdpa")
     assert (made["adapter"], made["device"], made["packs_per_batch"]) == (False, "cpu", None)
+    assert write_ref_logps(model, pairs, str(tmp_path / "ref")).version == 1  # already there
     with pytest.raises(DatasetExistsError):
-        write_ref_logps(model, pairs, str(tmp_path / "ref"))
+        write_ref_logps(model, pairs, str(tmp_path / "ref"), packs_per_batch=2)
     assert write_ref_logps(model, pairs, str(tmp_path / "ref"), overwrite=True).version == 2
 
 
