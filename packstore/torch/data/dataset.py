@@ -87,6 +87,7 @@ class PackedDataset(IterableDataset[Packs]):
         self._found = rank is None
         self.epoch = 0
         self.position = Position()
+        self._newest: Position | None = None  # the start of the iteration begun last
         self.start = SharedStart()
 
     @classmethod
@@ -167,13 +168,15 @@ class PackedDataset(IterableDataset[Packs]):
         """Yields packs, each as :class:`Packs` of one row; in a worker, that worker's share.
 
         Iterators are independent of each other, and of a later :meth:`set_epoch`. The position is
-        that of the one that yielded last.
+        that of the one begun last; others that still run do not move it.
         """
         check_dealt_once(self.world_size)
         worker = get_worker_info()
         number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        self.position = settled(self.stream, self.begin())
-        return self._packs(copy.copy(self.stream), self.position, number, workers)
+        begun = self.begin()
+        start = settled(self.stream, begun)
+        self.record(begun, start)
+        return self._packs(copy.copy(self.stream), begun, start, number, workers)
 
     def set_epoch(self, epoch: int) -> None:
         """Moves to the beginning of `epoch`; does nothing for the current epoch."""
@@ -196,8 +199,13 @@ class PackedDataset(IterableDataset[Packs]):
         if epoch is not None and epoch != self.epoch:
             self.epoch = epoch
             self.stream.set_epoch(epoch)
-        self.position = self.start.take()
+        self.position = self._newest = self.start.take()
         return self.position
+
+    def record(self, begun: Position, position: Position) -> None:
+        """Moves to `position`, if the iteration that `begun` came from is still the newest."""
+        if self._newest is begun:
+            self.position = position
 
     def plan(self, *, world_size: int | None = None, epochs: int = 1, **batching: Any) -> StepPlan:
         """Plans the steps of a loader with these settings, from the beginning of this epoch.
@@ -256,12 +264,12 @@ class PackedDataset(IterableDataset[Packs]):
         self._move(epoch, position)
 
     def _move(self, epoch: int, position: Position) -> None:
-        self.epoch, self.position = epoch, position
+        self.epoch, self.position, self._newest = epoch, position, None
         self.stream.set_epoch(epoch)
         self.start.set(epoch, position)
 
     def _packs(
-        self, stream: PackStream, start: Position, number: int, workers: int
+        self, stream: PackStream, begun: Position, start: Position, number: int, workers: int
     ) -> Iterator[Packs]:
         """The share of worker `number` of a stream, from `start` on."""
         unseen = Unseen(len(stream), start)
@@ -274,9 +282,9 @@ class PackedDataset(IterableDataset[Packs]):
         for packs in stream.read(map(unseen.__getitem__, places)):
             for pack in packs:
                 given += 1
-                self.position = unseen.after(given * step, turn)
+                self.record(begun, unseen.after(given * step, turn))
                 yield pack
-        self.position = unseen.after(len(unseen), turn)
+        self.record(begun, unseen.after(len(unseen), turn))
 
     def _identity(self) -> Identity:
         return {"version": 1, **self.stream.identity}

@@ -149,6 +149,7 @@ class PackedDataLoader:
         data, cut = self.data, self._batches.cut
         if data.start.times_set != moves:  # frameworks may load a state after making the iterator
             start = data.begin()
+        begun = start
         if not self._told:
             self._told = True
             tell(self.plan(), data.stream, self.config, data.world_size)
@@ -158,12 +159,13 @@ class PackedDataLoader:
             step = batch.step
             assert step is not None
             steps = step.index + 1
-            data.position = unseen.after(stop, steps)
+            after = unseen.after(stop, steps)
             if not step.last:
                 before = unseen.after(first, step.index)
-                data.position = replace(before, batches=step.batch + 1, cut=cut)
+                after = replace(before, batches=step.batch + 1, cut=cut)
+            data.record(begun, after)
             yield batch
-        data.position = unseen.after(len(unseen), steps)
+        data.record(begun, unseen.after(len(unseen), steps))
 
     def _running(self, once: bool) -> Iterable[_Planned]:
         """The batches of this process, or of workers; with `once`, not of persistent ones."""

@@ -92,6 +92,46 @@ def test_iterators_are_independent(stored: Dataset, mixed: bool, batched: bool) 
     ] == (orders[0])
 
 
+@pytest.mark.parametrize("moved", ["epoch", "state", "nothing"])
+@pytest.mark.parametrize("form", ["dataset", "mix", "batches", "steps", "workers", "lasting"])
+def test_an_older_iterator_does_not_move_the_position(
+    stored: Dataset, form: str, moved: str
+) -> None:
+    """What a resume gives is what the newest iterator had left, whoever else still runs."""
+
+    def opened() -> Any:
+        data = make(stored)
+        if form == "mix":
+            data = PackedDataset.mix({data: 1.0}, rank=0, world_size=1)
+        how = {"steps": {"examples_per_step": 6}, "workers": {"num_workers": 2}}
+        how["lasting"] = {"num_workers": 2, "persistent_workers": True}
+        return data if form in ("dataset", "mix") else PackedDataLoader(data, **how.get(form, {}))
+
+    data = opened()
+    old = iter(data)
+    for _ in range(3):
+        next(old)
+    if moved == "epoch":
+        data.set_epoch(1)
+    elif moved == "state":
+        data.load_state_dict(data.state_dict())
+    if form != "lasting":  # workers that live on serve one iterator at a time
+        before = data.state_dict()
+        if moved != "nothing":
+            next(old)
+            assert data.state_dict() == before
+    new = iter(data)
+    for _ in range(2):
+        next(new)
+    if form != "lasting":
+        next(old)
+    state = data.state_dict()
+    left = [packs_of(x) for x in new]
+    again = opened()
+    again.load_state_dict(state)
+    assert [packs_of(x) for x in again] == left
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_two_loaders_of_torch_share_a_dataset(stored: Dataset, workers: int) -> None:
     data = make(stored)
