@@ -16,6 +16,7 @@ from packstore.config.record_shapes import ADDED_ANSWERS, FEEDBACK, SPELLINGS, U
 from packstore.errors import TokenizerError, sentence
 from packstore.format.arrays import Examples, Int64, Rows, Tally, example_id, to_offsets
 from packstore.tokenizer.chat.limits import limited, restart_clock
+from packstore.tokenizer.chat.messages import is_empty
 from packstore.tokenizer.encode import assemble
 from packstore.tokenizer.records.fields import (
     carried,
@@ -182,6 +183,9 @@ class RecordTokenizer:
         for fields, number in Counter(parsed.fields for parsed in block.parsed).items():
             tally.used.update(dict.fromkeys((*fields, *self.carry), number))
         count_unused(tally, [given[i] for i in block.records], names)
+        for i, shape in block.shapes.items():  # also what judges, where the table says so
+            full: Any = rows.values[i] if i not in block.refused else {}
+            tally.unused.update(n for n in shape.passes & full.keys() if not is_empty(full[n]))
         pairs = zip(block.records, block.parsed, strict=True)
         kept = [parsed for i, parsed in pairs if i not in block.refused]
         named = (block.shapes.get(i) for i in block.records if i not in block.refused)

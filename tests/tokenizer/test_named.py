@@ -221,3 +221,11 @@ def test_a_path_that_finds_nothing_says_which_part_is_missing(path, said, pack, 
 def test_a_path_that_is_none(path, pack, byte_level):
     with pytest.raises(ConfigError, match="path"):
         pack(byte_level(), {"a": "Q", "c": "x"}, fields={"prompt": path, "response": "c"})
+
+
+def test_what_a_shape_passes_over_is_counted(pack, byte_level):
+    """Also what judges, where the table says that the verdict sums it up."""
+    record = {**ENTRIES["HelpSteer3"]["example"], "individual_preference": [{"score": -2}]}
+    found = pack(byte_level(template=TEMPLATE), record, record).dataset.manifest.records
+    assert found.packed == 2
+    assert found.fields_not_used["individual_preference"] == 2

@@ -1,6 +1,6 @@
 """A local cache of row groups and footers, shared by many processes.
 
-A file is named by the dataset's URL, the sha256 of its shard and its byte range, and is checked
+A file is named by the dataset's place, the sha256 of its shard and its byte range, and is checked
 against the manifest's checksum on every read, so damaged bytes are fetched again, and those of a
 copy elsewhere are never used.
 (``filecache::`` of fsspec returns unfinished files to other threads.)

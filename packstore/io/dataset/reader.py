@@ -228,8 +228,7 @@ class ShardReader:
         if self._cache is None:
             return self._read(start, end)
         # Of this dataset's place: a forged copy of it elsewhere fits the checksums, too.
-        place = hashlib.sha256(self._location.display.encode()).hexdigest()[:16]
-        name = f"{place}-{self.shard.sha256}-{start}-{end}"
+        name = f"{self._location.digest}-{self.shard.sha256}-{start}-{end}"
         return self._cache.read(name, good, lambda: self._read(start, end))
 
     def _read(self, start: int, end: int) -> bytes:

@@ -8,7 +8,9 @@ secrets in its URL or options.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
+import json
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -25,6 +27,7 @@ from packstore.io.store.storage_errors import (
     means_exists,
     missing_filesystem,
     named_place,
+    without_secrets,
 )
 
 T = TypeVar("T")
@@ -82,6 +85,17 @@ class Location:
     def display(self) -> str:
         """The URL without user, password and query string: for messages and manifests."""
         return display(self.url)
+
+    @property
+    def digest(self) -> str:
+        """A hash by which places differ: of the URL, and of options such as the endpoint's.
+
+        Credentials, which may change with time, do not count.
+        """
+        options = json.dumps(without_secrets(self.storage_options), sort_keys=True, default=repr)
+        query = self.url.partition("?")[2] if "://" in self.url else ""
+        text = f"{self.local_path or self.display}?{query}\n{options}"
+        return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:16]
 
     @property
     def local_path(self) -> str | None:

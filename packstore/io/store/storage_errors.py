@@ -152,6 +152,14 @@ def _of_url(url: str) -> Iterator[str]:
         yield from (p for p in re.split("[@&]", url.partition("?")[2]) if len(p) > 2)
 
 
+def without_secrets(options: Any) -> Any:
+    """Returns nested options without those whose names suggest a secret."""
+    if not isinstance(options, Mapping):
+        return options
+    kept = {str(k): v for k, v in options.items() if not _NAME.search(str(k))}
+    return {name: without_secrets(value) for name, value in kept.items()}
+
+
 def _of_options(options: Any, hide: bool = False) -> Iterator[str]:
     """Yields all texts in nested options under names that suggest a secret."""
     if isinstance(options, Mapping):

@@ -204,12 +204,15 @@ def _as_text(value: object) -> str:
 
 
 def unexplained(tally: Tally) -> list[str]:
-    """Returns the unused fields that are not harmless by name, and not the same in every record."""
+    """Returns the unused fields that are not harmless by name, and not the same in every record.
+
+    Fields that a named shape passes over have no values in the tally.
+    """
+    few = {name: values for name, values in tally.values.items() if values and tally.unused[name]}
     return sorted(
         name
-        for name in tally.unused
-        if plain_name(name) in UNREAD
-        or (plain_name(name) not in HARMLESS and len(tally.values.get(name, ())) != 1)
+        for name, values in few.items()
+        if plain_name(name) in UNREAD or (plain_name(name) not in HARMLESS and len(values) > 1)
     )
 
 

@@ -131,19 +131,6 @@ def write_ref_logps(
         finished = {number for number, _ in _Parts(location, dataset, provenance).read()}
         return provenance, sorted(numbers - finished)
 
-    def finish() -> None:
-        with SideWriter(
-            url,
-            dataset,
-            {REF_LOGPS: "list<float32>"},
-            provenance=provenance,
-            overwrite=overwrite,
-            storage_options=storage_options,
-        ) as writer:
-            for _, (ids, counts, logps) in parts.read():
-                writer.write(ids, {REF_LOGPS: logps}, counts)
-        parts.remove()
-
     provenance, missing = run_on_rank_zero(begin)
     if missing is None:
         log.info("%s: already there, of the same model, data and settings", location.display)
@@ -154,8 +141,23 @@ def write_ref_logps(
         parts.put(number, values)
     if distributed():
         dist.barrier()
-    run_on_rank_zero(finish)
+    run_on_rank_zero(lambda: _commit(parts, dataset, provenance, overwrite))
     return open_side(url, storage_options)
+
+
+def _commit(parts: _Parts, dataset: Dataset, provenance: Provenance, overwrite: bool) -> None:
+    """Commits the finished parts as a side dataset."""
+    with SideWriter(
+        parts.location.url,
+        dataset,
+        {REF_LOGPS: "list<float32>"},
+        provenance=provenance,
+        overwrite=overwrite,
+        storage_options=dict(parts.location.storage_options),
+    ) as writer:
+        for _, (ids, counts, logps) in parts.read():
+            writer.write(ids, {REF_LOGPS: logps}, counts)
+    parts.remove()
 
 
 def _is_there(location: Location, dataset: Dataset, provenance: Provenance) -> bool:

@@ -14,6 +14,7 @@ import pytest
 import packstore
 from packstore.config import ReadConfig
 from packstore.errors import StorageError
+from packstore.io.store.location import Location
 
 
 @pytest.fixture(params=["parquet", "arrow"])
@@ -51,6 +52,17 @@ def test_a_copy_elsewhere_does_not_fill_the_cache_of_a_dataset(kit: Any, tmp_pat
     before = {*files(tmp_path / "cache")}
     list(packstore.open(data.url, reading=reading).iter_packs())
     assert len({*files(tmp_path / "cache")}) == 2 * len(before) > 0
+
+
+def test_places_of_one_name_are_kept_apart() -> None:
+    """One URL at two endpoints is two places; with another login, or relative, it is the same."""
+    one, other = (
+        {"client_kwargs": {"endpoint_url": url}, "key": "k", "secret": "s"} for url in ("a", "b")
+    )
+    assert Location("s3://bucket/ds", one).digest != Location("s3://bucket/ds", other).digest
+    again = {**one, "key": "another", "token": "t"}
+    assert Location("s3://bucket/ds", one).digest == Location("s3://bucket/ds", again).digest
+    assert Location("ds").digest == Location(os.path.abspath("ds")).digest
 
 
 def test_bytes_that_were_changed_are_fetched_again(kit: Any, stored: Any, tmp_path: Path) -> None:
