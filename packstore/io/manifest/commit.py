@@ -87,7 +87,7 @@ def read_committed(
     try:
         msgspec.json.decode(data, type=msgspec.Raw)
         _check_names(data, where)
-    except (msgspec.DecodeError, RecursionError) as error:  # torn, where no file is made at once
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # torn, perhaps
         found = f"{len(data)} bytes: {error}"
         raise IntegrityError(sentence(where, "must be valid JSON", found, do)) from error
     return _without_hash(data, where, do), where, number

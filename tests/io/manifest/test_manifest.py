@@ -186,7 +186,16 @@ def test_a_hash_that_is_not_the_last_field(good, read, tmp_path, kit, name):
         open_side(str(tmp_path / "side"))
 
 
-@pytest.mark.parametrize("junk", [b'"later\xff": 1,', b'"later": "\xff",', b'"later": ["\xc3("],'])
+@pytest.mark.parametrize(
+    "junk",
+    [
+        b'"later\xff": 1,',
+        b'"later": "\xff",',
+        b'"later": ["\xc3("],',
+        b'"\x80\\n": 1,',
+        b'"\x80":1,"\x80":1,',
+    ],
+)
 def test_letters_of_unknown_fields_must_be_utf8(good, read, junk):
     with pytest.raises(FormatError, match=f"{MANIFEST}: must be valid JSON"):
         read(good.replace(b"{", b"{" + junk, 1))
