@@ -74,12 +74,12 @@ def in_child(work: Callable[[], Any]) -> Any:
     reading, writing = os.pipe()
 
     def answer() -> None:
-        with os.fdopen(writing, "w") as pipe:
+        with os.fdopen(writing, "w", encoding="utf-8") as pipe:
             json.dump(work(), pipe)
 
     pid = spawn(answer)
     os.close(writing)
-    with os.fdopen(reading) as pipe:
+    with os.fdopen(reading, encoding="utf-8") as pipe:
         text = pipe.read()
     _, status = os.waitpid(pid, 0)
     if status:
@@ -143,7 +143,7 @@ def play_round(scene: Scene, number: int, seconds: float, calm: float) -> dict[s
     """Runs one round to its end; returns the signals that it sent."""
     (scene.folder / "stop").unlink(missing_ok=True)
     time.sleep(2)  # stores tell whole seconds
-    (scene.folder / "began").write_text(str(time.time() - 1))
+    (scene.folder / "began").write_text(str(time.time() - 1), encoding="utf-8")
     rng = random.Random(f"{scene.seed}-{number}")
     troupe = Troupe(scene, rng)
     eye = spawn(lambda: watch(scene))
@@ -258,7 +258,7 @@ def proxied(endpoint: str, rate: float, seed: int) -> Iterator[str]:
     pid = spawn(serve)
     os.close(writing)
     try:
-        with os.fdopen(reading) as pipe:
+        with os.fdopen(reading, encoding="utf-8") as pipe:
             yield pipe.readline().strip()
     finally:
         os.kill(pid, signal.SIGKILL)
@@ -272,7 +272,7 @@ def warm_up(folder: Path) -> None:
     import s3fs  # noqa: F401
 
     scene = Scene(folder, 0)
-    (folder / "began").write_text("0")
+    (folder / "began").write_text("0", encoding="utf-8")
     packstore.pack(records(scene, 0), scene.url, **SETTINGS)
     sum(1 for _ in chaos_jobs.PackedDataset(scene.url))
     packstore.append(scene.url, records(scene, 1), num_workers=0).verify(jobs=1)

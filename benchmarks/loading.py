@@ -91,7 +91,7 @@ class Benchmark:
             figures = write_examples(data, source, packs)
             self.write("packstore")
             figures |= self.run("source", "packstore")
-            done.write_text(json.dumps(figures))
+            done.write_text(json.dumps(figures), encoding="utf-8")
         self.packs = json.loads(done.read_text(encoding="utf-8"))
         for reader in self.readers:
             self.rows[reader] |= self.write(reader)
@@ -104,7 +104,7 @@ class Benchmark:
             if not result:
                 return {}
             keys = ("write_cpu_seconds", "bytes")
-            marker.write_text(json.dumps({key: result[key] for key in keys}))
+            marker.write_text(json.dumps({key: result[key] for key in keys}), encoding="utf-8")
         return dict(json.loads(marker.read_text(encoding="utf-8")))
 
     def read(self, reader: str) -> None:

@@ -68,7 +68,9 @@ def train_tokenizer(pairs: Path) -> Path:
     folder = OUT / "tokenizer"
     folder.mkdir()
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": "<|im_end|>"}), encoding="utf-8"
+    )
     return folder
 
 

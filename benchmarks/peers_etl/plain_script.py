@@ -33,8 +33,10 @@ ROW_GROUP = 64
 def pack(task: Task, watch: Watch) -> None:
     """The whole job in one process."""
     folder = Path(task.tokenizer)
-    tokenizer = fastokens.Tokenizer.from_json_str((folder / "tokenizer.json").read_text())
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    tokenizer = fastokens.Tokenizer.from_json_str(
+        (folder / "tokenizer.json").read_text(encoding="utf-8")
+    )
+    settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     eos = tokenizer.token_to_id(settings["eos_token"])
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(settings.get("chat_template") or "")

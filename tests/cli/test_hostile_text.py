@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -32,14 +33,18 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "invert": False,
     }
     tokenizer = folder / "tokenizer.json"
-    tokenizer.write_text(json.dumps({"version": "1.0", "model": model, "pre_tokenizer": split}))
+    tokenizer.write_text(
+        json.dumps({"version": "1.0", "model": model, "pre_tokenizer": split}), encoding="utf-8"
+    )
     record = {
         "prompt": f"?|{ATTACK}|",
         "chosen": f"{ATTACK}|line\nbreak|a",
         "rejected": f"?|{ATTACK}",
     }
     source = folder / "pairs.jsonl"
-    source.write_text("".join(json.dumps({**record, "n": i}) + "\n" for i in range(3)))
+    source.write_text(
+        "".join(json.dumps({**record, "n": i}) + "\n" for i in range(3)), encoding="utf-8"
+    )
     made = folder / "made"
     command = ["pack", str(source), str(made), "--tokenizer", str(tokenizer), "--carry", "prompt"]
     assert main([*command, "--pack-size", "64", "--dedup", "none"]) == 0
@@ -109,17 +114,20 @@ def test_a_log_line_is_one_line_without_control_characters(
 ) -> None:
     """The names of fields and files are those of whoever made the records."""
     name = re.sub("[/=\0]", "", ATTACK) + "\nFAKE:well"
+    spoken = os.fsdecode(name.encode())  # as this test's locale has it
     record = {"prompt": "a|?", "chosen": "a|?", "rejected": "?|a"}
-    source = tmp_path / f"{name}.jsonl"
+    source = tmp_path / f"{spoken}.jsonl"
     lines = [json.dumps({**record, name: 1}) for _ in range(3)]
-    source.write_text("\n".join([*lines, json.dumps({**record, "chosen": "a|" * 99})]))
+    source.write_text(
+        "\n".join([*lines, json.dumps({**record, "chosen": "a|" * 99})]), encoding="utf-8"
+    )
     tokenizer = str(hostile / "tokenizer.json")
     flags = ["--tokenizer", tokenizer, "--pack-size", "64", "--dedup", "none"]
     for more in (
         [str(tmp_path / "ds"), *flags, "--max-drop-rate", "0.5"],
-        ["x", f"--{name}"],
-        ["x", "--config", name],
-        ["x", "--debug", "--tokenizer", name],
+        ["x", f"--{spoken}"],
+        ["x", "--config", spoken],
+        ["x", "--debug", "--tokenizer", spoken],
     ):
         done = run_python("-m", "packstore", "pack", source, *more)
         assert "FAKE:well" in done.stderr

@@ -46,7 +46,7 @@ def job(**changes: Any) -> str:
         "pack_size": 64,
         "max_drop_rate": 1e-1,
     }
-    Path("job.yaml").write_text(yaml.safe_dump({**settings, **changes}))
+    Path("job.yaml").write_text(yaml.safe_dump({**settings, **changes}), encoding="utf-8")
     return "job.yaml"
 
 
@@ -71,7 +71,7 @@ def test_the_config_of_a_dataset_makes_it_again(
     capsys.readouterr()
     assert main(["inspect", "packed", "--as-config"]) == 0
     settings = yaml.safe_load(capsys.readouterr().out)
-    Path("again.yaml").write_text(yaml.safe_dump({**settings, "out": "again"}))
+    Path("again.yaml").write_text(yaml.safe_dump({**settings, "out": "again"}), encoding="utf-8")
     assert main(["pack", "--config", "again.yaml"]) == 0
     one, again = packstore.open("packed"), packstore.open("again")
     assert one.manifest.fingerprint == again.manifest.fingerprint
@@ -119,7 +119,9 @@ def test_settings_are_the_same_after_yaml(settings: dict[str, Any]) -> None:
 def test_words_that_are_no_json_values_are_text(folder: Path) -> None:
     """A key of digits is no octal number, and the setting `on` no truth value."""
     words = ["0123456", "12:30:45", "2024-01-01", "yes", "off", "0x1F", "1_000"]
-    Path("job.yaml").write_text("on:\n" + "".join(f"  {word}: {word}\n" for word in words))
+    Path("job.yaml").write_text(
+        "on:\n" + "".join(f"  {word}: {word}\n" for word in words), encoding="utf-8"
+    )
     assert read_yaml("job.yaml") == {"on": {word: word for word in words}}
 
 
@@ -127,7 +129,7 @@ def test_words_that_are_no_json_values_are_text(folder: Path) -> None:
 def test_a_mistake_in_yaml_shows_no_secret(
     text: str, expected: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    Path("job.yaml").write_text(text)
+    Path("job.yaml").write_text(text, encoding="utf-8")
     assert main(["pack", "--config", "job.yaml"]) == 1
     told = capsys.readouterr().err
     assert expected in told
@@ -154,7 +156,7 @@ def test_a_mistake_on_the_command_line_shows_no_secret(
     arguments: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("numbers.yaml").write_text(
-        "storage_options: {secret: [SECRET]}\nmodel: m\ndataset: d\noutput: o"
+        "storage_options: {secret: [SECRET]}\nmodel: m\ndataset: d\noutput: o", encoding="utf-8"
     )
     try:
         code = main(arguments.split())

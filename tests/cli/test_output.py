@@ -34,11 +34,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     packed = str(folder / "packed")
     assert main(["pack", source, packed, "--tokenizer", str(folder / "t.json")]) == 0
     assert main(["pack", packed, str(folder / "shared"), "--layout", "shared_prefix"]) == 0
-    same_words = json.loads((folder / "t.json").read_text())
+    same_words = json.loads((folder / "t.json").read_text(encoding="utf-8"))
     same_words["model"]["merges"] = []
-    (folder / "same_words.json").write_text(json.dumps(same_words))
+    (folder / "same_words.json").write_text(json.dumps(same_words), encoding="utf-8")
     other = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}
-    (folder / "other.json").write_text(json.dumps({"version": "1.0", "model": other}))
+    (folder / "other.json").write_text(
+        json.dumps({"version": "1.0", "model": other}), encoding="utf-8"
+    )
     return folder
 
 

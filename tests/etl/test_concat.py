@@ -173,15 +173,15 @@ def test_the_chat_template_must_be_the_same(tmp_path: Path) -> None:
         for i in range(3)
     ]
     settings: dict[str, Any] = {"tokenizer": str(folder), "pack_size": 64}
-    (folder / "chat_template.jinja").write_text(text)
+    (folder / "chat_template.jinja").write_text(text, encoding="utf-8")
     first = packstore.pack(chats[0], tmp_path / "ds", **settings)
     second = packstore.append(first, chats[1])
-    (folder / "chat_template.jinja").write_text(other)
+    (folder / "chat_template.jinja").write_text(other, encoding="utf-8")
     with pytest.raises(errors.CompatibilityError, match="chat_template_sha256"):
         packstore.append(second, chats[2])
-    setting.write_text(text)
+    setting.write_text(text, encoding="utf-8")
     first = packstore.pack(chats[0], tmp_path / "set", chat_template=str(setting), **settings)
-    setting.write_text(other)
+    setting.write_text(other, encoding="utf-8")
     third = packstore.append(first, chats[1])
     assert texts(third) == texts(second)
 

@@ -105,7 +105,7 @@ def test_every_place_is_told_as_the_reader_tells_it(tokenizer: Path, tmp_path: P
     source = tmp_path / "pairs.jsonl"
     empty = {**PAIR, "chosen": ""}
     lines = [json.dumps(r) for r in (PAIR, PAIR, empty, {**PAIR, "prompt": ""})]
-    source.write_text("\n\n".join(lines) + "\n")
+    source.write_text("\n\n".join(lines) + "\n", encoding="utf-8")
     found = findings(source, tokenizer)
     assert found["duplicate_records"].examples == (f"{source}, line 3",)
     assert found["empty_side"].examples[0].startswith(f"{source}, line 5")

@@ -27,7 +27,7 @@ def record(length: int) -> dict[str, list[int]]:
 
 
 def write(path: Path, lengths: list[int]) -> Path:
-    path.write_text("".join(json.dumps(record(n)) + "\n" for n in lengths))
+    path.write_text("".join(json.dumps(record(n)) + "\n" for n in lengths), encoding="utf-8")
     return path
 
 

@@ -100,7 +100,10 @@ def test_a_partition_that_fails_ends_the_others_and_leaves_no_temporary_files(
 ) -> None:
     monkeypatch.setenv("TMPDIR", tempfile.gettempdir())  # for the processes that will start
     broken = tmp_path / "broken.jsonl"
-    broken.write_text(Path(sources[0]).read_text().replace('"prompt"', "prompt", 1))
+    broken.write_text(
+        Path(sources[0]).read_text(encoding="utf-8").replace('"prompt"', "prompt", 1),
+        encoding="utf-8",
+    )
     with pytest.raises(InputError, match="line 1, column 2: must be valid JSON"):
         packstore.pack(
             [*sources, str(broken)], tmp_path / "out", partitions=4, num_workers=3, **SETTINGS

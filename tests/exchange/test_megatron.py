@@ -279,7 +279,7 @@ def test_refusals(tmp_path: Path, packed: Pack, capsys: pytest.CaptureFixture[st
     export("megatron", dataset, out, pack_size=longest - 1)
     with pytest.raises(DatasetExistsError, match="must not exist yet"):
         export("megatron", dataset, out)
-    (out / "mine.parquet").write_text("mine")
+    (out / "mine.parquet").write_text("mine", encoding="utf-8")
     assert main(["export", "megatron", dataset.url, str(out), "--overwrite"]) == 0
     assert "packed_sequence_size" in capsys.readouterr().out
     assert sorted(Files(str(out)).names()) == [

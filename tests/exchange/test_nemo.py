@@ -58,7 +58,7 @@ def test_an_existing_file_is_replaced_only_if_asked(
     tmp_path: Path, packed: Pack, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dataset, out = packed(pairs(9)), tmp_path / "x.npy"
-    out.write_text("mine")
+    out.write_text("mine", encoding="utf-8")
     with pytest.raises(DatasetExistsError, match=r"x.npy: must not exist yet; found a file"):
         export("nemo", dataset, out)
     assert out.read_text(encoding="utf-8") == "mine"

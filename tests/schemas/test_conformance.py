@@ -98,7 +98,7 @@ def test_answers_are_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert run('{"refused": ""}') == (1, ["WRONG", "WRONG", "ok"])
     assert run("[]") == run("?") == (1, ["WRONG"] * 3)
     assert main(["--kit", str(tmp_path), "no-such-reader"]) == 2
-    (tmp_path / "expected" / "empty.json").write_text("{}")
+    (tmp_path / "expected" / "empty.json").write_text("{}", encoding="utf-8")
     with pytest.raises(IntegrityError, match="case empty"):
         load(tmp_path)
     assert main(["--kit", str(tmp_path), sys.executable]) == 2

@@ -58,7 +58,7 @@ def test_a_tokenizer_file(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("text", ["[" * 1_000_000, "9" * 100_000, "null", "\0"])
 def test_a_settings_file(tmp_path: Path, text: str) -> None:
     (tmp_path / "tokenizer.json").write_bytes(tokenizer_seeds()[0])
-    (tmp_path / "tokenizer_config.json").write_text(text)
+    (tmp_path / "tokenizer_config.json").write_text(text, encoding="utf-8")
     with pytest.raises(TokenizerError, match=r"tokenizer_config\.json"):
         use(tmp_path)
 

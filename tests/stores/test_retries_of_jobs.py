@@ -62,7 +62,7 @@ def test_a_killed_step_goes_on(s3: Store, tmp_path: Path) -> None:
         "pack_size": 64,
         "partitions": 6,
     }
-    (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(job), encoding="utf-8")
     killed = step(tmp_path, s3)
     until = time.monotonic() + 120
     while not finished(s3) and killed.poll() is None and time.monotonic() < until:

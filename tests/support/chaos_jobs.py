@@ -122,7 +122,7 @@ def run_job(scene: Scene, job: int, log: Log) -> None:
     """Commits a version, or fails; logs which."""
     rng = random.Random(f"{scene.seed}-{job}")
     source = scene.folder / "inputs" / f"{job}.jsonl"
-    source.write_text("".join(json.dumps(r) + "\n" for r in records(scene, job)))
+    source.write_text("".join(json.dumps(r) + "\n" for r in records(scene, job)), encoding="utf-8")
     kind, options = kind_of(scene, job), scene.options(rng.random() < 0.4)
     log.tell("begin", job=job, kind=kind)
     there: dict[str, Any] = {"storage_options": options}
@@ -155,7 +155,7 @@ def write(scene: Scene, log: Log, name: str, rng: random.Random) -> None:
 
 def tidy(scene: Scene, log: Log, rng: random.Random) -> None:
     """Cleans; files from before this round count as old."""
-    began = float((scene.folder / "began").read_text())
+    began = float((scene.folder / "began").read_text(encoding="utf-8"))
     # A clock that stands still: all files of this round stay younger than an hour.
     time.time = lambda: began + CLEAN_AGE
     how: dict[str, Any] = {"delete": True, "keep_versions": KEEP, "older_than": CLEAN_AGE}

@@ -75,7 +75,7 @@ class SeaweedFS(Server):
             {"name": n, "credentials": [{"accessKey": k, "secretKey": s}], "actions": actions}
             for n, k, s, actions in users
         ]
-        (folder / "users.json").write_text(json.dumps({"identities": identities}))
+        (folder / "users.json").write_text(json.dumps({"identities": identities}), encoding="utf-8")
         names = [f"{part}.port{kind}" for part in self.PARTS for kind in ("", ".grpc")]
         names += ["debug.port", "s3.debug.port"]
         return [

@@ -66,5 +66,5 @@ def write_tokenizer(path: Path) -> Path:
         "model": {"type": "WordLevel", "vocab": {"a": 0, "?": 1}, "unk_token": "a"},
         "pre_tokenizer": {"type": "Whitespace"},
     }
-    path.write_text(json.dumps(tokenizer))
+    path.write_text(json.dumps(tokenizer), encoding="utf-8")
     return path

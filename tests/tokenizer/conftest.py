@@ -111,7 +111,9 @@ def pack(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Packed]:
         dataset, out = None, f"memory://{uuid.uuid4().hex}"
         with contextlib.suppress(DropRateError):
             dataset = packstore.pack([*records], out, file, **settings)
-        return Packed(dataset, [*map(json.loads, rejects.read_text().splitlines())], source)
+        return Packed(
+            dataset, [*map(json.loads, rejects.read_text(encoding="utf-8").splitlines())], source
+        )
 
     return go
 

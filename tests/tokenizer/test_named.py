@@ -171,11 +171,12 @@ def test_a_shape_of_ones_own(tmp_path, pack, byte_level):
     own = tmp_path / "own.yaml"
     own.write_text(
         "mine:\n  kind: preference\n  fields: {q.text: text, sides: texts, best: number}\n"
-        "  reads: {prompt: q.text, options: sides, verdict: best}\n  first: [0]\n  second: [1]\n"
+        "  reads: {prompt: q.text, options: sides, verdict: best}\n  first: [0]\n  second: [1]\n",
+        encoding="utf-8",
     )
     record = {"q": {"text": "Q"}, "sides": ["x", "y"], "best": 1}
     assert pack(byte_level(), record, shape=str(own)).marked == ["Q«y</s>»", "Q«x</s>»"]
-    own.write_text("mine: {felds: 1}")
+    own.write_text("mine: {felds: 1}", encoding="utf-8")
     with pytest.raises(ConfigError, match="felds"):
         pack(byte_level(), record, shape=str(own))
     with pytest.raises(ConfigError, match="can be read"):

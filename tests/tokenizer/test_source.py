@@ -112,7 +112,7 @@ def test_names_on_the_hub(hub: Path, facts, monkeypatch: pytest.MonkeyPatch) -> 
     commit = "0" * 40
     repository = hub / "cache" / "models--some--model"
     (repository / "refs").mkdir(parents=True)
-    (repository / "refs" / "main").write_text(commit)
+    (repository / "refs" / "main").write_text(commit, encoding="utf-8")
     (repository / "snapshots" / commit).mkdir(parents=True)
     settings = {"eos_token": "b", "chat_template": "{{ 1 }}"}
     folder(repository / "snapshots" / commit, word_level(), tokenizer_config=settings)
@@ -152,7 +152,7 @@ def test_tokenizers_of_transformers(facts, tmp_path, pack) -> None:
 def folder(tmp_path: Path, made: tokenizers.Tokenizer, **files: object) -> Path:
     made.save(str(tmp_path / "tokenizer.json"))
     for name, value in files.items():
-        (tmp_path / f"{name}.json").write_text(json.dumps(value))
+        (tmp_path / f"{name}.json").write_text(json.dumps(value), encoding="utf-8")
     return tmp_path
 
 
@@ -175,9 +175,9 @@ def test_template_files_win_over_the_settings(tmp_path, facts):
         chat_template={"chat_template": "{{ 2 }}"},
     )
     assert facts(where, "chat_template") == ("{{ 2 }}",)
-    (where / "chat_template.jinja").write_text("{{ 3 }}")
+    (where / "chat_template.jinja").write_text("{{ 3 }}", encoding="utf-8")
     assert facts(where, "chat_template") == ("{{ 3 }}",)
-    (where / "mine.txt").write_text("{{ 4 }}")
+    (where / "mine.txt").write_text("{{ 4 }}", encoding="utf-8")
     assert facts(where, "chat_template", template=str(where / "mine.txt")) == ("{{ 4 }}",)
 
 

@@ -110,12 +110,12 @@ def test_named_templates(pack, byte_level, tmp_path, form):
     if form == "config":
         config["chat_template"] = [{"name": n, "template": t} for n, t in NAMED.items()]
     else:
-        (tmp_path / "chat_template.jinja").write_text(NAMED["default"])
+        (tmp_path / "chat_template.jinja").write_text(NAMED["default"], encoding="utf-8")
         (tmp_path / "additional_chat_templates").mkdir()
         for name in ("tool_use", "rag"):
             path = tmp_path / "additional_chat_templates" / f"{name}.jinja"
-            path.write_text(NAMED[name])
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+            path.write_text(NAMED[name], encoding="utf-8")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
     with_tools = {"messages": CHAT, "tools": TOOLS}
     packed = pack(source._replace(file=tmp_path), with_tools, {"messages": CHAT})
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)

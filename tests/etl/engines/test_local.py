@@ -155,7 +155,8 @@ def test_chats_in_a_daemon_of_a_script_without_a_main_guard(tmp_path: Path) -> N
         "    print(len(dataset), flush=True)\n"
         "daemon = multiprocessing.get_context('fork').Process(target=job, daemon=True)\n"
         "daemon.start()\n"
-        "daemon.join()\n"
+        "daemon.join()\n",
+        encoding="utf-8",
     )
     done = subprocess.run(
         [sys.executable, script], capture_output=True, encoding="utf-8", check=False

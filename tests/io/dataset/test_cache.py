@@ -84,7 +84,7 @@ def test_a_folder_that_others_may_have_prepared_is_refused(
 ) -> None:
     home = tmp_path / f"packstore-{os.getuid()}"
     if trap == "a file":
-        home.write_text("")
+        home.write_text("", encoding="utf-8")
     elif trap == "a link":
         (tmp_path / "elsewhere").mkdir(mode=0o700)
         home.symlink_to(tmp_path / "elsewhere")
@@ -101,7 +101,7 @@ def test_a_folder_that_fails_is_bypassed(
     data = packstore.open(stored.url, reading=ReadConfig(cache_dir=str(tmp_path / "cache")))
     data.read_packs(0)
     shutil.rmtree(tmp_path / "cache")
-    (tmp_path / "cache").write_text("")
+    (tmp_path / "cache").write_text("", encoding="utf-8")
     for _ in range(2):
         for a, b in zip(data.iter_packs(), stored.iter_packs(), strict=True):
             kit.assert_packs_equal(a, b)

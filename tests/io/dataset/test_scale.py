@@ -26,7 +26,7 @@ def test_opening_takes_little_more_than_the_result(ds: Dataset) -> None:
     sums = {name: SHARDS * shard.get(name, 0) for name in value["totals"]}
     value["totals"] |= sums | {"packs": SHARDS * shard["rows"]}
     value["records"] |= {"read": sums["examples"], "packed": sums["examples"], "dropped": {}}
-    size = path.write_text(json.dumps(value, separators=(",", ":")))
+    size = path.write_text(json.dumps(value, separators=(",", ":")), encoding="utf-8")
     packstore.open(ds.url)
     tracemalloc.start()
     before, _ = tracemalloc.get_traced_memory()

@@ -267,12 +267,19 @@ def test_folders_of_save_to_disk(folder: Path) -> None:
     assert load("several/test") == RECORDS
     hugging_face().with_format("torch", columns=["prompt"]).save_to_disk("view")
     state = Path("single/train/state.json")
-    old = {**json.loads(state.read_text()), "_indices_files": [{"filename": "indices.arrow"}]}
-    state.write_text(json.dumps(old))
-    Path("several/test/state.json").write_text('{"_data_files": [{"filename": "../one/x.arrow"}]}')
+    old = {
+        **json.loads(state.read_text(encoding="utf-8")),
+        "_indices_files": [{"filename": "indices.arrow"}],
+    }
+    state.write_text(json.dumps(old), encoding="utf-8")
+    Path("several/test/state.json").write_text(
+        '{"_data_files": [{"filename": "../one/x.arrow"}]}', encoding="utf-8"
+    )
     for name, split in {"up": "..", "here": "."}.items():
         Path("single/train", name).mkdir()
-        Path("single/train", name, "dataset_dict.json").write_text(f'{{"splits": ["{split}"]}}')
+        Path("single/train", name, "dataset_dict.json").write_text(
+            f'{{"splits": ["{split}"]}}', encoding="utf-8"
+        )
     for name in ("test_sft-00000-of-00001.jsonl", "train_sft-00000-of-00001.jsonl"):
         Path("sub", name).write_bytes(LINES)
     several = r"records must come from one split; found 2: train, test\. Give .*"

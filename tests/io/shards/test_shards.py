@@ -151,7 +151,7 @@ def test_a_wrong_crc32_of_isal_is_not_used(kit, ds, tmp_path):
     (tmp_path / "isal").mkdir()
     (tmp_path / "isal" / "__init__.py").touch()
     broken = "import zlib\ndef crc32(data, before=0):\n    return zlib.crc32(data, before) ^ 1\n"
-    (tmp_path / "isal" / "isal_zlib.py").write_text(broken)
+    (tmp_path / "isal" / "isal_zlib.py").write_text(broken, encoding="utf-8")
     code = "import packstore, sys; assert packstore.open(sys.argv[1]).verify().ok"
     paths = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
     how = {"env": {**os.environ, "PYTHONPATH": paths}, "check": True}

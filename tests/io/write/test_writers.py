@@ -86,7 +86,9 @@ def test_what_a_marker_says_is_shown_as_text(
 ) -> None:
     packstore.pack(pairs(5), str(tmp_path), **SETTINGS)
     (tmp_path / WRITERS).mkdir()
-    (tmp_path / WRITERS / "0.json").write_text(json.dumps({"call": "[/x]\x1b[2J" + "y" * 99}))
+    (tmp_path / WRITERS / "0.json").write_text(
+        json.dumps({"call": "[/x]\x1b[2J" + "y" * 99}), encoding="utf-8"
+    )
     assert main(["clean", str(tmp_path)]) == 0
     out = capsys.readouterr().out.replace("\n", " ")
     assert "'[/x]\\x1b[2J" in out

@@ -42,7 +42,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     """The same records packed, a side dataset of that, and what was packed anew from it."""
     folder = tmp_path_factory.mktemp("side")
     lines = folder / "pairs.jsonl"
-    lines.write_text("".join(json.dumps(record(i)) + "\n" for i in range(N)))
+    lines.write_text("".join(json.dumps(record(i)) + "\n" for i in range(N)), encoding="utf-8")
     how = {"row_group_tokens": 300, "shard_tokens": 400}
     first = packstore.pack(str(lines), str(folder / "a"), pack_size=48, carry=CARRY, **how)
     again = packstore.pack(

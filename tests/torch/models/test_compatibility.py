@@ -40,7 +40,7 @@ def make(tmp_path: Path, real: Path) -> Make:
     """Packs two records with a tokenizer, by its name or path."""
     lines = tmp_path / "pairs.jsonl"
     record = {"prompt": "Say it:", "chosen": " yes", "rejected": " no"}
-    lines.write_text(2 * (json.dumps(record) + "\n"))
+    lines.write_text(2 * (json.dumps(record) + "\n"), encoding="utf-8")
 
     def pack(tokenizer: str | Path = "small_bpe", **settings: Any) -> Dataset:
         out = tmp_path / f"ds-{len(list(tmp_path.iterdir()))}"
@@ -110,7 +110,7 @@ def test_a_tokenizer_that_was_changed(
     change(value)
     file = tmp_path / "edited" / "tokenizer.json"
     file.parent.mkdir()
-    file.write_text(json.dumps(value))
+    file.write_text(json.dumps(value), encoding="utf-8")
     ds = make()
     for form in (file.parent, file, Tokenizer.from_file(str(file))):
         with pytest.raises(CompatibilityError, match=message) if message else nullcontext():
@@ -130,12 +130,12 @@ def with_template(real: Path, folder: Path, text: str, where: str = "jinja") -> 
     shutil.copytree(real / "small_bpe", folder)
     folder.chmod(0o755)
     if where == "jinja":
-        (folder / "chat_template.jinja").write_text(text)
+        (folder / "chat_template.jinja").write_text(text, encoding="utf-8")
         return folder
     named = [{"name": "default", "template": text}, {"name": "tools", "template": "x"}]
     value = {"chat_template": text if where == "config" else named}
     value["tokenizer_class"] = "PreTrainedTokenizerFast"
-    (folder / "tokenizer_config.json").write_text(json.dumps(value))
+    (folder / "tokenizer_config.json").write_text(json.dumps(value), encoding="utf-8")
     return folder
 
 

@@ -31,8 +31,8 @@ def made(kit: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> dict
 def changed_copy(made: dict[str, Any], folder: Path, config: dict[str, Any], drop: str) -> str:
     """The model with other values in its config, and without the weights named `drop`."""
     shutil.copytree(made["model"], folder)
-    told = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**told, **config}))
+    told = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps({**told, **config}), encoding="utf-8")
     weights = load_file(folder / "model.safetensors")
     kept = {name: tensor for name, tensor in weights.items() if not drop or drop not in name}
     save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})

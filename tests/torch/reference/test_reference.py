@@ -43,7 +43,7 @@ def record(i: int) -> dict[str, Any]:
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     folder = tmp_path_factory.mktemp("pairs")
     lines = folder / "pairs.jsonl"
-    lines.write_text("".join(json.dumps(record(i)) + "\n" for i in range(N)))
+    lines.write_text("".join(json.dumps(record(i)) + "\n" for i in range(N)), encoding="utf-8")
     how = {"row_group_tokens": 200, "shard_tokens": 400}
     return packstore.pack(str(lines), str(folder / "packed"), pack_size=48, **how)
 

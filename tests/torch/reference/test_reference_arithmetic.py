@@ -55,7 +55,9 @@ def precompute(made: dict[str, Any], side: Path, *flags: str) -> str:
 
 
 def first_record(output: Path) -> dict[str, float]:
-    first: dict[str, float] = json.loads((output / "metrics.jsonl").read_text().splitlines()[0])
+    first: dict[str, float] = json.loads(
+        (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[0]
+    )
     return first
 
 
@@ -228,6 +230,8 @@ def test_a_resumed_run_keeps_its_precision(
     with caplog.at_level(logging.WARNING, logger="packstore"):
         train(**default | {"max_steps": 2})
     assert "mixed_precision was" not in caplog.text
-    states = [json.loads(p.read_text()) for p in tmp_path.glob("checkpoints/*/state.json")]
+    states = [
+        json.loads(p.read_text(encoding="utf-8")) for p in tmp_path.glob("checkpoints/*/state.json")
+    ]
     assert {state["config"]["mixed_precision"] for state in states} == {"none"}
     assert max(state["step"] for state in states) == 2

@@ -158,7 +158,7 @@ def test_by_input_file(kit: SimpleNamespace, tmp_path: Path, expected: dict[str,
     paths = {"forum": "a/x.jsonl", "wiki": "b/x.jsonl", "rare": "b/y.jsonl"}
     for name, path in paths.items():
         text = "".join(json.dumps(row) + "\n" for row in parts[name])
-        (tmp_path / path).write_text(text)
+        (tmp_path / path).write_text(text, encoding="utf-8")
     files = [str(tmp_path / path) for path in paths.values()]
     on = {"unread_field": "keep"}  # weights
     dataset = packstore.pack(files, str(tmp_path / "packed"), pack_size=60, on=on)

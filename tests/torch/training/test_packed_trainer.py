@@ -164,7 +164,7 @@ def on_rank(task: dict[str, Any]) -> Any:
 
         def torn(self: Any, path: str) -> None:
             if f"checkpoint-{inside}" in path:
-                Path(path).write_text('{"global_st')
+                Path(path).write_text('{"global_st', encoding="utf-8")
                 die()
             save(self, path)
 

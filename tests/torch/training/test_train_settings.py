@@ -57,7 +57,7 @@ def test_settings_are_recorded_and_read_again(
     assert {name: config[name] for name in expected} == expected
     assert len(config) <= 32
     for dump in (json.dumps, yaml.safe_dump):
-        (tmp_path / "again.yaml").write_text(dump(config))
+        (tmp_path / "again.yaml").write_text(dump(config), encoding="utf-8")
         assert main(["train", str(tmp_path / "again.yaml")]) == 0
     assert "since the checkpoint" not in caplog.text
     assert len(records(tmp_path / "run", "step")) == 1
@@ -71,7 +71,7 @@ def test_examples_of_configs_run(
 ) -> None:
     """Those that `packstore train --example` prints, from the installed package."""
     assert main(["train", "--example", name]) == 0
-    (tmp_path / "run.yaml").write_text(capsys.readouterr().out)
+    (tmp_path / "run.yaml").write_text(capsys.readouterr().out, encoding="utf-8")
     flags = ["--model", made["model"], "--output", str(tmp_path / "run"), "--max-steps", "1"]
     flags += ["--dataset", made["dataset"], "--validation", made["dataset"], "--dtype", "float32"]
     flags += ["--mixed-precision", "none"]  # one for all runs of a process
@@ -150,7 +150,7 @@ def test_a_run_that_diverges_ends_with_an_error(
 
 
 def test_the_output_must_be_a_folder_of_its_own(made: dict[str, Any], tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
+    (tmp_path / "file").write_text("", encoding="utf-8")
     with pytest.raises(StorageError, match="the output must be a folder"):
         train(**made, max_steps=1, output=str(tmp_path / "file"))
     shutil.copytree(made["model"], tmp_path / "mine" / "model")
@@ -194,7 +194,7 @@ def test_what_is_resumed_must_be_there_and_whole(made: dict[str, Any], tmp_path:
     change_state(newest, optimizer=groups)
     # Records that came after the checkpoint, and a line that was cut off, are forgotten.
     for torn in ("", '{"step": 3, "lo', "[1]", '{"a": 1}', '{"step": null}'):
-        with (tmp_path / "metrics.jsonl").open("a") as stream:
+        with (tmp_path / "metrics.jsonl").open("a", encoding="utf-8") as stream:
             stream.write(torn)
         shutil.copytree(tmp_path, other := tmp_path.with_name(f"again{len(torn)}"))
         assert train(**{**settings, "output": str(other)}, max_steps=2).step == 2
