@@ -133,10 +133,9 @@ def commands() -> Iterator[str]:
 
 def shapes() -> Iterator[str]:
     """Yields the page of the named shapes: each with its sets, its source, and an example."""
-    import yaml
+    from packstore.config.record_shapes import known
 
-    text = (ROOT / "packstore/config/shapes.yaml").read_text(encoding="utf-8")
-    entries = yaml.safe_load(text)
+    entries = {n: entry for n, entry in known().entries.items() if "becomes" not in entry}
     yield "# Named shapes\n"
     yield "Records of these sets and trainers are read without a flag: `packstore pack "
     yield "hf://datasets/SET/FILES OUT --tokenizer …`. How they are recognised, and how to add "

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from packstore.config.reasons import answers_of
-from packstore.config.record_shapes import FIELD_NAMES
+from packstore.config.record_shapes import known
 from packstore.config.settings import Settings, setting
 from packstore.errors import ConfigError, UnknownNameError, quote
 
@@ -70,9 +70,9 @@ class TokenizeConfig(SizeConfig):
         super().__post_init__()
         object.__setattr__(self, "on", answers_of(self.on))
         for name in self.fields:
-            if name not in FIELD_NAMES:
-                known = ", ".join(FIELD_NAMES)
-                raise UnknownNameError(f"unknown field {name!r} in `fields`; choose from: {known}.")
+            if name not in known().field_names:
+                names = ", ".join(known().field_names)
+                raise UnknownNameError(f"unknown field {name!r} in `fields`; choose from: {names}.")
         for name, value in self.template_variables.items():
             where = f"setting template_variables, {name}"
             if name in RESERVED_VARIABLES:

@@ -38,7 +38,7 @@ from packstore.tokenizer.chat.limits import limited
 from packstore.tokenizer.chat.template import Message
 from packstore.tokenizer.record_tokenizer import Encoded
 from packstore.tokenizer.records.fields import unexplained, verdicts
-from packstore.tokenizer.records.shapes import Parsed, parse_record
+from packstore.tokenizer.records.parse import Parsed, parse_record
 from packstore.tokenizer.refusals import Refused
 
 

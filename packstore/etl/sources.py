@@ -34,7 +34,7 @@ from packstore.tokenizer import (
     typed_carry,
 )
 from packstore.tokenizer.fastest import EngineWatch, fastest, pays
-from packstore.tokenizer.records.shapes import parse_record
+from packstore.tokenizer.records.parse import parse_record
 from packstore.tokenizer.refusals import Refused
 from packstore.tokenizer.tokenizer import FAST
 from packstore.version import VERSION

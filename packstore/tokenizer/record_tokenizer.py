@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from packstore.config import RunConfig, SelectConfig, TokenizeConfig
-from packstore.config.record_shapes import ADDED_ANSWERS, FEEDBACK, SPELLINGS, UNREAD, plain_name
+from packstore.config.record_shapes import known, plain_name
 from packstore.errors import TokenizerError, sentence
 from packstore.format.arrays import Examples, Int64, Rows, Tally, example_id, to_offsets
 from packstore.tokenizer.chat.limits import limited, restart_clock
@@ -27,11 +27,12 @@ from packstore.tokenizer.records.fields import (
     parse_carry,
     to_columns,
 )
-from packstore.tokenizer.records.named import Named, canonical, used_fields
+from packstore.tokenizer.records.named import canonical, used_fields
 from packstore.tokenizer.records.overlong import fit
+from packstore.tokenizer.records.parse import Parsed, parse_canonical, prompt_key
 from packstore.tokenizer.records.paths import with_paths
 from packstore.tokenizer.records.sequences import Draft, Sequences, Tokens, id_sequences
-from packstore.tokenizer.records.shapes import Parsed, parse_canonical, prompt_key
+from packstore.tokenizer.records.shapes import Shape
 from packstore.tokenizer.records.straight import straight_texts
 from packstore.tokenizer.refusals import Refused, raise_if_error
 from packstore.tokenizer.rendered import check_responses, draft_record
@@ -49,7 +50,7 @@ class _Block:
     drafts_of: dict[int, range] = field(default_factory=dict)  # of sampled ones, by index
     ids: dict[int, Tokens] = field(default_factory=dict)  # the others, by number
     refused: dict[int, Refused] = field(default_factory=dict)  # by index in the block
-    shapes: dict[int, Named] = field(default_factory=dict)  # by index in the block
+    shapes: dict[int, Shape] = field(default_factory=dict)  # by index in the block
     events: dict[int, list[str]] = field(default_factory=dict)  # by index in the block
 
 
@@ -77,12 +78,12 @@ class RecordTokenizer:
         self._judging: Collection[str] = ()
         if kind == "sft" and config.on["unpaired_feedback"] != "keep":
             chosen = "response" in config.fields or "messages" in config.fields
-            self._judging = FEEDBACK - ADDED_ANSWERS if chosen else FEEDBACK
+            self._judging = known().feedback - (known().groups["adds"] if chosen else set())
         self._needed_names: Collection[str] = ()
         if config.on["unread_field"] != "keep":
-            self._needed_names = UNREAD.keys() - (FEEDBACK if kind == "sft" else ())
+            self._needed_names = known().unread.keys() - (known().feedback if kind == "sft" else ())
         templated = tokenizer is not None and tokenizer.chat_template is not None
-        self._templated = templated
+        self._how = {"templated": templated, "ids": tokenizer is None}
         self._is_raw = templated and config.as_chat is None
         for role, asked in (("bos", config.add_bos), ("eos", config.append_eos)):
             if asked and tokenizer and getattr(tokenizer, f"{role}_id") is None:
@@ -153,7 +154,7 @@ class RecordTokenizer:
         for i, value in enumerate(values):
             record = shown = with_paths(value, self.config)
             try:
-                record, shape = canonical(record, self.config, self.kind, templated=self._templated)
+                record, shape = canonical(record, self.config, self.kind, **self._how)
                 if shape is not None:
                     block.shapes[i] = shape
                     shown = {k: v for k, v in shown.items() if k not in shape.passes}
@@ -166,9 +167,9 @@ class RecordTokenizer:
 
     def _named(self, names: set[str], table: Collection[str]) -> list[str]:
         """Returns the names of a table, in order, but for those that are carried or mapped."""
-        known = {*self.carry, *self.config.fields.values()}
-        known.update(*(SPELLINGS[name] for name in self.config.fields))
-        return sorted(name for name in names - known if plain_name(name) in table)
+        mapped = {*self.carry, *self.config.fields.values()}
+        mapped.update(*(known().spellings[name] for name in self.config.fields))
+        return sorted(name for name in names - mapped if plain_name(name) in table)
 
     def _tally(self, rows: Rows, given: list[Any], block: _Block, names: set[str]) -> Tally:
         """The tally of a block; of its fields, `names` are counted."""

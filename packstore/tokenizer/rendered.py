@@ -30,8 +30,8 @@ from packstore.tokenizer.chat.messages import (
 from packstore.tokenizer.chat.sandbox import as_json
 from packstore.tokenizer.chat.template import ChatTemplate, Message, Tools
 from packstore.tokenizer.control import free_characters, holds
+from packstore.tokenizer.records.parse import Parsed
 from packstore.tokenizer.records.sequences import Draft, Mode
-from packstore.tokenizer.records.shapes import Parsed
 from packstore.tokenizer.refusals import Refused
 from packstore.tokenizer.tokenizer import Tokenizer
 

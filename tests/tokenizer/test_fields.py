@@ -19,22 +19,38 @@ PAIR = {"prompt": "p", "chosen": "c", "rejected": "r"}
     ("record", "fields", "said"),
     [
         (["x"], {}, "it must have chosen and rejected"),
-        ({"dialogue": [USER], "x": [{"rank": 1}]}, {}, "found messages 'dialogue'. Name"),
-        ({**PAIR, "instruction": "p"}, {"prompt": "instrution"}, "one of 'prompt', 'instruction'"),
-        ({"chosen": "c", "rejected": "r", "q": "x", "n": 3, "l": "y"}, {}, "one of 'q', 'l'"),
-        ({"chosen": [USER], "rejected": [USER]}, {"prompt": "q"}, "no field 'q'"),
-        ({**PAIR, "rejected": None}, {}, "field 'rejected' is null"),
-        ({"prompt": "p", "chosen": "c"}, {}, "no field 'rejected' among 'prompt', 'chosen'"),
-        ({**PAIR, "chosen": [1.5]}, {}, "chosen must be text (nearest shape: prompt text, "),
+        ({"dialogue": [USER], "x": [{"rank": 1}]}, {}, "found fields 'dialogue', 'x'. Name"),
+        (
+            {**PAIR, "instruction": "p"},
+            {"prompt": "instrution"},
+            "no 'instrution' among 'prompt', ",
+        ),
+        (
+            {"chosen": "c", "rejected": "r", "q": "x", "n": 3, "l": "y"},
+            {},
+            "Name the field that holds text (--field prompt=NAME)",
+        ),
+        ({"chosen": [USER], "rejected": [USER]}, {"prompt": "q"}, "no 'q' among 'chosen'"),
+        (
+            {**PAIR, "rejected": None},
+            {},
+            "nearest shape: text pairs (prompt, chosen, rejected), but 'rejected' is null",
+        ),
+        ({"prompt": "p", "chosen": "c"}, {}, "but no 'rejected' among 'prompt', 'chosen'"),
+        (
+            {**PAIR, "chosen": [1.5]},
+            {},
+            "text pairs (prompt, chosen, rejected), but chosen must be text",
+        ),
         (
             {"prompt": [1], "chosen": "text", "rejected": [2]},
             {},
-            "chosen must be token ids (nearest shape",
+            "id pairs (prompt, chosen, rejected), but chosen must be token ids",
         ),
         (
             {"prompt": [1], "chosen": [2.5], "rejected": [2]},
             {},
-            "chosen must be token ids (nearest shape",
+            "id pairs (prompt, chosen, rejected), but chosen must be token ids",
         ),
     ],
 )

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
-from packstore.config.record_shapes import FORMS, SHAPES, SPELLINGS
+from packstore.config.record_shapes import known
 from packstore.errors import RecordError
+from packstore.tokenizer.records.forms import FORMS
+from packstore.tokenizer.records.shapes import table
 
 TEMPLATE = (
     "{% for t in tools or [] %}{{ t.function.name }};{% endfor %}"
@@ -190,7 +192,7 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     ),
     "ranks": (
         {**SCORED, "ranks": [1, 2]},
-        "no field 'scores' among 'prompt', … (--field scores=NAME)",
+        "no 'scores' among 'prompt', … (--field scores=NAME)",
     ),
     "OpenRLHF, scored": (
         {**SCORED, "rewards": [0.5, 0.1]},
@@ -425,17 +427,18 @@ def test_a_shape(name, pack, byte_level):
 
 def test_the_page_prints_the_table():
     """Each shape with its fields, the forms of their values, and what becomes of them."""
-    rows = ["| kind | fields | optional | becomes |", "|---|---|---|---|"]
-    for shape in SHAPES:
-        needs = ", ".join(f"`{name}` {form}" for name, form in shape.needs.items())
-        takes = ", ".join(f"`{name}`" for name in shape.takes)
-        rows.append(f"| {shape.kind} | {needs} | {takes} | {shape.becomes} |")
+    rows = ["| shape | kind | fields | optional | becomes |", "|---|---|---|---|---|"]
+    for shape in table().own:
+        fields = ", ".join(f"`{n}` {form}" for n, form in shape.entry["fields"].items())
+        takes = ", ".join(f"`{name}`" for name in shape.entry.get("takes", ()))
+        cells = shape.name, shape.kind, fields, takes, shape.entry["becomes"]
+        rows.append(f"| {' | '.join(cells)} |")
     rows += ["", "| form | value |", "|---|---|"]
-    rows += [f"| {form} | {value} |" for form, value in FORMS.items() if form != value]
+    rows += [f"| {name} | {form.described} |" for name, form in FORMS.items()]
     rows += ["", "| field | also read under the names |", "|---|---|"]
-    for name, (_, *others) in SPELLINGS.items():
-        if others or SPELLINGS[name] != (name,):
-            names = ", ".join(f"`{n}`" for n in SPELLINGS[name] if n != name)
+    for name, (first, *others) in known().spellings.items():
+        if others or first != name:
+            names = ", ".join(f"`{n}`" for n in (first, *others) if n != name)
             rows.append(f"| `{name}` | {names} |")
     page = (Path(__file__).parents[2] / "docs/records.md").read_text(encoding="utf-8")
     assert "\n".join(rows) in page, "\n".join(rows)

@@ -4,23 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from packstore.config import TokenizeConfig
-from packstore.config.record_shapes import (
-    ADDED_ANSWERS,
-    FEEDBACK,
-    HARMLESS,
-    ID_SPELLINGS,
-    LABELS,
-    SPELLINGS,
-    UNREAD,
-    WEIGHTS,
-    plain_name,
-)
+from packstore.config.record_shapes import known, plain_name
 from packstore.errors import ConfigError, RecordError, quote, sentence
 from packstore.format.arrays import FEW_VALUES, MAX_FIELDS, Column, Tally
 from packstore.format.schema import COLUMN_NAME, COLUMNS
@@ -39,10 +29,6 @@ TYPES: dict[str, tuple[type, Any]] = {
 
 LARGEST_REWARD = float(np.finfo(np.float32).max)
 """Rewards are stored as float32."""
-
-_GOOD = {True, "1", "true", "yes", "good", "up", "pass", "correct", "positive", "accepted"}
-_BAD = {False, "0", "false", "no", "bad", "down", "fail", "wrong", "negative", "rejected"}
-"""Values of a label that an answer is good, or not; 1 equals True, and CSV has text only."""
 
 SHORT = 40
 """Characters above which a value is no verdict."""
@@ -67,22 +53,13 @@ class Fields:
 
     def spellings(self, name: str, ids: bool = False) -> tuple[str, ...]:
         """Returns the names that a field may have: the mapped one, or all synonyms."""
-        mapped = self.config.fields.get(name)
-        return (mapped,) if mapped else (ids and ID_SPELLINGS.get(name)) or SPELLINGS[name]
+        if mapped := self.config.fields.get(name):
+            return (mapped,)
+        return (ids and known().id_spellings.get(name)) or known().spellings[name]
 
     def has(self, name: str, ids: bool = False) -> bool:
         """Returns True if the record has a field; `ids`: under the names of token ids as well."""
         return any(self.record.get(n) is not None for n in self.spellings(name, ids))
-
-    def free(self, fits: Callable[[Any], bool]) -> list[str]:
-        """Returns the fields without a meaning of their own whose values are of a form."""
-        taken = {n for name in SPELLINGS for n in self.spellings(name)}
-        judging = FEEDBACK - ADDED_ANSWERS
-        return [
-            name
-            for name, value in self.record.items()
-            if not (name in taken or plain_name(name) in judging or is_empty(value)) and fits(value)
-        ]
 
     def find(self, name: str, ids: bool = False) -> tuple[str, Any]:
         """Returns the record's name of a field and its value, or None; `ids`: of token ids.
@@ -144,7 +121,7 @@ class Fields:
         if chosen is not None and rejected is not None:
             if margin is not None and not math.isclose(chosen - rejected, margin, rel_tol=1e-3):
                 detail = f"margin {quote(margin)} beside rewards {chosen} and {rejected}"
-                raise Refused("unread_field", detail, UNREAD["margin"])
+                raise Refused("unread_field", detail, known().unread["margin"])
             return chosen, rejected
         if chosen is None and rejected is None:
             return None if margin is None else (margin, 0.0)
@@ -170,7 +147,8 @@ def names_of(values: Iterable[object]) -> set[str]:
 def count_unused(tally: Tally, records: Sequence[Any], names: Collection[str]) -> None:
     """Counts by field the records with a non-empty value that was not used, and their values."""
     # Field names may be data that differ in each record; those with a meaning come first.
-    for name in sorted(names, key=lambda name: (plain_name(name) not in UNREAD, name))[:MAX_FIELDS]:
+    unread = known().unread
+    for name in sorted(names, key=lambda name: (plain_name(name) not in unread, name))[:MAX_FIELDS]:
         if used := tally.used[name]:
             count = sum(record.get(name) is not None for record in records) - used
         else:
@@ -212,7 +190,8 @@ def unexplained(tally: Tally) -> list[str]:
     return sorted(
         name
         for name, values in few.items()
-        if plain_name(name) in UNREAD or (plain_name(name) not in HARMLESS and len(values) > 1)
+        if plain_name(name) in known().unread
+        or (plain_name(name) not in known().harmless and len(values) > 1)
     )
 
 
@@ -240,9 +219,10 @@ def check_verdicts(tally: Tally, kind: str, config: TokenizeConfig) -> None:
 
 def check_feedback(record: object, names: Iterable[str]) -> None:
     """Refuses a single answer unless every verdict in the fields `names` says that it is good."""
+    neutral_names = {*known().labels, *known().groups["weighs"]}
     for name in names if isinstance(record, Mapping) else ():
         verdict = unwrapped(record.get(name))  # type: ignore[attr-defined]
-        neutral = _verdict(verdict) == 1.0 and plain_name(name) in (*LABELS, *WEIGHTS)
+        neutral = _verdict(verdict) == 1.0 and plain_name(name) in neutral_names
         if neutral or is_empty(verdict):
             continue
         remedy = f"Pack good and bad ones (--kind scored --field score={name}), carry it "
@@ -255,9 +235,10 @@ def check_read(record: Any, names: Iterable[str], used: Collection[str]) -> None
     for name in names:
         if name in used or is_empty(value := unwrapped(record.get(name))):
             continue
-        if plain_name(name) not in WEIGHTS or value != 1:
-            remedy = UNREAD[plain_name(name)].format(name) + ", "
-            remedy += "" if plain_name(name) in WEIGHTS else f"carry it (--carry {name}), "
+        weighs = plain_name(name) in known().groups["weighs"]
+        if not weighs or value != 1:
+            remedy = known().unread[plain_name(name)].format(name) + ", "
+            remedy += "" if weighs else f"carry it (--carry {name}), "
             remedy += 'say that it changes nothing (on={"unread_field": "keep"})'
             raise Refused("unread_field", f"{name} {quote(value)}", remedy)
 
@@ -272,7 +253,7 @@ def _verdict(value: object) -> float | None:
     written = value.lower() if isinstance(value, str) else value
     if not isinstance(written, str | int | float):
         return None
-    return 1.0 if written in _GOOD else 0.0 if written in _BAD else None
+    return 1.0 if written in known().good else 0.0 if written in known().bad else None
 
 
 def is_number(value: object) -> bool:

@@ -62,7 +62,8 @@ def missing(value: Any, path: Path, at: str = "") -> str:
             return f"no {part!r} in {at}: {quote(value)}"
         if value.get(part) is None:
             there = ", ".join(map(repr, value)) or "nothing"
-            return f"no {part!r} among {there}" + (f" in {at}" if at else "")
+            what = f"{part!r} is null" if part in value else f"no {part!r} among {there}"
+            return what + (f" in {at}" if at else "")
         value, at = value[part], f"{at}.{part}" if at else part
     return ""
 

@@ -11,14 +11,12 @@ from typing import Any
 import numpy as np
 
 from packstore.config import TokenizeConfig
-from packstore.config.record_shapes import ID_SPELLINGS, SPELLINGS
+from packstore.config.record_shapes import known
 from packstore.tokenizer.chat.messages import HH_BEGINNING, OBJECTS
 from packstore.tokenizer.control import holds
 from packstore.tokenizer.records.fields import LARGEST_REWARD
-from packstore.tokenizer.records.shapes import Parsed, parse_canonical
+from packstore.tokenizer.records.parse import Parsed, parse_canonical
 from packstore.tokenizer.refusals import Refused
-
-_NAMES = frozenset(chain(*SPELLINGS.values(), *ID_SPELLINGS.values()))
 
 
 def straight_texts(
@@ -33,7 +31,8 @@ def straight_texts(
     for i, value in enumerate(values):
         if type(value) is dict:
             alike[tuple(zip(value, map(type, value.values()), strict=True))].append(i)
-    names, straight = _NAMES.union(config.fields.values()), {}
+    spelled = (*known().spellings.values(), *known().id_spellings.values())
+    names, straight = {*chain(*spelled), *config.fields.values()}, {}
     for types, records in alike.items():
         meant = {name: kind for name, kind in types if name in names and kind is not type(None)}
         if not {str, int, float}.issuperset(meant.values()) or config.thinking == "strip":
