@@ -36,7 +36,7 @@ from packstore.io.manifest.commit import (
 )
 from packstore.io.manifest.manifest import Manifest
 from packstore.io.manifest.partition_notes import PARTITIONS
-from packstore.io.manifest.side_manifest import SIDE, SideManifest
+from packstore.io.manifest.side_manifest import PART_FOLDER, SIDE, SideManifest
 from packstore.io.store.location import Location
 from packstore.io.store.operations import (
     ListedFile,
@@ -44,6 +44,7 @@ from packstore.io.store.operations import (
     abort_upload,
     is_unchanged,
     list_folder,
+    list_folders,
     remove_empty,
     run_parallel,
     uploads,
@@ -66,6 +67,7 @@ _NAMES = {
     FOLDER: rf"{_MANIFEST}|packs-[0-9]{{6,}}-[0-9a-f]{{16}}\.index|\.packstore-[0-9a-f]{{32}}",
     WRITERS: r"[0-9a-f]{32}\.json",
     PARTITIONS: r"[0-9a-f]{12}-[0-9]{5,}\.json",
+    rf"{PART_FOLDER}[0-9a-f]{{16}}": r"[0-9]{5}-[0-9a-f]{64}\.npz",
 }
 """Folder -> names of the files that packstore makes there; hidden while they are written."""
 
@@ -74,7 +76,9 @@ _OWN = re.compile(
     + "|".join(rf"{at}/(?:{name}|\.(?:{name})\.[0-9a-f]{{32}})" for at, name in _NAMES.items())
 )
 _VERSION = re.compile(rf"{FOLDER}/{_MANIFEST}")
-_RUN = re.compile(rf"(?:{DATA}|{PARTITIONS})/\.?([0-9a-f]{{12}})(?:-p([0-9]+))?-.*")
+_RUN = re.compile(
+    rf"(?:{DATA}|{PARTITIONS})/\.?([0-9a-f]{{12}})(?:-p([0-9]+))?-.*|({PART_FOLDER}[0-9a-f]{{16}})/.*"
+)
 
 
 @dataclass(frozen=True)
@@ -179,8 +183,14 @@ def clean(
 
 def _is_ours(location: Location) -> bool:
     """Returns True if packstore wrote there; a first job that failed leaves only shards."""
-    listed = (list_folder(location, folder) for folder in (DATA, *_NAMES))
+    folders = (DATA, FOLDER, WRITERS, PARTITIONS)
+    listed = (list_folder(location, folder) for folder in (*folders, *_parts(location)))
     return any(_OWN.fullmatch(file.path) for files in listed for file in files)
+
+
+def _parts(location: Location) -> list[str]:
+    """Returns the folders of the parts of log-probs."""
+    return [name for name in list_folders(location) if _RUN.fullmatch(f"{name}/")]
 
 
 class _Cleaner:
@@ -200,11 +210,12 @@ class _Cleaner:
             list_folder(self._location, name) for name in (FOLDER, DATA, WRITERS, PARTITIONS)
         )
         staged = list(self._staging_folders())
-        self._listed = {f.path: f for f in (*folder, *data, *jobs, *notes, *staged)}
+        parts = [f for name in _parts(self._location) for f in list_folder(self._location, name)]
+        self._listed = {f.path: f for f in (*folder, *data, *jobs, *notes, *staged, *parts)}
         self.uploads = uploads(self._location)
         begun = [ListedFile(upload.path, 0, upload.age) for upload in self.uploads or ()]
         youngest: dict[str, float] = {}
-        for file in (*data, *notes, *begun):
+        for file in (*data, *notes, *begun, *parts):
             run = _run_of(file.path)
             youngest[run] = min(youngest.get(run, math.inf), _age(file))
         old, named = self._versions(folder)
@@ -214,7 +225,7 @@ class _Cleaner:
             if file.path not in named and not _VERSION.fullmatch(file.path)
         ]
         unnamed += [(file, _UPLOAD) for file in begun]
-        unnamed += [(file, _why(file.path)) for file in (*staged, *notes)]
+        unnamed += [(file, _why(file.path)) for file in (*staged, *notes, *parts)]
         leftovers = {item.path: item for item in old}
         for file, why in unnamed:
             age = min(_age(file), youngest.get(_run_of(file.path), math.inf))
@@ -233,7 +244,7 @@ class _Cleaner:
                 going = [item for x in batch if (item := found.get(x.path))]
                 kept |= {item.path: item.spared for item in going if item.spared}
                 waiting += self._remove_soon([item for item in going if not item.spared], kept)
-        remove_empty(self._location, PARTITIONS, WRITERS)
+        remove_empty(self._location, PARTITIONS, WRITERS, *_parts(self._location))
         return kept
 
     def _remove_soon(self, items: Sequence[Leftover], kept: dict[str, str]) -> list[Leftover]:
@@ -339,9 +350,9 @@ def _age(file: ListedFile) -> float:
 
 
 def _run_of(path: str) -> str:
-    """Returns the run that wrote a shard or a note; the path itself for other files."""
+    """Returns the run that wrote a shard, a note or a part; the path itself for other files."""
     match = _RUN.fullmatch(path)
-    return match[1] if match else path
+    return match[1] or match[3] if match else path
 
 
 def _why(path: str) -> str:

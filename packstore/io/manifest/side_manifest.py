@@ -39,6 +39,9 @@ SIDE_VERSION = 1
 SIDE = "side"
 """Prefix of the names of its manifests."""
 
+PART_FOLDER = "parts-"
+"""Prefix of the folder of a run whose parts are not yet a version."""
+
 REF_LOGPS = "ref_logps"
 """The column with a value for each sequence: its log-prob under a reference model."""
 

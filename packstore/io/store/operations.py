@@ -53,6 +53,13 @@ def list_folder(location: Location, folder: str) -> list[ListedFile]:
     return [_listed(f"{folder}/{name}", e) for name, e in sorted(files, key=itemgetter(0))]
 
 
+def list_folders(location: Location) -> list[str]:
+    """Lists the names of the folders in a place."""
+    fs, full = location.filesystem()
+    entries = location.request("list", "", partial(clients.ls, fs, full))
+    return sorted(name for name, e in entries if e["type"] == "directory")
+
+
 def is_unchanged(location: Location, files: Sequence[ListedFile]) -> bool:
     """Returns True if files are still those that were listed, by a look at each.
 

@@ -42,7 +42,7 @@ from packstore.errors import (
 from packstore.format.arrays import Int64
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.manifest.commit import refuse_existing, require_exclusive
-from packstore.io.manifest.side_manifest import REF_LOGPS, SIDE
+from packstore.io.manifest.side_manifest import PART_FOLDER, REF_LOGPS, SIDE
 from packstore.io.side.side import Side, SideWriter, open_side
 from packstore.io.store.location import Location
 from packstore.io.store.operations import remove_all, remove_empty
@@ -221,7 +221,7 @@ class _Parts:
 
     def __init__(self, location: Location, dataset: Dataset, provenance: Provenance) -> None:
         run = fingerprint([dataset.manifest.fingerprint, provenance])[:16]
-        self.location, self.folder = location, f"parts-{run}"
+        self.location, self.folder = location, f"{PART_FOLDER}{run}"
 
     def put(self, number: int, values: Values) -> None:
         """Writes a finished part, atomically."""

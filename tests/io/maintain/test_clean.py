@@ -76,6 +76,8 @@ FOREIGN = {
     "_packstore/writers": "todo.json",
     "_packstore/partitions": "list.json",
     "_packstore/.staging-abcdefgh": "report.txt",
+    f"parts-{'0' * 16}": f"00000-{'1' * 63}.npz 1.npz .x",
+    "parts-of-mine": f"00000-{'1' * 64}.npz",
 }
 OWN = (
     SHARD,
@@ -86,6 +88,8 @@ OWN = (
     f"_packstore/.manifest-000002.json.{'0' * 32}",
     f"_packstore/writers/{'0' * 32}.json",
     f"_packstore/partitions/{RUN}-00000.json",
+    f"parts-{'0' * 16}/00000-{'1' * 64}.npz",
+    f"parts-{'0' * 16}/.00027-{'1' * 64}.npz.{'0' * 32}",
 )
 
 
@@ -98,9 +102,27 @@ def test_only_names_of_packstore_go(place: str) -> None:
     for path in (*foreign, *OWN):
         Files(place).write(path, b"1")
     report = clean(place, **NOW)
-    assert files(place) == named | foreign
+    foreign -= {path for path in foreign if path.startswith("parts-of")}  # not looked into
+    assert files(place) == named | foreign | {f"parts-of-mine/00000-{'1' * 64}.npz"}
     assert {x.path for x in report.leftovers if x.spared == "not a name of packstore's"} == foreign
     assert {x.path for x in report.removable} == set(OWN)
+
+
+def test_parts_of_log_probs_go_once_all_are_old(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that was killed before it committed anything leaves nothing else."""
+    parts = [f"parts-{n * 16}/0000{n}-{n * 64}.npz" for n in "01"]
+    for path in parts:
+        Files(place).write(path, b"1")
+    young = parts[1].replace("/00001", "/00002")
+    Files(place).write(young, b"1")
+    later(monkeypatch, 8 * DAY)
+    Files(place).renew(young, 8 * DAY - 60)
+    report = clean(place, delete=True)
+    assert {x.path for x in report.removable} == {parts[0]}
+    assert files(place) == {parts[1], young}
+    assert not Path(place, f"parts-{'0' * 16}").exists()
 
 
 def test_a_marker_goes_with_the_link_that_its_job_left(tmp_path: Path) -> None:
