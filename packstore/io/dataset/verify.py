@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 
 from packstore.errors import ConfigError, PackstoreError, quote, sentence
-from packstore.format.arrays import Int64
+from packstore.format.arrays import SOURCE_SHIFT, Int64
 from packstore.format.rules import check_packs
 from packstore.io.dataset.pack_index import PackIndex, require_same
 from packstore.io.dataset.reader import ShardReader, ShardStream
@@ -146,6 +146,13 @@ def _check_shard(
             checked.counter.add(figures[-1], packs.lengths)
             checked.example_ids.append(packs.example_ids)
         first_row += rows
+    sources = len(manifest.provenance["sources"])
+    if shard.example_id_base == 0 or "combined_from" in manifest.provenance:  # else not told apart
+        for ids in checked.example_ids if sources else ():
+            if (last := int(ids.max(initial=0))) >> SOURCE_SHIFT >= sources:
+                must = f"example ids must be of the {sources} sources of the manifest"
+                found = f"{last}, of source {last >> SOURCE_SHIFT}"
+                checked.problems.append(sentence(where, must, found))
     with checked.noting():
         checked.sha256 = stream.sha256()  # reads the rest
         checked.compare(where, shard, checked, ("sha256",))

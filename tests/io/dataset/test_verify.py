@@ -12,8 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 from forged import fit
 from places import edit_manifest
+from small_jobs import pack, pairs, write_jsonl
 
-from packstore import Dataset
+from packstore import Dataset, concat
 from packstore import open as open_dataset
 from packstore.cli import main
 from packstore.errors import ConfigError, IntegrityError, PackstoreError
@@ -207,3 +208,21 @@ def test_the_files_of_another_writer_are_named_once_by_their_difference(
     assert found.search(problem), problem
     with pytest.raises(IntegrityError, match=found):
         open_dataset(data.url).read_packs(0)
+
+
+def test_ids_of_sources_that_do_not_exist(tmp_path: Path) -> None:
+    """Combined with others, they would meet the ids of these."""
+    files = [write_jsonl(tmp_path / f"{n}.jsonl", pairs(9, 9 * n)) for n in (0, 1)]
+    one, two = (pack(tmp_path / name, files) for name in "ab")
+    both = concat([one, two], str(tmp_path / "c"))
+    assert all(data.verify().ok for data in (one, both))
+    edit_manifest(one.url, lambda m: m["provenance"]["sources"].pop())
+    edit_manifest(both.url, lambda m: m["shards"][-1].update(example_id_base=9 << 40))
+    for url, source in ((one.url, 1), (both.url, 10)):
+        problems = open_dataset(url).verify().problems
+        assert f"of source {source}" in problems[0]
+    # A base without combined_from hides the source, and some writers list none.
+    edit_manifest(one.url, lambda m: m["provenance"].update(sources=[]))
+    edit_manifest(both.url, lambda m: m["provenance"].pop("combined_from"))
+    assert open_dataset(one.url).verify().ok
+    assert open_dataset(both.url).verify().ok
