@@ -119,7 +119,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores the latter
                 signal.signal(number, _terminate)
     set_up(args)
+    args.own_process = argv is None
     try:
+        if "out" in args:
+            from packstore.cli import common
+
+            common.refuse_memory(args, args.out)
         code: int = args.command.run(args)
         sys.stdout.flush()
         return code

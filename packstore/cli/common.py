@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import re
 import sys
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from packstore.config import Settings
-from packstore.errors import CONTROL, spelled, visible
+from packstore.errors import CONTROL, ConfigError, display, sentence, spelled, visible
 
 if TYPE_CHECKING:
     from packstore.io.dataset.dataset import Dataset
@@ -68,6 +69,14 @@ def source_of(paths: list[str]) -> Any:
     """Returns the one path alone, as only that may be a packed dataset, or all; - is stdin."""
     one = paths[0] if len(paths) == 1 else paths
     return sys.stdin.buffer if one == "-" else one
+
+
+def refuse_memory(args: argparse.Namespace, *places: str | None) -> None:
+    """Refuses output in memory, which ends with the process of a command."""
+    for place in places if args.own_process else ():
+        if re.search(r"(?:^|::)memory://", place or ""):
+            rule, do = "output must outlive the command", "Name a folder or a URL of a store"
+            raise ConfigError(sentence(display(str(place)), rule, "a store in memory", do))
 
 
 def add_storage_options(parser: argparse.ArgumentParser, source: bool = False) -> None:

@@ -86,7 +86,9 @@ def _job(args: argparse.Namespace) -> dict[str, Any]:
         "source_storage_options": args.source_storage_option,
         **common.read_settings(args, PackConfig),
     }
-    return {**job, **{name: value for name, value in given.items() if value is not None}}
+    job |= {name: value for name, value in given.items() if value is not None}
+    common.refuse_memory(args, job["out"], job.get("rejects"))
+    return job
 
 
 def _dry_run(args: argparse.Namespace, job: dict[str, Any]) -> int:

@@ -91,6 +91,25 @@ def run(folder: Path, *arguments: str, **env: str) -> subprocess.CompletedProces
     )
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        "pack pairs.jsonl memory://o --tokenizer t.json",
+        "pack pairs.jsonl o --tokenizer t.json --rejects memory://o",
+        "pack --config job.yaml",
+        "concat packed packed memory://o",
+        "export nemo packed memory://o.npy",
+        "ref-logps packed memory://o --model m",
+    ],
+)
+def test_output_that_would_end_with_the_process(folder: Path, command: str) -> None:
+    job = "source: pairs.jsonl\nout: memory://o\ntokenizer: t.json\n"
+    (folder / "job.yaml").write_text(job, encoding="utf-8")
+    done = run(folder, *command.split())
+    assert done.returncode == 1
+    assert b"output must outlive the command; found a store in memory. Name a" in done.stderr
+
+
 def test_names_beyond_the_locale(folder: Path) -> None:
     here = os.fsencode(folder)
     records = [{"问": r["prompt"], "source": "甲", **r} for r in RECORDS]
