@@ -93,16 +93,82 @@ def count(value: Any, low: int = 0, high: int = 2**63 - 1) -> int:
     return value
 
 
-def check_sha256(*texts: Any) -> None:
-    """64 hexadecimal digits in lower case each."""
-    need(all(re.fullmatch("[0-9a-f]{64}", text) for text in texts), "manifest")
+# Types of members, by name: ``?`` ends an optional one, ``*`` stands for any; a list has entries of
+# one type. What is not named here may be anything.
+TALLY, FILE = {"*": "count"}, {"path": "text", "bytes": "count", "sha256": "sha256"}
+SHARD = {**FILE, **dict.fromkeys([*SUMS, "footer_bytes", "example_id_base"], "count")}
+SHARD |= {"footer_sha256": "sha256", "row_groups": {name: ["count"] for name in GROUPS}}
+PART = {"path": "text", "fingerprint": "sha256"}
+MANIFEST = {
+    "format_version": "count",
+    "features": ["text"],
+    "strategy": "text",
+    "seed": "whole",
+    "pack_order": "text",
+    "carry": {"*": "text"},
+    "totals": dict.fromkeys(["packs", *SUMS[1:], "logical_tokens"], "count"),
+    "statistics": {
+        "fill_rate": "number",
+        "examples_per_pack": {"min": "count", "mean": "number", "max": "count"},
+        **dict.fromkeys(["longest_sequence", "most_segments", "shortest_pack"], "count"),
+        "length_histogram": TALLY,
+        "planning": {},
+    },
+    "records": {
+        "read": "count",
+        "packed": "count",
+        **dict.fromkeys(["dropped", "noted", "fields_used?", "fields_not_used?"], TALLY),
+    },
+    "provenance": {
+        "sources": [{"path": "text", "records": "count", "bytes?": "count", "sha256?": "sha256"}],
+        "settings": {},
+        "package_version": "text",
+        "lineage?": "sha256",
+        "repacked_from?": PART,
+        "combined_from?": [{**PART, "lineage": "sha256", "sources": "count", "shards": "count"}],
+    },
+    "shards": [SHARD],
+    "further_files?": [FILE],
+    "pack_index?": FILE,
+    "writer_features?": ["text"],
+}
+SIDE_MANIFEST = {
+    "side_version": "count",
+    "features": ["text"],
+    "lineage": "sha256",
+    "fingerprint": "sha256",
+    "columns": {"*": "text"},
+    "provenance": {"*": "plain"},
+    "package_version": "text",
+    "shards": [{**FILE, "rows": "count"}],
+}
+
+
+def check_type(value: Any, type_: Any) -> None:
+    """Checks a value and all that is in it."""
+    if isinstance(type_, list):
+        need(isinstance(value, list), "manifest")
+        for entry in value:
+            check_type(entry, type_[0])
+    elif isinstance(type_, dict):
+        need(isinstance(value, dict), "manifest")
+        if "*" in type_:
+            type_ = dict.fromkeys(value, type_["*"])
+        for name, inner in type_.items():
+            if not name.endswith("?") or name[:-1] in value:
+                check_type(value[name.removesuffix("?")], inner)
+    elif type_ in ("count", "whole"):
+        count(value, 0 if type_ == "count" else -(2**63))
+    elif type_ == "sha256":
+        need(re.fullmatch("[0-9a-f]{64}", value), "manifest")
+    elif type_ == "number":
+        need(type(value) in (int, float) and value >= 0, "manifest")
+    else:
+        need(isinstance(value, str if type_ == "text" else str | int | float | None), "manifest")
 
 
 def check_files(files: Sequence[Json]) -> None:
-    """Sizes and hashes are such; paths are relative, and no two are the same."""
-    for f in files:
-        count(f["bytes"])
-        check_sha256(f["sha256"])
+    """Paths are relative, and no two are the same."""
     part = r"[A-Za-z0-9_][A-Za-z0-9_.\-=]*"
     need(all(re.fullmatch(rf"{part}(/{part})*", f["path"]) for f in files), "manifest")
     need(len({f["path"] for f in files}) == len(files), "manifest")
@@ -117,16 +183,19 @@ def check_names(columns: Json) -> None:
 
 def check_manifest(m: Json) -> None:
     """Checks a manifest by itself; a missing member raises a KeyError."""
-    need(count(m["format_version"]) == 1 and set(m["features"]) <= {"label_spans"}, "unsupported")
+    check_type(m, {name: MANIFEST[name] for name in ("format_version", "features")})
+    need(m["format_version"] == 1 and set(m["features"]) <= {"label_spans"}, "unsupported")
     need(len(set(m["features"])) == len(m["features"]), "manifest")
     supported = m["kind"] in KINDS and m["layout"] in ("concat", "shared_prefix")
     need(supported and m["file_format"] in ("parquet", "arrow"), "unsupported")
     k, size, shards, totals = m["num_responses"], m["pack_size"], m["shards"], m["totals"]
     need(k == KINDS[m["kind"]] and k is not True, "manifest")
-    about, tokenizer = m["provenance"], m["provenance"].get("tokenizer") or {}
+    check_type(m, MANIFEST)
+    tokenizer = m["provenance"].get("tokenizer")
     count(size, 1, 2**31 - 1)
-    count(tokenizer.get("vocab_size", 1), 1, 2**31 - 1)
-    check_sha256(about.get("lineage", "0" * 64))
+    check_type(tokenizer or {}, {"vocab_size?": "count"})
+    need(tokenizer is None or isinstance(tokenizer, dict), "manifest")
+    count((tokenizer or {}).get("vocab_size", 1), 1, 2**31 - 1)
     check_names(m["carry"])
     index, further = m.get("pack_index"), m.get("further_files", [])
     check_files([*shards, *further, *([index] if index else [])])
@@ -139,35 +208,36 @@ def check_manifest(m: Json) -> None:
     for s in shards:
         g = s["row_groups"]
         n = len(g["rows"])
-        count(s["example_id_base"])
-        check_sha256(s["footer_sha256"])
         need({len(g[name]) for name in GROUPS} == {n}, "manifest")
         need(re.fullmatch("[0-9a-f]*", g["crc32"]) and len(g["crc32"]) == 8 * n, "manifest")
         need(all(sum(g[name]) == s[name] for name in GROUPS[:3]), "manifest")
-        need(0 < count(s["footer_bytes"]) <= min(s["bytes"], 2**24 + 2**16 * n), "manifest")
+        need(0 < s["footer_bytes"] <= min(s["bytes"], 2**24 + 2**16 * n), "manifest")
         need(k is None or s["sequences"] == k * s["examples"], "manifest")
         for rows, examples, tokens, longest in zip(*(g[name] for name in GROUPS), strict=True):
-            need(0 < count(rows) <= examples and 0 < count(longest) <= tokens, "manifest")
+            need(0 < rows <= examples and 0 < longest <= tokens, "manifest")
             need(tokens <= rows * size, "manifest")
     for name in SUMS:
-        total = sum(count(s[name]) for s in shards)
-        need(count(totals["packs" if name == "rows" else name]) == total, "manifest")
+        total = sum(s[name] for s in shards)
+        need(totals["packs" if name == "rows" else name] == total, "manifest")
     r = m["records"]
-    need(r["read"] == r["packed"] + sum(map(count, r["dropped"].values())), "manifest")
+    need(r["read"] == r["packed"] + sum(r["dropped"].values()), "manifest")
     need(r["packed"] == totals["examples"], "manifest")
-    s = m["statistics"]
-    for value in (s["fill_rate"], s["examples_per_pack"]["mean"]):
-        need(type(value) in (int, float), "manifest")
-    need(all(isinstance(p["sources"], int) for p in about.get("combined_from", [])), "manifest")
+    buckets = {str(1 << n) for n in range(31)}
+    need(m["statistics"]["length_histogram"].keys() <= buckets, "manifest")
+    need(m["statistics"]["fill_rate"] <= 1, "manifest")
 
 
 def check_side(side: Json) -> None:
     """Checks the manifest of a side dataset by itself."""
-    need(count(side["side_version"]) == 1 and not side["features"], "unsupported")
+    check_type(side, {name: SIDE_MANIFEST[name] for name in ("side_version", "features")})
+    need(side["side_version"] == 1 and not side["features"], "unsupported")
     need(side["kind"] in KINDS, "unsupported")
+    check_type(side, SIDE_MANIFEST)
+    need(all(shard["rows"] for shard in side["shards"]), "manifest")
+    need(side["columns"].get("ref_logps", "list<float32>") == "list<float32>", "side")
     check_names(side["columns"])
     check_files(side["shards"])
-    check_sha256(side["lineage"])
+    need(side["columns"], "manifest")
 
 
 # -------------------------------------------------------------------- shards (sections 7 to 11)
@@ -469,7 +539,6 @@ def read_side(folder: Path, m: Json) -> tuple[Json, Json, list[tuple[int, int]]]
     """The known columns of a side dataset, its rows by id, and the ids that it covers."""
     side = checked(folder, "side", check_side)
     columns, rows = known(side["columns"], SIDE), {}
-    need(side["columns"].get("ref_logps", "list<float32>") == "list<float32>", "side")
     covered = spans_of(side, m)
     need(side["kind"] == m["kind"] and covered, "side")
     types = {

@@ -215,10 +215,10 @@ def _cells(figures: Figures) -> tuple[list[str], list[list[str]]]:
 def _fill(dataset: Dataset) -> str:
     """Returns the fill rate of the packs, and with padding if space is reserved for it."""
     m = dataset.manifest
-    multiple = m.statistics.planning.get("pad_to_multiple", 1)
-    if multiple == 1:
+    plan = m.statistics.planning  # anything, if another writer made it
+    multiple, padded = plan.get("pad_to_multiple", 1), plan.get("aligned_fill_rate")
+    if multiple == 1 or not isinstance(padded, float):
         return f"{m.fill_rate:.2%}"
-    padded = m.statistics.planning["aligned_fill_rate"]
     return f"{m.fill_rate:.2%}, {padded:.2%} once padded to multiples of {multiple}"
 
 

@@ -181,7 +181,7 @@ def _settings_of(base: Dataset, settings: Mapping[str, Any], packed: bool) -> Pa
         if name in decided
     }
     if values.get("chat_template") not in (None, "chatml", "plain"):
-        values["chat_template"] = (manifest.provenance["tokenizer"] or {}).get("chat_template")
+        values["chat_template"] = (manifest.provenance.get("tokenizer") or {}).get("chat_template")
     values |= {
         "kind": manifest.kind,
         "layout": manifest.layout,

@@ -21,6 +21,7 @@ Int31 = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 Positive = Annotated[int, msgspec.Meta(ge=1, le=TOP)]
 Whole = Annotated[int, msgspec.Meta(ge=-TOP - 1, le=TOP)]
 Real = Annotated[float, msgspec.Meta(ge=0)]
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Sha256 = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 Checksums = np.ndarray[Any, np.dtype[np.uint32]]
 """uint32 `[G]`; in JSON a text of 8 hexadecimal digits each. (A numpy alias would not compare.)"""
@@ -95,6 +96,7 @@ def _array(kind: object, value: Any) -> Int64 | Checksums:
     except ValueError:  # lists of several lengths
         column = np.empty(0, object)
     numbers = isinstance(value, list) and column.dtype == np.int64 and column.ndim == 1
+    numbers = numbers and bool not in {*map(type, value)}  # numpy takes it for a number
     if not numbers or min(value, default=0) < 0:  # faster than numpy for short lists
         raise ValueError("Expected a list of whole numbers of at least 0")
     return column

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
-from collections.abc import Callable
+import runpy
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,8 @@ from packstore.format import (
     to_arrow,
 )
 from packstore.torch import open_side
+
+READER = Path(__file__).parents[2] / "examples" / "readers" / "reader.py"
 
 Case = dict[str, Any]
 Load = Callable[[str], Any]
@@ -192,3 +197,46 @@ def test_invalid_manifests(
 
 def test_invalid_sides(sides_invalid: Case, parse: Parse, load: Load, validator: Validator) -> None:
     judge_invalid(sides_invalid, "side", parse, load, validator)
+
+
+WRONG = (None, True, -1, 0, 2**70, 1.5, 7, "", "x", "10", [], [1], ["x"], {}, {"a": 1}, {"0": "x"})
+"""Values of every JSON type, of which each is of a wrong one for most members."""
+
+
+def members(value: Any, path: str = "") -> Iterator[str]:
+    """JSON Pointers of all members, and of the first entry of each list."""
+    inside = value.items() if isinstance(value, dict) else enumerate(value[:1])
+    for name, inner in inside:
+        yield f"{path}/{name}"
+        if isinstance(inner, dict | list):
+            yield from members(inner, f"{path}/{name}")
+
+
+@pytest.mark.parametrize("name", ["manifest", "side"])
+def test_every_member_of_every_type(
+    name: str, parse: Parse, load: Load, validator: Validator, tmp_path: Path
+) -> None:
+    """What the schema refuses, packstore and the reader beside the format refuse by name."""
+    reader, valid = runpy.run_path(str(READER)), validator(name)
+    check = partial(reader["checked"], tmp_path, name, reader[f"check_{name}"])
+    seen, accepted = set[str](), list[Any]()
+    for case in load(f"cases/{name}s_valid.json")["cases"]:
+        for path in {*members(case["manifest"])} - seen - {"/sha256"}:
+            seen.add(path)
+            for value in WRONG:
+                operation = {"op": "replace", "path": path, "value": value}
+                document = patched(case["manifest"], [operation])
+                document.pop("sha256", None)
+                refused = 0
+                with contextlib.suppress(FormatError):
+                    refused += 1
+                    parse(name, json.dumps(document).encode())
+                    refused -= 1
+                with contextlib.suppress(reader["Refused"]):
+                    refused += 1
+                    check()
+                    refused -= 1
+                if refused < 2 and not valid.is_valid(document):
+                    accepted.append((path, value, refused))
+    assert not accepted
+    assert len(seen) > {"manifest": 60, "side": 12}[name]

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from packstore.errors import PackstoreError
+from packstore.errors import PackstoreError, sentence
 from packstore.tokenizer.chat import limits
 
 T = TypeVar("T")
@@ -28,11 +28,18 @@ MAX_RETRIES = 3
 def run(work: Callable[[T], R], items: Iterable[T], num_workers: int | None) -> Iterator[R]:
     """Yields ``work(item)`` in order; `num_workers` None: a task for each core of the cluster."""
     started = not ray.is_initialized()
-    if started:
-        # A worker of an earlier call would keep its tokenizer in memory.
-        ray.init(log_to_driver=False, include_dashboard=False, configure_logging=False)
     try:
-        cores = max(1, int(ray.cluster_resources().get("CPU", 1)))
+        try:
+            if started:
+                # A worker of an earlier call would keep its tokenizer in memory.
+                ray.init(log_to_driver=False, include_dashboard=False, configure_logging=False)
+            cores = max(1, int(ray.cluster_resources().get("CPU", 1)))
+        except Exception as error:  # of Ray's own, and bare ones
+            rule, do = (
+                "must start, or be reached (RAY_ADDRESS)",
+                "Set engine local, or see its logs",
+            )
+            raise PackstoreError(sentence("Ray", rule, str(error), do)) from error
         yield from _in_tasks(work, iter(items), num_workers or cores)
     finally:
         if started:

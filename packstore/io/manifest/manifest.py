@@ -53,6 +53,7 @@ MAX_FOOTER_BYTES, GROUP_FOOTER_BYTES = 1 << 24, 1 << 16
 
 FILE_FORMATS = ("parquet", "arrow")
 _SHARD_FIELDS = {f.name for f in dataclasses.fields(ShardInfo)} - {"further"}
+_BUCKETS = {str(1 << bits) for bits in range(31)}
 _SUMS = ("examples", "sequences", "tokens", "supervised_tokens", "bytes")
 
 
@@ -293,19 +294,48 @@ class _Origin(msgspec.Struct):
 
 
 class _Tokenizer(msgspec.Struct):
+    name: str | None = None
+    path: str | None = None
+    sha256: str | None = None
+    vocab_sha256: str | None = None
+    probe_sha256: str | None = None
     vocab_size: Int31 = 1
+    files: dict[str, str] | None = None
+    bos_id: Count | None = None
+    eos_id: Count | None = None
+    pad_id: Count | None = None
+    chat_template: str | None = None
+    chat_template_sha256: str | None = None
+    tool_use_template: str | None = None
+    tool_use_template_sha256: str | None = None
+
+
+class _Settings(msgspec.Struct):
+    """Those that are used before PackConfig checks all."""
+
+    on: dict[str, str] = {}
+    chat_template: str | None = None
+    pad_to_multiple: Int31 = 1
+
+
+class _Repacked(msgspec.Struct):
+    path: str
+    fingerprint: Sha256
 
 
 class _Provenance(msgspec.Struct):
     sources: list[_Source]
-    settings: dict[str, Any]
+    settings: _Settings
     package_version: str
     tokenizer: _Tokenizer | None = None
     lineage: Sha256 = ""
+    repacked_from: _Repacked | msgspec.UnsetType = msgspec.UNSET
     combined_from: list[_Origin] = []
 
 
 class _About(msgspec.Struct):
+    """Types of what :class:`Manifest` keeps as it is: of all members that anything here uses."""
+
     provenance: _Provenance
 
 
@@ -324,6 +354,9 @@ def check_manifest(manifest: Manifest, where: str) -> None:
         real = sum(getattr(s, "rows" if name == "packs" else name) for s in shards)
         must = f"total {name} must be the sum over shards"
         require_equal(where, must, total=getattr(totals, name), sum=real)
+    for bound in manifest.statistics.length_histogram:
+        must = "keys of length_histogram must be powers of two below 2^31"
+        require(bound in _BUCKETS, where, must, {"key": quote(bound)})
     require_different_paths([file.path for file in manifest.stored], where)
     for file in manifest.further_files:
         named = file.sha256[:16] in file.path.rpartition("/")[2]

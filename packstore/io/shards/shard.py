@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from packstore.errors import IntegrityError
 from packstore.format.arrays import Int64, Packs, PackSizes, count_packs
-from packstore.format.typed_json import Checksums, Count, Positive, Real, Sha256
+from packstore.format.typed_json import Checksums, Count, Positive, Real, Sha256, Share
 
 _crc32 = zlib.crc32
 with contextlib.suppress(ImportError):
@@ -144,7 +144,7 @@ class Spread:
 class Statistics:
     """Statistics of the packs."""
 
-    fill_rate: Real  # tokens / (packs * pack_size), 0 to 1
+    fill_rate: Share  # tokens / (packs * pack_size), 0 to 1
     examples_per_pack: Spread  # over all packs
     longest_sequence: Count  # logical tokens
     most_segments: Count  # maximum of a pack

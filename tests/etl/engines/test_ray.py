@@ -98,6 +98,19 @@ class DieAtAShard:
         return self.work(item)
 
 
+def test_a_cluster_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray raises a bare Exception if its raylet dies meanwhile."""
+
+    def init(**_: object) -> None:
+        raise Exception("The current node timed out during startup.")
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    with pytest.raises(PackstoreError, match=r"Ray: must start.*timed out during.*engine to local"):
+        list(run(square, [1], None))
+
+
 def test_partitions_survive_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bytes as in this process, though a task dies with a shard put and others to come."""
     sources = [write_jsonl(tmp_path / f"{i}.jsonl", pairs(900, 900 * i)) for i in range(4)]

@@ -118,6 +118,34 @@ def test_every_field_is_needed_and_typed(good, read):
             assert "\n" not in message
 
 
+USED = {"on": {}, "chat_template": "", "pad_to_multiple": 2}
+USED |= dict.fromkeys(("name", "path", "sha256", "vocab_sha256", "probe_sha256"), "")
+USED |= {"bos_id": 0, "eos_id": 0, "pad_id": 0, "vocab_size": 9, "files": {}}
+USED |= {"chat_template_sha256": "", "tool_use_template": "", "tool_use_template_sha256": ""}
+"""Members of settings or of a tokenizer that are used, with one right value."""
+
+
+def test_members_of_open_objects_that_are_used_have_types(good, read):
+    """A path that is a number would be an open file; texts in `on` were taken for mappings."""
+    for name, right in USED.items():
+        of = "settings" if name in ("on", "pad_to_multiple") else "tokenizer"
+        for value in (right, True, -1, 1.5, "x", [], ["x"], {"a": 1}, 2**70):
+            about = {"settings": {}, "tokenizer": {}} | {of: {name: value}}
+            text = json.loads(good)
+            text["provenance"].update(about)
+            if type(value) is type(right) and value in (right, "x"):
+                assert read(json.dumps(text).encode()).provenance[of] == {name: value}
+            else:
+                with pytest.raises(FormatError, match=f"field provenance.{of}.{name}"):
+                    read(json.dumps(text).encode())
+
+
+@pytest.mark.parametrize("bound", ["", "a", "3", "0", "-1", "2147483648", "01", "1.0", "９"])
+def test_buckets_of_lengths_are_powers_of_two(good, read, bound):
+    with pytest.raises(FormatError, match="keys of length_histogram must be powers of two"):
+        read.changed(good, lambda m: m["statistics"]["length_histogram"].update({bound: 1}))
+
+
 DEEP_OR_LONG = {
     "lists": b"[" * 5_000_000,
     "objects": b'{"a":' * 1_000_000,
