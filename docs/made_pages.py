@@ -139,14 +139,15 @@ def shapes() -> Iterator[str]:
     yield "# Named shapes\n"
     yield "Records of these sets and trainers are read without a flag: `packstore pack "
     yield "hf://datasets/SET/FILES OUT --tokenizer …`. How they are recognised, and how to add "
-    yield "one: [Records](../records.md). *Tried*: a real file was packed; the others stand on the "
-    yield "record of a card or of a trainer's page. In the last column, learned text is in «».\n"
+    yield "one: [Records](../records.md). *Tried*: a real file was packed; *seen*: the form was "
+    yield "read at its source; *memory*: neither, so look at the first line of the log. In the "
+    yield "last column, learned text is in «».\n"
     rows = []
     for name, entry in entries.items():
         sets = "<br>".join(f"`{s}`" for s in entry.get("sets", ()))
         becomes = "<br>".join(f"`{text}`" for text in entry.get("shows", ())) or entry.get("refuse")
         fields = ", ".join(f"`{path}`" for path in entry["fields"])
-        tried = "tried" if entry.get("tried") else ""
+        tried = next((mark for mark in ("tried", "seen") if entry.get(mark)), "memory")
         kind = entry.get("kind", "refused")
         rows.append((f"[{name}]({entry['source']})", fields, sets, kind, tried, _cell(becomes)))
     yield from _table(("shape", "fields", "sets", "kind", "", "becomes"), rows)

@@ -31,6 +31,7 @@ from packstore.io.store.operations import copy_file, run_parallel
 from packstore.io.store.staging import Staging
 from packstore.io.write.write_job import AppendedBefore, WriteJob, writing
 from packstore.progress import Progress
+from packstore.tokenizer.records.shapes import table
 
 log = logging.getLogger("packstore")
 
@@ -192,6 +193,12 @@ def _settings_of(base: Dataset, settings: Mapping[str, Any], packed: bool) -> Pa
         "labels": "spans" if "label_spans" in manifest.features else "plain",
         "carry": tuple(f"{name}:{type_}" for name, type_ in manifest.carry.items()),
     }
+    if not packed and (shape := recorded.get("shape")):
+        before, now = manifest.provenance.get("shape_sha256", ""), table(shape).digest
+        if before != now:
+            must = f"append packs by the shapes of the dataset, so {shape} must be as it was"
+            found, remedy = f"sha256 {now[:12]}, not {before[:12]}", "Restore it, or pack anew"
+            raise ConfigError(sentence(base.url, must, found, remedy))
     on = {**recorded.get("on", {})}
     if packed:  # its records were answered for; examples that do not fit cannot be truncated
         on = {"overlong": "error"} if on.get("overlong") == "error" else {}

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from packstore.config import PARTITION_BYTES, PackConfig, PlanConfig, SelectConfig, WriteConfig
-from packstore.errors import ConfigError, RecordError, sentence, spelled
+from packstore.errors import ConfigError, InputError, RecordError, sentence, spelled
 from packstore.etl.engines import ENGINES, local
 from packstore.etl.tokenize import Part, Tokenize
 from packstore.format.arrays import Examples, Rows, Sample, Tally, to_offsets
@@ -35,6 +35,7 @@ from packstore.tokenizer import (
 )
 from packstore.tokenizer.fastest import EngineWatch, fastest, pays
 from packstore.tokenizer.records.parse import parse_record
+from packstore.tokenizer.records.shapes import table
 from packstore.tokenizer.refusals import Refused
 from packstore.tokenizer.tokenizer import FAST
 from packstore.version import VERSION
@@ -99,6 +100,7 @@ class RecordExampleReader:
         if config.carry:
             config = replace(config, carry=typed_carry(config, rows.values))
         self._config, self.carry = config, parse_carry(config)
+        self._shapes = table(config.shape).digest
         detected = config.kind == "auto"
         self.kind = detect_kind(rows.values[0], config, rows.where(0)) if detected else config.kind
         self._renders = self._reference is not None and self._are_dialogues(rows)
@@ -186,7 +188,11 @@ class RecordExampleReader:
 
     def provenance(self, sources: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
         """Returns sources (as passed, else those read here), tokenizer, settings and version."""
+        if self._shapes != table(self._config.shape).digest:
+            must = "must stay as it is while records are packed by it"
+            raise InputError(sentence(str(self._config.shape), must, "that it changed"))
         return {
+            **({"shape_sha256": self._shapes} if self._shapes else {}),
             "sources": list(self._reader.sources if sources is None else sources),
             "tokenizer": self.tokenizer and {**self._tokenizer_path, **self.tokenizer.provenance()},
             "settings": replace(self._config, partitions=self.partitions).recorded(),

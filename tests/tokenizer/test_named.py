@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import packstore
 from packstore.config import PackConfig
 from packstore.config.record_shapes import known
-from packstore.errors import ConfigError, RecordError
+from packstore.errors import ConfigError, DatasetExistsError, RecordError
 from packstore.tokenizer.records.fields import Fields
 from packstore.tokenizer.records.shapes import table
 from tests.tokenizer.test_shapes import TEMPLATE
@@ -35,6 +38,11 @@ def test_an_example_is_of_exactly_its_shape(name, pack, byte_level):
         return
     packed = pack(tokenizer, record)
     assert packed.marked == entry["shows"]
+
+
+def test_the_page_says_how_many_there_are():
+    page = (Path(__file__).parents[2] / "docs/records.md").read_text(encoding="utf-8")
+    assert f"{len(table().named)} named shapes" in page
 
 
 Q = [{"role": "user", "content": "Q"}]
@@ -168,6 +176,48 @@ def test_rewards_beside_a_named_shape_are_kept(pack, byte_level):
     )
     (group,) = packed.dataset.iter_packs()
     assert sorted(group.reward.tolist()) == [1.5, 4.0]
+
+
+def test_a_changed_file_of_shapes_is_refused_on_append_and_rerun(tmp_path, byte_level):
+    own, out = tmp_path / "own.yaml", str(tmp_path / "out")
+    (tmp_path / "t.json").write_text(byte_level().file.to_str())
+    text = "mine:\n  kind: sft\n  fields: {q: text, a: text}\n  reads: {prompt: q, response: a}\n"
+    own.write_text(text)
+    path, more = tmp_path / "in.jsonl", tmp_path / "more.jsonl"
+    path.write_text('{"q": "Q", "a": "x"}\n')
+    more.write_text('{"q": "R", "a": "y"}\n')
+    settings = {"tokenizer": str(tmp_path / "t.json"), "shape": str(own), "pack_size": 64}
+    dataset = packstore.pack(str(path), out, **settings)
+    assert dataset.manifest.provenance["shape_sha256"] == hashlib.sha256(text.encode()).hexdigest()
+    assert packstore.pack(str(path), out, **settings).version == dataset.version
+    own.write_text(text.replace("prompt: q, response: a", "prompt: a, response: q"))
+    with pytest.raises(ConfigError, match=r"own.yaml must be as it was; found sha256"):
+        packstore.append(out, str(more))
+    with pytest.raises(DatasetExistsError, match="shape_sha256"):
+        packstore.pack(str(path), out, **settings)
+    own.write_text(text)
+    assert packstore.append(out, str(more)).manifest.records.packed == 2
+
+
+def test_ids_of_a_record_with_a_named_shape(pack, byte_level):
+    """Without a tokenizer they are read; with one, text or ids must be chosen."""
+    both = {"instruction": "Q", "output": "x", "input_ids": [81, 89], "labels": [-100, 89]}
+    assert pack(None, both).sequences == [([81, 89], [False, True])]
+    tokenizer = byte_level(template=TEMPLATE)
+    with pytest.raises(RecordError, match=r"alpaca .* and ids and labels .*--shape NAME"):
+        pack(tokenizer, both, on={"wrong_type": "error"})
+    assert pack(tokenizer, both, shape="alpaca").marked == ["[u]Q<e>[a]«x<e>»"]
+    assert pack(tokenizer, both, shape="ids and labels").marked == ["r«z»"]
+
+
+def test_votes_that_are_even_are_a_tie(pack, byte_level):
+    record = ENTRIES["PandaLM annotators"]["example"] | {"input": float("nan")}
+    rows = [{**record, "annotator3": vote} for vote in (2, 0, 1)]
+    packed = pack(byte_level(template=TEMPLATE), *rows)
+    assert packed.dropped == {"tie": 1}
+    (group,) = packed.dataset.iter_packs()
+    assert sorted(group.reward.tolist()) == [0.0, 0.0, 1.0, 2.0]
+    assert packed.marked[0] == "[u]Q<e>[a]«x<e>»"
 
 
 def test_a_shape_of_ones_own(tmp_path, pack, byte_level):

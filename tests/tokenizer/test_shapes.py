@@ -243,8 +243,8 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
         "messages must be a list of objects, found an object of lists",
     ),
     "WildChat": (
-        {"conversation": [{**turn, "toxic": False} for turn in (ASK, A)]},
-        "messages with 'toxic' … Remove it",
+        {"conversation": [{**turn, "toxic": False, "hashed_ip": "x"} for turn in (ASK, A)]},
+        ANSWERS[:1],
     ),
     "WildChat, mapped by hand": (
         {"messages": [{**turn, "toxic": False} for turn in (ASK, A)]},
@@ -275,8 +275,18 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
         THE_SECOND,
     ),
     "Gemini": (
-        {"contents": [{"role": "user", "parts": [{"text": "Q"}]}]},
-        "a record of Gemini contents … parts in place of content",
+        {
+            "contents": [
+                {"role": "user", "parts": [{"text": "Q"}]},
+                {"role": "model", "parts": [{"functionCall": {"name": "add", "args": {"x": 1}}}]},
+                {
+                    "role": "user",
+                    "parts": [{"functionResponse": {"name": "add", "response": {"sum": 2}}}],
+                },
+                {"role": "model", "parts": [{"text": "A"}]},
+            ]
+        },
+        ['[u]Q<e>[a]«!add{"x": 1}<e>»[t]{"sum": 2}<e>[a]«A<e>»'],
     ),
     "LLaMA-Factory, history": (
         {"instruction": "Q", "output": "A", "history": [["a", "b"]]},
@@ -344,12 +354,61 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
             ASK,
             said(
                 [
+                    {"type": "thinking", "thinking": "hm", "signature": "s"},
                     {"type": "text", "text": "A"},
                     {"type": "tool_use", "id": "t", "name": "add", "input": {"x": 1}},
                 ]
             ),
+            asked([{"type": "tool_result", "tool_use_id": "t", "content": "2"}]),
+            said([{"type": "text", "text": "B"}]),
+        )
+        | {"tools": [{"name": "add", "description": "d", "input_schema": {}}]},
+        ['add;[u]Q<e>[a]«(hm)A!add{"x": 1}<e>»[t]2<e>[a]«B<e>»'],
+    ),
+    "Bedrock's calls": (
+        dialogue(
+            asked([{"text": "Q"}]),
+            said([{"toolUse": {"toolUseId": "t", "name": "add", "input": {"x": 1}}}]),
+            asked([{"toolResult": {"toolUseId": "t", "content": [{"text": "2"}]}}]),
+            said([{"text": "A"}]),
         ),
-        "a part must be text, found {'type':",
+        CALLED,
+    ),
+    "LLaMA-Factory's parts": (
+        dialogue(
+            asked([{"type": "text", "value": "Q"}]) | {"loss_weight": 0.0},
+            said(
+                [
+                    {"type": "reasoning", "value": "hm"},
+                    {"type": "tool_call", "value": '{"name": "add", "arguments": {"x": 1}}'},
+                ],
+                loss_weight=0.0,
+            ),
+            {"role": "tool", "content": [{"type": "text", "value": "2"}], "loss_weight": 0.0},
+            said([{"type": "text", "value": "A"}], loss_weight=1.0),
+        ),
+        ['[u]Q<e>[a](hm)!add{"x": 1}<e>[t]2<e>[a]«A<e>»'],
+    ),
+    "Mistral's thinking": (
+        dialogue(
+            ASK,
+            said(
+                [
+                    {"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]},
+                    {"type": "text", "text": "A"},
+                ]
+            ),
+        ),
+        ["[u]Q<e>[a]«(hm)A<e>»"],
+    ),
+    "thoughts of the user": (
+        dialogue(asked([{"type": "thinking", "thinking": "hm"}]), A),
+        "only the assistant has reasoning",
+    ),
+    "NeMo's chat": (
+        {"mask": "User", "system": "S"}
+        | {"conversations": [{"from": "User", "value": "Q"}, {"from": "Assistant", "value": "A"}]},
+        AFTER_SYSTEM[:1],
     ),
     "Hermes's calls in text": (
         {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -9,6 +10,7 @@ from typing import Any, TypeVar
 
 from packstore.config.packing import RESERVED_VARIABLES
 from packstore.errors import quote
+from packstore.tokenizer.chat.sandbox import as_json
 from packstore.tokenizer.chat.template import Message, Tools
 from packstore.tokenizer.refusals import Refused
 
@@ -47,6 +49,7 @@ CALLS = ("tool_calls", "function_call")
 
 LEARNED: dict[str, tuple[object, object]] = {
     "weight": (1, 0),  # OpenAI
+    "loss_weight": (1, 0),  # LLaMA-Factory
     "train": (True, False),  # axolotl
     "training": (True, False),
     "loss": (True, False),  # ms-swift
@@ -56,6 +59,19 @@ LEARNED: dict[str, tuple[object, object]] = {
 
 MESSAGE_KEYS = frozenset(("role", "from", "content", "value", *KEPT, *REASONING, *CALLS, *LEARNED))
 """Every key of a message that is read; others are of the reason ``unknown_key``."""
+
+PARTS: dict[str, tuple[str, dict[str, str]]] = {
+    "reasoning": ("thought", {"text": "value"}),  # LLaMA-Factory
+    "thinking": ("thought", {"text": "thinking"}),  # Anthropic, Mistral
+    "tool_call": ("call", {"json": "value"}),  # LLaMA-Factory
+    "tool_use": ("call", {"id": "id", "name": "name", "arguments": "input"}),  # Anthropic
+    "toolUse": ("call", {"id": "toolUseId", "name": "name", "arguments": "input"}),  # Bedrock
+    "functionCall": ("call", {"name": "name", "arguments": "args"}),  # Google
+    "tool_result": ("result", {"tool_call_id": "tool_use_id", "content": "content"}),
+    "toolResult": ("result", {"tool_call_id": "toolUseId", "content": "content"}),
+    "functionResponse": ("result", {"name": "name", "content": "response"}),
+}
+"""Type or key of a part of a message -> what it is, and its keys of a message or a call."""
 
 SKIPPED = "_skipped"
 """Key of a normalised message that is not to be learned; templates do not get it."""
@@ -67,15 +83,16 @@ OBJECTS = re.compile(r"""\s*\[?\s*\{\s*(["'])\w+\1\s*:""")
 def normalize_messages(value: Any, unknown: set[str]) -> list[Message]:
     """Converts messages to the form that templates expect.
 
-    Accepts ``role`` / ``content`` and ShareGPT's ``from`` / ``value``; content as text or as text
-    parts; a tool call or reasoning as a separate message, which is merged into its assistant
-    message. A turn with calls only has the record's content, or null; arguments that are JSON text
-    stay text. Keys that are not read are added to `unknown`.
+    Accepts ``role`` / ``content`` and ShareGPT's ``from`` / ``value``; content as text or as parts
+    of text, reasoning, calls and their results; a tool call or reasoning as a separate message,
+    which is merged into its assistant message. A turn with calls only has the record's content, or
+    null; arguments that are JSON text stay text. Keys that are not read are added to `unknown`.
     """
     found: list[Message] = []
     reasoning: Message | None = None
     calling = False
-    for raw in [value] if isinstance(value, dict) else value:
+    given = [value] if isinstance(value, dict) else value
+    for raw in itertools.chain.from_iterable(map(_spread, given)):
         role, message = _normalize(raw, unknown)
         if role == "reasoning":
             reasoning, calling = message, False
@@ -98,6 +115,48 @@ def normalize_messages(value: Any, unknown: set[str]) -> list[Message]:
     if reasoning is not None:
         raise Refused("bad_role", "reasoning must precede an answer, found the end")
     return found
+
+
+def _spread(raw: Any) -> list[Any]:
+    """Splits a message with parts of reasoning, calls or results into messages of one kind each."""
+    parts = raw.get("content") if isinstance(raw, dict) else None
+    if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
+        return [raw]
+    results: list[Message] = []
+    of: dict[str, list[Any]] = {"thought": [], "call": [], "text": []}
+    for part in parts:
+        kind = part.get("type") or next((key for key in part if key in PARTS and part[key]), "text")
+        name, fields = PARTS.get(kind, ("text", {}))
+        held = part[kind] if isinstance(part.get(kind), dict) else part
+        value = {ours: held[theirs] for ours, theirs in fields.items() if held.get(theirs)}
+        if name == "result":
+            said = value.get("content", "")
+            told = said if isinstance(said, str | list) else as_json(said)
+            results.append({"role": "tool", **value, "content": told})
+        else:
+            of[name].append(value if fields else part)
+    if not (results or of["thought"] or of["call"]):
+        return [raw]
+    rest = {key: value for key, value in raw.items() if key != "content"}
+    if of["thought"]:
+        if rest.get("role") != "assistant":
+            raise Refused("bad_role", f"only the assistant has reasoning, found {quote(raw)}")
+        thoughts = [
+            {"text": thought} if isinstance(thought, str) else thought
+            for part in of["thought"]
+            for thought in _listed(part.get("text"))
+        ]
+        results.append({**rest, "role": "assistant_reasoning", "content": thoughts})
+    if of["call"]:
+        calls = [call.pop("json", call) for call in of["call"]]
+        rest["tool_calls"] = [_json(c, "a tool call") if isinstance(c, str) else c for c in calls]
+    if of["text"] or of["call"]:
+        results.append({**rest, "content": of["text"] or None})
+    return results
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def _check_alike(one: Message, other: Message) -> None:
@@ -144,6 +203,9 @@ def _tool(tool: Any) -> Any:
         tool = _json(tool, "a tool")
     if not isinstance(tool, dict):
         return tool
+    if "input_schema" in tool:  # Anthropic
+        own = {("parameters" if k == "input_schema" else k): v for k, v in tool.items()}
+        return {"type": "function", "function": own}
     if isinstance(tool.get("function"), dict):
         return {**tool, "function": _tool(tool["function"])}
     parameters = tool.get("parameters")
@@ -226,7 +288,7 @@ def _normalize(raw: object, unknown: set[str]) -> tuple[str, Message]:
     written = _one_of(raw, ("role", "from"))
     if isinstance(written, list):
         raise Refused("wrong_type", "messages must be a list of objects, found an object of lists")
-    role = ROLES.get(written) if isinstance(written, str) else None
+    role = ROLES.get(written.lower()) if isinstance(written, str) else None
     if written is None:
         remedy = "Give the list of messages itself" if "messages" in raw else ""
         raise Refused("bad_role", f"a message without a role, {quote(raw)}", remedy)
@@ -282,14 +344,18 @@ def is_empty(value: object) -> bool:
 
 def _text(content: object, unknown: set[str]) -> str:
     if isinstance(content, list):
+        texts = []
         for part in content:
-            if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+            names = [n for n in ("text", "value") if isinstance(part, dict) and part.get(n)]
+            text = part[names[0]] if names else isinstance(part, dict) and part.get("text")
+            if not isinstance(text, str) or len(names) > 1:
                 raise Refused("wrong_type", f"a part must be text, found {quote(part)}")
             if part.get("type", "text") not in ("text", None):
                 raise Refused("wrong_type", f"a part must be of type text, found {quote(part)}")
-            others = part.keys() - {"type", "text"}
+            others = part.keys() - {"type", *(names or ("text",))}
             unknown.update(f"content.{key}" for key in others if not is_empty(part[key]))
-        return "".join(part["text"] for part in content)
+            texts.append(text)
+        return "".join(texts)
     if isinstance(content, str):
         return content
     raise Refused("wrong_type", f"message content must be text, found {quote(content)}")

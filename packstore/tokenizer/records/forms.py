@@ -48,6 +48,10 @@ def _is_answer(value: object) -> bool:
     return isinstance(value, str) or _role_at(first, 0) in ("assistant", "call", "reasoning")
 
 
+def _is_numeral(value: object) -> bool:
+    return is_text(value) and str(value).replace(".", "", 1).isdecimal()
+
+
 def _is_list(value: object) -> bool:
     return isinstance(value, list | np.ndarray)
 
@@ -68,6 +72,7 @@ FORMS: Mapping[str, Form] = {
     "token ids": Form("token ids", holds_ids),
     "lists of ids": Form("a list of lists of token ids", _list_of(holds_ids)),
     "number": Form("a number", is_number),
+    "numeral": Form("a number, or its text", lambda v: is_number(v) or _is_numeral(v)),
     "reward": Form("a number"),
     "score": Form("a number, or true or false, which are 1 and 0", is_score),
     "numbers": Form("a list of numbers, higher for better responses", _is_list),

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import json
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from packstore.config import TokenizeConfig
@@ -69,50 +72,68 @@ def _read(shape: Shape, record: dict[str, Any], as_chat: bool) -> dict[str, Any]
     """Returns a record of a shape with our own field names."""
     if shape.refuse:
         raise Refused("wrong_type", shape.refusal)
+    for text, values in shape.entry.get("drops", {}).items():
+        if (value := follow(record, parse_path(text))) in values:
+            raise Refused("tie", f"{text} {quote(value)}")
     found = {n: v for n, v in record.items() if n in _beside() and n not in shape.passes}
     for name, paths in shape.reads.items():
-        if parts := [v for path in paths if (v := follow(record, path)) is not None]:
-            found[name] = parts[0] if len(parts) == 1 else _joined(parts)
-    for path, values in shape.entry.get("drops", {}).items():
-        if (value := follow(record, parse_path(path))) in values:
-            raise Refused("tie", f"{path} {quote(value)}")
-    if "ranks" in found:
-        found["scores"] = [-_number(rank) for rank in found.pop("ranks")]
-    if (options := found.pop("options", None)) is not None:
-        if len(options) != 2:
+        parts = [v for path in paths if (v := follow(record, path)) is not None]
+        if keys := shape.entry.get("turns"):
+            parts = [_with_keys(part, keys) for part in parts]
+        if parts:
+            kept = parts if name == "votes" else parts[0]
+            found[name] = kept if len(parts) == 1 or kept is parts else _joined(parts)
+    if isinstance(found.get("system"), list):
+        found["system"] = _joined(found["system"])
+    if "good" in found:
+        good, bad = found.pop("good"), found.pop("bad")
+        found |= {"responses": [*good, *bad], "scores": [1] * len(good) + [0] * len(bad)}
+    if "options" in found:
+        options, scores = found.pop("options"), found.pop("scores", ())
+        if len(options) != 2 or len(scores) not in (0, 2):
             raise Refused("wrong_type", f"there must be two answers, found {len(options)}")
-        found["first"], found["second"] = options
+        found |= zip(("first", "second"), options, strict=True)
+        found |= zip(("first_score", "second_score"), scores, strict=False)
+    if "questions" in found:
+        asked = found.pop("questions")
+        found |= {side: _dialogue(asked, found[side]) for side in ("first", "second")}
     if "first" in found:
         _choose(shape, found)
+    if "ranks" in found:
+        found["scores"] = [-_number(rank) for rank in found.pop("ranks")]
     if isinstance(scores := found.get("scores"), list):
         found["scores"] = [_number(score) for score in scores]
     history = found.pop("history", None)
     if as_chat:
         _render(shape, found, _rounds(shape, history or []))
     elif not is_empty(history):
-        raise Refused(
-            "unread_field", "earlier turns beside plain text", "Make chats of text (--as-chat)"
-        )
+        remedy = "Make chats of text (--as-chat)"
+        raise Refused("unread_field", "earlier turns beside plain text", remedy)
     return found
 
 
 def _choose(shape: Shape, found: dict[str, Any]) -> None:
-    """Turns two answers and a verdict into the chosen and the rejected one."""
-    sides, scores = [found.pop("first"), found.pop("second")], []
-    if "first_score" in found:
-        scores = [_number(found.pop("first_score")), _number(found.pop("second_score"))]
-        verdict: Any = scores[1] - scores[0]
+    """Turns two answers and a verdict, votes or scores into the chosen and the rejected one."""
+    sides, entry = [found.pop("first"), found.pop("second")], shape.entry
+    scores: list[float] = []
+    if votes := found.pop("votes", None):
+        verdict: Any = votes
+        scores = [sum(vote in entry[key] for vote in votes) for key in ("first", "second")]
+    elif "first_score" in found:
+        verdict = [found.pop("first_score"), found.pop("second_score")]
+        scores = [_number(score) for score in verdict]
     else:
         verdict = found.pop("verdict")
-    if shape.entry.get("signed") or scores:
-        gap = _number(verdict)
-        second: int | None = int(gap > 0) if gap else None
-        scores = scores or [max(-gap, 0), max(gap, 0)]
+        if entry.get("signed"):
+            gap = _number(verdict)
+            scores = [max(-gap, 0), max(gap, 0)]
+    if scores:
+        second = None if scores[0] == scores[1] else int(scores[1] > scores[0])
     else:
-        said = [any(verdict == v for v in shape.entry.get(k, ())) for k in ("first", "second")]
+        said = [any(verdict == v for v in entry.get(key, ())) for key in ("first", "second")]
         second = said.index(True) if True in said else None
-        if second is None and verdict not in shape.entry.get("tie", ()):
-            must = f"the verdict must be one of {shape.entry['first']} or {shape.entry['second']}"
+        if second is None and verdict not in entry.get("tie", ()):
+            must = f"the verdict must be one of {entry['first']} or {entry['second']}"
             raise Refused("wrong_type", f"{must}, found {quote(verdict)}")
     if second is None:
         raise Refused("tie", f"verdict {quote(verdict)}")
@@ -122,16 +143,43 @@ def _choose(shape: Shape, found: dict[str, Any]) -> None:
 
 
 def _rounds(shape: Shape, history: Any) -> list[dict[str, Any]]:
-    """Returns earlier rounds, lists of two texts or objects of two, as messages."""
+    """Returns earlier rounds as messages: lists of two texts, objects of two, or texts by turns."""
     names = shape.entry.get("rounds", (0, 1))
     try:
-        texts = [item[name] for item in history for name in names]
+        texts = [item[name] for item in history for name in names] if names else [*history]
     except (KeyError, IndexError, TypeError):
         texts = [None]
     if not all(map(is_text, texts)):
         must = "earlier turns must be a list of a question and an answer each"
         raise Refused("wrong_type", f"{must}, found {quote(history)}")
-    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+    return _turns(texts)
+
+
+def _turns(texts: list[Any]) -> list[dict[str, Any]]:
+    roles = itertools.cycle(("user", "assistant"))
+    return [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
+
+
+def _dialogue(questions: Any, answers: Any) -> list[dict[str, Any]]:
+    """Returns as many questions and answers, lists or their JSON text, as messages."""
+    try:
+        lists = [json.loads(v) if is_text(v) else v for v in (questions, answers)]
+        texts = [text for pair in zip(*lists, strict=True) for text in pair]
+    except (ValueError, TypeError):
+        texts = [None]
+    if not all(map(is_text, texts)):
+        must = "questions and answers must be lists of as many texts"
+        raise Refused("wrong_type", f"{must}, found {quote(questions)}, {quote(answers)}")
+    return _turns(texts)
+
+
+def _with_keys(value: Any, keys: Mapping[str, str | None]) -> Any:
+    """Returns turns with other keys; null: without this key."""
+    if isinstance(value, list):
+        return [_with_keys(item, keys) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {new: item for key, item in value.items() if (new := keys.get(key, key)) is not None}
 
 
 def _render(shape: Shape, found: dict[str, Any], earlier: list[dict[str, Any]]) -> None:
@@ -159,6 +207,7 @@ def _render(shape: Shape, found: dict[str, Any], earlier: list[dict[str, Any]]) 
 
 def _joined(parts: list[Any]) -> Any:
     """Returns texts joined by a line break each, without the empty ones."""
+    parts = [part for part in parts if part == part]  # NaN, which pandas writes for none
     if not all(map(is_text, parts)):
         raise Refused("wrong_type", f"parts of a prompt must be text, found {quote(parts)}")
     return "\n".join(part for part in parts if part)
