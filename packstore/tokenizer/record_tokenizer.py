@@ -189,8 +189,8 @@ class RecordTokenizer:
             tally.unused.update(n for n in shape.passes & full.keys() if not is_empty(full[n]))
         pairs = zip(block.records, block.parsed, strict=True)
         kept = [parsed for i, parsed in pairs if i not in block.refused]
-        named = (block.shapes.get(i) for i in block.records if i not in block.refused)
-        tally.shapes.update(str(shape) for shape in named if shape is not None)
+        shapes = (block.shapes.get(i) for i in block.records if i not in block.refused)
+        tally.shapes.update(str(s or p.shape) for s, p in zip(shapes, kept, strict=True))
         tally.chats = sum(parsed.is_chat for parsed in kept)
         tally.texts = sum(isinstance(parsed.prompt, str) for parsed in kept)
         if self._is_raw and (raw := tally.texts - tally.noted["rendered_text"]):

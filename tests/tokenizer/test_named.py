@@ -180,22 +180,23 @@ def test_rewards_beside_a_named_shape_are_kept(pack, byte_level):
 
 def test_a_changed_file_of_shapes_is_refused_on_append_and_rerun(tmp_path, byte_level):
     own, out = tmp_path / "own.yaml", str(tmp_path / "out")
-    (tmp_path / "t.json").write_text(byte_level().file.to_str())
+    (tmp_path / "t.json").write_text(byte_level().file.to_str(), encoding="utf-8")
     text = "mine:\n  kind: sft\n  fields: {q: text, a: text}\n  reads: {prompt: q, response: a}\n"
-    own.write_text(text)
+    own.write_text(text, encoding="utf-8")
     path, more = tmp_path / "in.jsonl", tmp_path / "more.jsonl"
-    path.write_text('{"q": "Q", "a": "x"}\n')
-    more.write_text('{"q": "R", "a": "y"}\n')
+    path.write_text('{"q": "Q", "a": "x"}\n', encoding="utf-8")
+    more.write_text('{"q": "R", "a": "y"}\n', encoding="utf-8")
     settings = {"tokenizer": str(tmp_path / "t.json"), "shape": str(own), "pack_size": 64}
     dataset = packstore.pack(str(path), out, **settings)
     assert dataset.manifest.provenance["shape_sha256"] == hashlib.sha256(text.encode()).hexdigest()
     assert packstore.pack(str(path), out, **settings).version == dataset.version
-    own.write_text(text.replace("prompt: q, response: a", "prompt: a, response: q"))
+    changed = text.replace("prompt: q, response: a", "prompt: a, response: q")
+    own.write_text(changed, encoding="utf-8")
     with pytest.raises(ConfigError, match=r"own.yaml must be as it was; found sha256"):
         packstore.append(out, str(more))
     with pytest.raises(DatasetExistsError, match="shape_sha256"):
         packstore.pack(str(path), out, **settings)
-    own.write_text(text)
+    own.write_text(text, encoding="utf-8")
     assert packstore.append(out, str(more)).manifest.records.packed == 2
 
 

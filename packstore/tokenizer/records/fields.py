@@ -149,10 +149,7 @@ def count_unused(tally: Tally, records: Sequence[Any], names: Collection[str]) -
     # Field names may be data that differ in each record; those with a meaning come first.
     unread = known().unread
     for name in sorted(names, key=lambda name: (plain_name(name) not in unread, name))[:MAX_FIELDS]:
-        if used := tally.used[name]:
-            count = sum(record.get(name) is not None for record in records) - used
-        else:
-            count = sum(not is_empty(record.get(name)) for record in records)
+        count = sum(not is_empty(record.get(name)) for record in records) - tally.used[name]
         if count > 0:
             told = name.encode(errors="replace").decode()
             tally.unused[told] += count

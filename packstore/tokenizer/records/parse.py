@@ -54,6 +54,7 @@ class Parsed(NamedTuple):
     variables: dict[str, Any] | None = None  # of the chat template
     supervised: list[Bool] | None = None  # masks of responses that are ids; None: all tokens
     events: tuple[str, ...] = ()
+    shape: str = ""  # packstore's own that it has
     is_straight: bool = False  # True: its texts passed all checks, and hold no control string
 
     @property
@@ -102,7 +103,7 @@ def _parse(fields: Fields, shape: Shape) -> Parsed:
     prompt: Any = (
         fields.get("prompt", ids) if (PROMPT in shape.fields or PROMPT in shape.takes) else None
     )
-    rest: dict[str, Any] = {"rewards": [1.0]}
+    rest: dict[str, Any] = {"rewards": [1.0], "shape": str(shape)}
     if "scores" in shape.roots:
         scores = _each(fields, "scores", responses)
         rest["rewards"] = [number(score, "a score") for score in scores]

@@ -51,6 +51,7 @@ class Shape:
         self.fields = {parse_path(path): FORMS[form] for path, form in entry["fields"].items()}
         self.takes = {parse_path(path): FORMS[f] for path, f in entry.get("takes", {}).items()}
         self.roots = {str(path[0]): None for path in self.fields}.keys()
+        self._title = f"{name} ({', '.join(self.roots)})"
         self.without = [parse_path(path) for path in entry.get("without", ())]
         self.holds_ids = "token ids" in entry["fields"].values()
         self.reads = {
@@ -60,7 +61,7 @@ class Shape:
         self.passes = frozenset(entry.get("passes", ()))
 
     def __str__(self) -> str:
-        return f"{self.name} ({', '.join(self.roots)})"
+        return self._title
 
     @property
     def refusal(self) -> str:
@@ -196,10 +197,11 @@ class Table:
             absent = not shape.has(fields, str(found[0][0]))
             return len(found), absent, -len(shape.fields.keys() - found)
 
-        def share(shape: Shape) -> tuple[float, int]:
+        def share(shape: Shape) -> tuple[bool, float, int]:
             differing = {str(path[0]) for path in misfits[shape]}
             absent = sum(not shape.has(fields, name) for name in differing)
-            return len(differing) / len(shape.roots), absent
+            part = len(differing) / len(shape.roots)
+            return absent > 0 or part > 0.5, part, absent
 
         own, near = self.own_of(kind, ids), self.near(fields)
         misfits = {shape: [*shape.misfits(fields)] for shape in (*own, *near)}
@@ -214,6 +216,8 @@ class Table:
         other = min(near, key=share, default=shape)
         if (self.insists and near) or share(other) < share(shape):
             shape, remedy = other, "Write it so, or name its fields (--field FIELD=NAME)"
+            if shape.kind == kind and misfits[shape] and not share(shape)[0]:
+                reason = "wrong_type"
         paths = misfits[shape][:1] if shape.is_own else misfits[shape]
         told = "; ".join(shape.difference(fields, path) for path in paths)
         told = told or f"it is of kind {shape.kind}"
