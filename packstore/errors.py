@@ -51,6 +51,13 @@ def sentence(where: str, must: str, found: str = "", do: str = "") -> str:
     return f"{text} {_one_line(do, 400).rstrip('.')}." if do else text
 
 
+def refuse_pointer(start: bytes, where: str, kind: type[PackstoreError]) -> None:
+    """Raises `kind` if a file begins as what Git LFS leaves in place of one it did not download."""
+    if start.startswith(b"version https://git-lfs"):
+        found = "the pointer that Git LFS left in its place"
+        raise kind(sentence(where, "must be the file itself", found, "Run git lfs pull"))
+
+
 def add_place(error: BaseException, place: str) -> None:
     """Adds a note, once, of the part of the file that was being read."""
     note = f"While reading {place}."

@@ -20,6 +20,7 @@ from packstore.errors import (
     display,
     is_mistyped,
     quote,
+    refuse_pointer,
     sentence,
     spelled,
 )
@@ -244,7 +245,9 @@ def _read(path: Path) -> bytes:
             raise OSError(f"a {'folder' if path.is_dir() else 'device or pipe'}")
         if (size := path.stat().st_size) > MAX_FILE_BYTES:
             raise OSError(f"{size} bytes, which are more than {MAX_FILE_BYTES}")
-        return path.read_bytes()
+        data = path.read_bytes()
+        refuse_pointer(data, f"tokenizer {path}", TokenizerError)
+        return data
     except OSError as error:
         reason = error.strerror or str(error)
         raise TokenizerError(

@@ -6,8 +6,7 @@ import json
 
 import pytest
 
-import packstore
-from packstore.errors import InputError, RecordError
+from packstore.errors import RecordError
 
 ASK, ANSWER = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -58,13 +57,6 @@ def test_wrapped_messages_are_named(pack, tokenizer):
             {"prompt": [ASK], "chosen": wrapped, "rejected": wrapped},
             on={"bad_role": "error"},
         )
-
-
-def test_a_pointer_of_git_lfs_is_known(tmp_path, tokenizer):
-    path = tmp_path / "a.jsonl"
-    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\n", encoding="utf-8")
-    with pytest.raises(InputError, match=r"Git LFS left in its place\. Run git lfs pull"):
-        packstore.pack(path, tmp_path / "out", tokenizer("qwen3").file)
 
 
 def test_text_that_is_rendered_is_what_its_chat_is(pack, tokenizer):

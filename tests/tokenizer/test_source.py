@@ -185,6 +185,11 @@ BAD = {
     "nothing there": (lambda p: p / "none.json", None, "readable"),
     "empty folder": (lambda p: p, None, "folder must hold one of tokenizer.json"),
     "not a tokenizer.json": (lambda p: write(p, b"{}"), None, "tokenizers library"),
+    "not pulled": (
+        lambda p: write(p, b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n"),
+        None,
+        "Run git lfs pull",
+    ),
     "not a model": (lambda p: write(p, b"junk"), None, "SentencePiece"),
     "syntax": (lambda p: word_level(), "a\n{% if %}", "line 2"),
     "unclosed": (lambda p: word_level(), "{% generation %}", "valid Jinja"),

@@ -24,7 +24,7 @@ import pyarrow as pa
 
 from packstore.config import PackConfig
 from packstore.config.record_shapes import NOT_TEXT, SPELLINGS
-from packstore.errors import InputError, PackstoreError, quote, sentence, spelled
+from packstore.errors import InputError, PackstoreError, quote, refuse_pointer, sentence, spelled
 from packstore.format.arrays import Rows
 from packstore.io.inputs.hugging_face import (
     NO_RECORDS,
@@ -168,6 +168,7 @@ class InputReader:
         form = FORMATS.load(item.format)
         with contextlib.ExitStack() as stack:
             raw = stack.enter_context(item.location.open_read())
+            refuse_pointer(raw.peek(64), item.path, InputError)
             if form.check and not item.compression and raw.seekable():
                 form.check(raw, item.path)
                 raw.seek(0)
@@ -207,6 +208,7 @@ class InputReader:
     def _read_stream(self, path: str, stream: Any) -> Iterator[Block]:
         """Yields the blocks of JSON lines, compressed or not, as their first bytes say."""
         raw = io.BufferedReader(stream, CHUNK)
+        refuse_pointer(raw.peek(64), path, InputError)
         hashed, records = HashedStream(raw), 0
         lines = decompressed(hashed, COMPRESSIONS.get(suffix_of(raw.peek(8))), path)
         for piece in FORMATS.load("jsonl").read(lines, path, self._options):

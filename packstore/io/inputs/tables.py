@@ -84,10 +84,23 @@ def _plain_value(value: Any) -> object:
     """Converts containers and scalars of other libraries to Python's builtin types."""
     if isinstance(value, Mapping):
         return dict(value)
+    if str(getattr(value, "dtype", "")) == "object":
+        return _without_nulls(value)
     for method in ("tolist", "isoformat"):  # of arrays; of dates and times
         if hasattr(value, method):
             return getattr(value, method)()
     raise TypeError(f"a {type(value).__name__}")
+
+
+def _without_nulls(value: Any) -> Any:
+    """Returns an array of objects, as pandas has them of Arrow, without null members of structs."""
+    if isinstance(value, Mapping):
+        members = {name: _without_nulls(member) for name, member in value.items()}
+        return {name: member for name, member in members.items() if member is not None}
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(value, list):
+        return [*map(_without_nulls, value)]
+    return None if value != value else value  # NaN
 
 
 def _read_arrow(stream: BinaryIO, path: str, options: ReadOptions) -> Iterator[Piece]:
@@ -201,7 +214,8 @@ def _parse(payload: bytes, path: str, first: int) -> tuple[range, list[object]]:
 
 def _records(batch: pa.RecordBatch, where: str) -> list[object]:
     """Returns the rows of a plain batch: JSON is parsed, null members of structs are absent."""
-    rows: list[Any] = batch.to_pylist()
+    with _as_input_error(where, "the keys of a map must differ"):
+        rows: list[Any] = batch.to_pylist(maps_as_pydicts="strict")
     for field, column in zip(batch.schema, batch.columns, strict=True):
         if convert := _conversion(field, column, where):
             for row in rows:
@@ -229,6 +243,8 @@ def _conversion(field: pa.Field, column: pa.Array, where: str) -> Callable[[Any]
                 if value is not None
             }
         )
+    if kinds.is_map(type_) and (held := _conversion(type_.item_field, column.items, where)):
+        return lambda entries: entries and {n: held(value) for n, value in entries.items()}
     if _is_list(type_) and (item := _conversion(type_.value_field, column.values, where)):
         return lambda values: values and [*map(item, values)]
     return None
@@ -278,7 +294,7 @@ def _as_input_error(where: str, rule: str) -> Iterator[None]:
         yield
     except PackstoreError:
         raise
-    except (pa.ArrowException, OSError, ValueError, OverflowError, MemoryError) as error:
+    except (pa.ArrowException, OSError, ValueError, OverflowError, KeyError, MemoryError) as error:
         raise InputError(sentence(where, rule, str(error), "Write the file again")) from error
 
 

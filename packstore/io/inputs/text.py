@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Iterator
 from functools import partial
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import orjson
@@ -24,6 +24,8 @@ _LINE_REMEDY = "Correct the line; a file that is one JSON document must be named
 _FILE_REMEDY = "Correct the file; records one a line belong into a .jsonl file"
 _SPACE = re.compile(r"[ \t\n\r]*")
 _DECODER = json.JSONDecoder()
+_ONE = ("prompt", "chosen", "rejected", "completion", "response", "text", "messages")
+"""Fields of one text, of one list of messages, or of one list of ids."""
 _WRAPPERS = ("data", "rows", "records", "examples", "items", "instances")
 """Fields under which a document of one object holds its records; no record has such a field."""
 
@@ -61,9 +63,9 @@ def _count(payload: bytes) -> tuple[int, int]:
 def _parse_lines(payload: bytes, path: str, first: int) -> tuple[list[int], list[object]]:
     lines = payload.split(b"\n")
     numbers = [i for i, line in enumerate(lines, first) if line.strip()]
-    return numbers, [
-        parse_json(lines[i - first], f"{path}, line {i + 1}", _LINE_REMEDY) for i in numbers
-    ]
+    values = [parse_json(lines[i - first], f"{path}, line {i + 1}", _LINE_REMEDY) for i in numbers]
+    _refuse_table(values[: not first], path)
+    return numbers, values
 
 
 def _read_document(stream: BinaryIO, path: str, options: ReadOptions) -> Iterator[Piece]:
@@ -74,6 +76,7 @@ def _read_document(stream: BinaryIO, path: str, options: ReadOptions) -> Iterato
 
 def _parse_document(payload: list[bytes], path: str, first: int) -> tuple[range, list[object]]:
     values = [parse_json(text, f"{path}, item {i}") for i, text in enumerate(payload, first + 1)]
+    _refuse_table(values[: not first], path)
     return range(first, first + len(values)), values
 
 
@@ -152,6 +155,22 @@ def _wrapper(value: object) -> str | None:
     return None
 
 
+def _refuse_table(first: list[object], path: str) -> None:
+    """Raises if the first record is a whole table, by column or by index, as pandas writes it."""
+    for value in first:
+        if isinstance(value, dict) and (value.keys() == {"columns", "index", "data"} or _by(value)):
+            remedy = "Write records: in pandas, to_json(FILE, orient='records', lines=True)"
+            raise _refusal(path, "must be records, one after another", "a whole table", remedy)
+
+
+def _by(table: dict[str, Any]) -> bool:
+    held = [value for value in table.values() if value]
+    if held and all(isinstance(value, dict) for value in held):
+        return all(map(str.isdecimal, table)) or all(n.isdecimal() for v in held for n in v)
+    columns = all(isinstance(value, list) for value in held) and len({*map(len, held)}) == 1
+    return columns and any(isinstance(table[n][0], str | list) for n in _ONE if table.get(n))
+
+
 def parse_json(data: bytes, where: str, remedy: str = "Correct the text") -> object:
     """Returns the value of JSON text; accepts lone surrogates, NaN and infinities: later rules
     decide. Errors name the place `where`, and end in `remedy`."""
@@ -167,9 +186,6 @@ def parse_json(data: bytes, where: str, remedy: str = "Correct the text") -> obj
     except RecursionError:
         raise _too_deep(where) from None
     except ValueError as error:
-        if data.startswith(b"version https://git-lfs"):
-            found = "the pointer that Git LFS left in its place"
-            raise _refusal(where, "must be valid JSON", found, "Run git lfs pull") from None
         # also an integer with more digits than Python converts
         if isinstance(error, json.JSONDecodeError):
             where = f"{where}, column {error.colno}"

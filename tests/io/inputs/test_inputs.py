@@ -6,6 +6,7 @@ import bz2
 import datetime
 import gzip
 import hashlib
+import io
 import itertools
 import json
 import lzma
@@ -330,6 +331,84 @@ def test_values_of_other_libraries_become_plain_and_others_are_left_to_policies(
     records = ["text", None, {"a": "\ud800"}, {"a": math.inf}]
     assert load(records) == records
     assert math.isnan(load([{"a": math.nan}])[0]["a"])
+
+
+def test_rows_of_pandas_have_the_nulls_of_their_table() -> None:
+    """Arrow gives pandas its structs in arrays of objects, with a null or NaN for what is none."""
+    calls = [{"n": 1, "x": [0.5, None]}, {"s": "a", "deep": {"t": True}}, {"deep": {"u": None}}]
+    table = pa.table({"messages": [[{"role": "user", "calls": calls}], [{"calls": calls[:1]}]]})
+    frame = table.to_pandas()
+    expected = load(table)
+    assert expected[0]["messages"][0]["calls"][0] == {"n": 1, "x": [0.5, None]}
+    assert load(frame) == expected
+    assert load(frame.to_dict("records")) == expected
+
+
+def test_maps_are_mappings_with_json_inside() -> None:
+    texts = pa.array(['{"y": null}', "[1]"])
+    json_ = pa.ExtensionArray.from_storage(pa.json_(), texts)
+    maps = pa.MapArray.from_arrays([0, 1, 2], pa.array(["a", "b"]), json_)
+    table = pa.table({"arguments": maps, "in": pa.ListArray.from_arrays([0, 2, 2], maps)})
+    assert load(table) == [
+        {"arguments": {"a": {"y": None}}, "in": [{"a": {"y": None}}, {"b": [1]}]},
+        {"arguments": {"b": [1]}, "in": []},
+    ]
+    with pytest.raises(InputError, match="duplicate key was 'a'"):
+        load(pa.table({"m": pa.array([[("a", 1), ("a", 2)]], pa.map_(pa.string(), pa.int64()))}))
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 9\n"
+
+
+@pytest.mark.parametrize(
+    "suffix", ["jsonl", "json", "csv", "parquet", "arrow", "jsonl.gz", "parquet.zst", "csv.xz"]
+)
+def test_a_pointer_of_git_lfs(folder: Path, suffix: str) -> None:
+    name = f"a.{suffix}"
+    Path(name).write_bytes(POINTER)
+    with pytest.raises(InputError, match=rf"{name}: .*the pointer that Git LFS.*Run git lfs pull"):
+        load(name)
+    with pytest.raises(InputError, match=r"Run git lfs pull"):
+        load(io.BytesIO(POINTER))
+
+
+TURNS = [{"role": "user", "content": "x"}]
+BY_COLUMN: list[Any] = [
+    {"prompt": ["p", "q"], "chosen": ["a", "b"], "reward": [1, None]},
+    {"messages": [TURNS, TURNS]},
+    {"chosen": [[4], [5]], "rejected": [[6], [7]]},
+    {"prompt": {"0": "p", "1": "q"}, "chosen": {"0": "a", "1": "b"}},
+    {"messages": {"3": TURNS}},
+    {"0": {"prompt": "p"}, "1": {"prompt": "q"}},
+    {"columns": ["prompt"], "index": [0], "data": [["p"]]},
+]
+
+
+@pytest.mark.parametrize("suffix", ["json", "jsonl"])
+@pytest.mark.parametrize("value", BY_COLUMN, ids=str)
+def test_a_table_by_column(folder: Path, value: Any, suffix: str) -> None:
+    Path(f"a.{suffix}").write_text(json.dumps(value) + "\n", encoding="utf-8")
+    rule = r"must be records, one after another; found a whole table\. .*orient='records'"
+    with pytest.raises(InputError, match=rule):
+        load(f"a.{suffix}")
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"prompt": TURNS, "chosen": TURNS, "rejected": TURNS},
+        {"prompt": [5], "chosen": [6], "rejected": [7]},
+        {"input_ids": [5, 6], "labels": [5, 6]},
+        {"responses": ["a", "b"], "scores": [1, 2]},
+        {"messages": {"role": "user"}, "0": 1},
+        {"prompt": [], "chosen": []},
+        {},
+    ],
+    ids=str,
+)
+def test_records_made_of_lists_are_no_table(folder: Path, record: Any) -> None:
+    Path("a.json").write_text(json.dumps([record]), encoding="utf-8")
+    assert load("a.json") == [record]
 
 
 @pytest.mark.parametrize("value", [b"raw", {1, 2}, object()])
