@@ -195,8 +195,10 @@ def _wrapped(
         add_eos = np.zeros(len(drafts), np.bool_)
     else:
         control = np.array([draft.mode == "control" for draft in drafts], np.bool_)
+        others = tokenizer.specials if config.append_eos is None else ()
+        closing = (str(tokenizer.eos_token), *others)
         for i in np.flatnonzero(add_eos & (templated | control)).tolist():
-            if drafts[i].text.rstrip().endswith(str(tokenizer.eos_token)):
+            if drafts[i].text.rstrip().endswith(closing):
                 add_eos[i] = False
         add_eos &= last != eos
     heads = bare.heads + add_bos

@@ -76,3 +76,26 @@ def test_text_that_is_rendered_is_what_its_chat_is(pack, tokenizer):
     assert literal.noted == {"special_tokens_literal": 1, "raw_text": 1}
     with_drop = pack(qwen, {"prompt": prompt, **ends}, on={"special_tokens": "drop"})
     assert with_drop.dropped == {"special_tokens": 1}
+
+
+LLAMA = (
+    "{{ bos_token }}{% for m in messages %}<|start|>{{ m.role }}<|end|>\n\n{{ m.content }}<|eot|>"
+    "{% endfor %}{% if add_generation_prompt %}<|start|>assistant<|end|>\n\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("begin", ["<s>", ""])
+def test_rendered_text_of_a_template_with_bos(pack, byte_level, begin):
+    """One BOS, and no EOS behind the control string that ends a turn, which may be another."""
+    names = ("<s>", "</s>", "<|start|>", "<|end|>", "<|eot|>")
+    llama = byte_level(special=names, template=LLAMA, bos=True)
+    expected = pack(llama, {"prompt": [ASK], "chosen": "good", "rejected": "bad"})
+    assert expected.learned == ["good<|eot|>", "bad<|eot|>"]
+    prompt = f"{begin}<|start|>user<|end|>\n\nQ<|eot|><|start|>assistant<|end|>\n\n"
+    record = {"prompt": prompt, "chosen": "good<|eot|>", "rejected": "bad<|eot|>\n"}
+    packed = pack(llama, record)
+    assert packed.noted["rendered_text"] == 1
+    assert packed.learned == ["good<|eot|>", "bad<|eot|>\n"]
+    assert packed.sequences[0] == expected.sequences[0]
+    asked = pack(llama, record, append_eos=True)
+    assert asked.learned == ["good<|eot|></s>", "bad<|eot|>\n</s>"]
