@@ -76,6 +76,8 @@ def print_diagnosis(diagnosis: Diagnosis) -> None:
 
     console = common.stdout_console()
     console.print(f"{diagnosis.records:,} records of kind {diagnosis.kind}")
+    for shape, records in diagnosis.shapes.items():
+        console.print(Text(f"  {records:,} {shape}"))
     table = Table(
         Column("check", no_wrap=True),
         Column("records", justify="right"),

@@ -11,7 +11,7 @@ import re
 import unicodedata
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
@@ -59,6 +59,7 @@ class Diagnosis:
     kind: str
     records: int
     findings: tuple[Finding, ...]
+    shapes: Mapping[str, int] = field(default_factory=dict)  # shape -> records that have it
 
     @property
     def ok(self) -> bool:
@@ -174,7 +175,8 @@ def _examined(
         for i in example_ids[: Tally.SAMPLES_PER_REASON]:
             ordinal, record = divmod(i, 1 << SOURCE_SHIFT)
             tally.samples.append(Sample(check, place_of(reader.paths[ordinal], record), ""))
-    diagnosis = Diagnosis(reader.kind, tally.read, tuple(_findings(tally, reader.kind, config)))
+    findings, shapes = _findings(tally, reader.kind, config), dict(tally.shapes.most_common())
+    diagnosis = Diagnosis(reader.kind, tally.read, tuple(findings), shapes)
     return diagnosis, measured, drawn
 
 

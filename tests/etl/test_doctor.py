@@ -110,3 +110,16 @@ def test_every_place_is_told_as_the_reader_tells_it(tokenizer: Path, tmp_path: P
     assert found["duplicate_records"].examples == (f"{source}, line 3",)
     assert found["empty_side"].examples[0].startswith(f"{source}, line 5")
     assert found["empty_prompt"].examples == (f"{source}, line 7",)
+
+
+def test_the_shapes_of_the_records_are_named(tokenizer: Path) -> None:
+    records = [PAIR, PAIR | {"prompt": "No"}, {**PAIR, "prompt": None, "input": "Say yes."}]
+    found = doctor(records, tokenizer, chat_template="plain")
+    assert found.shapes == {
+        "text pairs (prompt, chosen, rejected)": 2,
+        "input pairs (input, chosen, rejected)": 1,
+    }
+    (dropped,) = findings([PAIR, {"prompt": "a", "chosen": "b"}], tokenizer)[
+        "missing_field"
+    ].examples
+    assert "nearest shape: text pairs (prompt, chosen, rejected), but no 'rejected'" in dropped

@@ -125,6 +125,29 @@ ALMOST = [
     ),
     ({"question": "Q", "chosen": "x", "reject": "y"}, "Orca pairs", "no 'rejected'"),
     ({"instruction": "Q", "input": "", "chosen": "x"}, "alpaca pairs", "no 'rejected'"),
+    (
+        {"contents": Q, "completions": [{"completion": Q}]},
+        "Gemini preference",
+        "no 'score' among 'completion' in completions[0]",
+    ),
+    ({"schemaVersion": "v", "message": Q}, "Bedrock conversation", "no 'messages'"),
+    (
+        {"chosen_messages": Q, "rejected_message": Q},
+        "chosen_messages and rejected_messages",
+        "no 'rejected_messages'",
+    ),
+    (
+        {"prompt": "[]", "response_a": "[]", "response_b": "[]", "winner_model_a": "yes"},
+        "arena 55k",
+        "winner_model_a must be a number, or its text, found 'yes'",
+    ),
+    (
+        {"instruction": "Q", "response1": "x", "response2": True, "annotator1": 1}
+        | {"annotator2": 2, "annotator3": 1},
+        "PandaLM annotators",
+        "response2 must be text, found True",
+    ),
+    ({"INSTRUCTION": "Q", "ANSWER": "x"}, "oasst instruct", "no 'RESPONSE'"),
 ]
 
 
@@ -209,6 +232,22 @@ def test_ids_of_a_record_with_a_named_shape(pack, byte_level):
         pack(tokenizer, both, on={"wrong_type": "error"})
     assert pack(tokenizer, both, shape="alpaca").marked == ["[u]Q<e>[a]«x<e>»"]
     assert pack(tokenizer, both, shape="ids and labels").marked == ["r«z»"]
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "said"),
+    [
+        ("Chatbot Arena", {"winner": "left"}, "the verdict must be one of"),
+        ("arena 55k", {"prompt": '["Q", "R"]'}, "lists of as many texts"),
+        ("arena 55k", {"prompt": "[Q"}, "lists of as many texts"),
+        ("summarize from feedback", {"summaries": [{"text": "x"}] * 3}, "there must be two"),
+        ("NeMo-RL", {"completions": [{"rank": "low", "completion": "x"}]}, "must be a number"),
+    ],
+)
+def test_a_record_of_a_shape_that_cannot_be_read_names_it(name, changed, said, pack, byte_level):
+    record = ENTRIES[name]["example"] | changed
+    with pytest.raises(RecordError, match=f"{name}: .*{said}"):
+        pack(byte_level(template=TEMPLATE), record, on={"wrong_type": "error"})
 
 
 def test_votes_that_are_even_are_a_tie(pack, byte_level):

@@ -50,7 +50,14 @@ def canonical(
     as_chat = config.as_chat
     if as_chat is None:
         as_chat = templated and bool(shape.entry.get("as_chat"))
-    return Canonical(_read(shape, record, as_chat), shape)
+    if shape.refuse:
+        raise Refused("wrong_type", shape.refusal)
+    try:
+        return Canonical(_read(shape, record, as_chat), shape)
+    except Refused as error:
+        if error.reason == "wrong_type":
+            error.detail = f"{shape.name}: {error.detail}"
+        raise
 
 
 def used_fields(shape: Shape, fields: tuple[str, ...], names: tuple[str, ...]) -> tuple[str, ...]:
@@ -70,8 +77,6 @@ def _beside() -> frozenset[str]:
 
 def _read(shape: Shape, record: dict[str, Any], as_chat: bool) -> dict[str, Any]:
     """Returns a record of a shape with our own field names."""
-    if shape.refuse:
-        raise Refused("wrong_type", shape.refusal)
     for text, values in shape.entry.get("drops", {}).items():
         if (value := follow(record, parse_path(text))) in values:
             raise Refused("tie", f"{text} {quote(value)}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path as File
 from typing import Any
@@ -185,9 +186,9 @@ class Table:
         raise self.refusal(fields, kind, ids)
 
     def near(self, fields: Fields) -> list[Shape]:
-        """Returns the named shapes that a record shares most fields with."""
+        """Returns the named shapes that a record shares half of the fields with."""
         keys = fields.record.keys()
-        return [s for s in self.named if 2 * len(s.roots & keys) > len(s.roots) or self.insists]
+        return [s for s in self.named if 2 * len(s.roots & keys) >= len(s.roots) or self.insists]
 
     def refusal(self, fields: Fields, kind: str | None = None, ids: bool = False) -> Refused:
         """Returns the refusal of a record without a shape: the nearest one, and what differs."""
@@ -200,7 +201,7 @@ class Table:
         def share(shape: Shape) -> tuple[bool, float, int]:
             differing = {str(path[0]) for path in misfits[shape]}
             absent = sum(not shape.has(fields, name) for name in differing)
-            part = len(differing) / len(shape.roots)
+            part = len(differing & shape.roots) / len(shape.roots)
             return absent > 0 or part > 0.5, part, absent
 
         own, near = self.own_of(kind, ids), self.near(fields)
@@ -238,15 +239,16 @@ def table(shape: str | None = None) -> Table:
     if not shape or not shape.endswith((".yaml", ".yml")):
         return _named(shape)
     try:
-        return _own(shape, File(shape).read_text(encoding="utf-8"))
+        return _own(shape, os.stat(shape).st_mtime_ns)
     except (OSError, UnicodeDecodeError) as error:
         rule = "it must be a file of shapes that can be read"
         raise ConfigError(sentence(f"setting shape, {shape}", rule, str(error))) from None
 
 
 @functools.lru_cache(maxsize=8)
-def _own(path: str, text: str) -> Table:
-    """Returns the shapes of a text."""
+def _own(path: str, changed: int) -> Table:
+    """Returns the shapes of a file that was `changed` at a time."""
+    text = File(path).read_text(encoding="utf-8")
     try:
         shapes = [Shape(*item) for entries in read_yaml(text, path) for item in entries.items()]
     except (AttributeError, KeyError, TypeError) as error:
