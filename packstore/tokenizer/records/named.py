@@ -44,7 +44,9 @@ def canonical(
     """
     if type(record) is not dict or (config.fields and not config.shape):
         return Canonical(record)
-    shape = table(config.shape).shape_of(Fields(record, config), kind, ids)
+    shapes, shape = table(config.shape), None
+    if shapes.insists or shapes.candidates(record):
+        shape = shapes.shape_of(Fields(record, config), kind, ids)
     if shape is None:
         return Canonical(record)
     as_chat = config.as_chat

@@ -137,16 +137,21 @@ class Table:
         ids = {n for names in known().id_spellings.values() for n in names if n.endswith("_ids")}
         self._ids = {*ids, "input_ids"}
 
-    def shape_of(self, fields: Fields, kind: str | None = None, ids: bool = True) -> Shape | None:
-        """Returns the one named shape that a record fits whole, or None; `ids`: ids are wanted."""
-        names = tuple(fields.record)
+    def candidates(self, record: Mapping[str, Any]) -> list[Shape]:
+        """Returns the named shapes whose fields a record has by name."""
+        names = tuple(record)
         if (found := self._of_names.get(names)) is None:
             found = [shape for shape in self.named if shape.roots <= {*names}]
             if len(self._of_names) < 1000:
                 self._of_names[names] = found
+        return found
+
+    def shape_of(self, fields: Fields, kind: str | None = None, ids: bool = True) -> Shape | None:
+        """Returns the one named shape that a record fits whole, or None; `ids`: ids are wanted."""
+        names = fields.record.keys()
         fits = [
             shape
-            for shape in found
+            for shape in self.candidates(fields.record)
             if (kind in (None, shape.kind) or shape.refuse) and not any(shape.misfits(fields))
         ]
         if not fits:
