@@ -206,7 +206,8 @@ class Table:
         def share(shape: Shape) -> tuple[bool, float, int]:
             differing = {str(path[0]) for path in misfits[shape]}
             absent = sum(not shape.has(fields, name) for name in differing)
-            part = len(differing & shape.roots) / len(shape.roots)
+            counted = differing & shape.roots if shape.is_own else differing
+            part = len(counted) / len(shape.roots)
             return absent > 0 or part > 0.5, part, absent
 
         own, near = self.own_of(kind, ids), self.near(fields)
