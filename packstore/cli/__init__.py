@@ -95,6 +95,14 @@ def _unwritten(cause: Exception) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code. Errors become one line on stderr."""
+    try:
+        return _main(argv)
+    except KeyboardInterrupt:  # while the command was loaded, or while it failed
+        print("packstore: interrupted", file=sys.stderr)
+        return 130
+
+
+def _main(argv: Sequence[str] | None) -> int:
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the caller
             setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w", encoding="utf-8"))  # noqa: SIM115

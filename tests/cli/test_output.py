@@ -147,6 +147,16 @@ def test_a_terminated_command_says_so(number: signal.Signals) -> None:
     assert done.stderr.decode() == "packstore: terminated\n"
 
 
+def test_an_interrupt_while_the_command_is_loaded() -> None:
+    code = (
+        "import os, signal, sys, packstore.cli as cli\n"
+        "cli.parser = lambda *_: os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.exit(cli.main(['inspect', 'nothing']))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (130, b"packstore: interrupted\n")
+
+
 @pytest.mark.parametrize(
     ("command", "said"),
     [
