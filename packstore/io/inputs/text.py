@@ -22,6 +22,7 @@ from packstore.io.inputs.pieces import Format, Piece, ReadOptions
 _BOM = b"\xef\xbb\xbf"
 _LINE_REMEDY = "Correct the line; a file that is one JSON document must be named .json"
 _FILE_REMEDY = "Correct the file; records one a line belong into a .jsonl file"
+_INK = np.array([not bytes([byte]).isspace() for byte in range(256)])
 _SPACE = re.compile(r"[ \t\n\r]*")
 _DECODER = json.JSONDecoder()
 _ONE = ("prompt", "chosen", "rejected", "completion", "response", "text", "messages")
@@ -57,7 +58,8 @@ def _count(payload: bytes) -> tuple[int, int]:
     begins = np.append(-1, ends)[: None if payload[-1:] != b"\n" else -1] + 1
     if payload and data[begins].min() > ord(" "):  # no line begins with white space
         return len(ends), len(begins)
-    return len(ends), sum(bool(line.strip()) for line in payload.split(b"\n"))
+    lines = np.cumsum(data == ord("\n"), dtype=np.int32)[_INK[data]]  # of each other character
+    return len(ends), int(np.count_nonzero(np.diff(lines))) + bool(len(lines))
 
 
 def _parse_lines(payload: bytes, path: str, first: int) -> tuple[list[int], list[object]]:

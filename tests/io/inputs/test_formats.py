@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from packstore.errors import InputError
 from packstore.io.inputs.files import InputReader
 from packstore.io.inputs.pieces import COMPRESSIONS, FORMATS, SUFFIXES, ReadOptions
+from packstore.io.inputs.text import _count
 
 pytestmark = pytest.mark.usefixtures("no_collector")
 
@@ -328,3 +329,13 @@ def test_the_limit_of_nesting_is_not_that_of_the_interpreter() -> None:
             pieces("jsonl", b"[" * 2000 + b"]" * 2000)
     finally:
         sys.setrecursionlimit(limit)
+
+
+@given(
+    payload=st.lists(st.sampled_from([b"\n", b" ", b"\t", b"\r", b"\x0b", b"\x0c", b"\0", b"x"]))
+)
+def test_lines_that_are_not_blank_are_counted_at_once(payload):
+    """A file of nothing but line ends was counted line by line, for a minute."""
+    data = b"".join(payload)
+    lines = [line for line in data.split(b"\n") if line.strip()]
+    assert _count(data) == (data.count(b"\n"), len(lines))
