@@ -44,13 +44,13 @@ def pack(rows: list[dict[str, Any]], folder: Path) -> str:
 
 def run(folder: Path, name: str, train: str, held_out: str, rate: float, **loss: Any) -> Any:
     """Trains for one epoch; returns the curve, and the figures of what was held out."""
-    how = {"learning_rate": rate, "warmup": 0.1, "examples_per_step": 16, **loss}
-    result, lines = train_packs(folder, name, dataset=train, validation=held_out, **how)
+    how = {"learning_rate": rate, "warmup_steps": 0.1, "examples_per_step": 16, **loss}
+    result, lines = train_packs(folder, name, train_dataset=train, eval_dataset=held_out, **how)
     return {
         "steps": result.step,
         "learning_rate": rate,
         "curve": {key: [round(line[key], 4) for line in lines] for key in CURVE},
-        "held_out": {key: result.evaluation[f"eval/{key}"] for key in CURVE},
+        "held_out": {key: result.evaluation[f"eval_{key}"] for key in CURVE},
     }
 
 
@@ -62,7 +62,7 @@ def reward(folder: Path, pairs: list[dict[str, Any]], held_out: list[dict[str, A
 
     parts = [pack(rows, folder / name) for rows, name in ((pairs, "pairs"), (held_out, "held"))]
     how: dict[str, Any] = {"loss": "bradley_terry", "max_steps": 1, "learning_rate": 0.0}
-    train_packs(folder, "drawn", dataset=parts[1], **how)  # the head stays as it is drawn
+    train_packs(folder, "drawn", train_dataset=parts[1], **how)  # the head stays as it is drawn
     drawn = load_model(folder / "drawn" / "model", scores=True)
     before = evaluate(drawn, packstore.open(parts[1]), loss="bradley_terry")
     how = {"loss": "bradley_terry", "loss_parameters": {"center": 0.01}}

@@ -111,7 +111,7 @@ def train_trl(folder: Path, packed: bool) -> list[float]:
         processing_class=AutoTokenizer.from_pretrained(folder / "model"),
     )
     trainer.train()
-    trainer.save_model(args.output_dir + "/model")
+    trainer.save_model(args.output_dir)
     return [line["loss"] for line in trainer.state.log_history if "loss" in line]
 
 
@@ -119,9 +119,10 @@ def train_packs(folder: Path, name: str, **settings: Any) -> tuple[Any, list[dic
     """Trains as `packstore train` does; returns its result, and the metrics of each step."""
     from packstore.torch import train
 
-    how = {"log_every": 1, "mixed_precision": "none", **settings}
-    result = train(model=str(folder / "model"), output=str(folder / name), **how)
-    return result, [line for line in records(folder / name / "metrics.jsonl") if "loss" in line]
+    how = {"logging_steps": 1, "bf16": False, **settings}
+    result = train(model=str(folder / "model"), output_dir=str(folder / name), **how)
+    state = json.loads((folder / name / "trainer_state.json").read_text(encoding="utf-8"))
+    return result, [line for line in state["log_history"] if "loss" in line]
 
 
 def run(contender: str, folder: Path) -> dict[str, Any]:
@@ -130,15 +131,15 @@ def run(contender: str, folder: Path) -> dict[str, Any]:
     if contender.startswith("trl"):
         losses = train_trl(folder, packed=contender == "trl_packed")
     else:
-        how = {"dataset": str(folder / f"train-{contender}"), "learning_rate": LEARNING_RATE}
-        how |= {"examples_per_step": STEP, "schedule": "constant", "warmup": 0}
+        how = {"train_dataset": str(folder / f"train-{contender}"), "learning_rate": LEARNING_RATE}
+        how |= {"examples_per_step": STEP, "lr_scheduler_type": "constant", "warmup_steps": 0}
         losses = [line["loss"] for line in train_packs(folder, contender, **how)[1]]
     seconds = time.perf_counter() - start
     return {
         "seconds_per_pair": seconds / len(list(records(folder / "train.jsonl"))),
         "peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6,
         "losses": losses,
-        "held_out": accuracy(folder, folder / contender / "model"),
+        "held_out": accuracy(folder, folder / contender),
     }
 
 

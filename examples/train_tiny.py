@@ -87,8 +87,9 @@ def train(settings: dict[str, Any]) -> list[dict[str, float]]:
     flags = [x for name, value in settings.items() for x in (f"--{name}", str(value))]
     if command_line(["train", *flags]):
         raise SystemExit(1)
-    lines = Path(settings["output"], "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines]
+    state = Path(settings["output-dir"], "trainer_state.json").read_text(encoding="utf-8")
+    history: list[dict[str, float]] = json.loads(state)["log_history"]
+    return history
 
 
 def draw(sft: list[dict[str, float]], dpo: list[dict[str, float]], picture: Path) -> None:
@@ -104,23 +105,23 @@ def draw(sft: list[dict[str, float]], dpo: list[dict[str, float]], picture: Path
 
     panels = [
         ("SFT: loss per token", sft, {"loss": "training"}),
-        ("DPO: loss", dpo, {"loss": "training", "eval/loss": "held out"}),
+        ("DPO: loss", dpo, {"loss": "training", "eval_loss": "held out"}),
         (
             "DPO: accuracy",
             dpo,
-            {"rewards/accuracies": "training", "eval/rewards/accuracies": "held out"},
+            {"rewards/accuracies": "training", "eval_rewards/accuracies": "held out"},
         ),
         (
             "DPO: implicit reward, held out",
             dpo,
-            {"eval/rewards/chosen": "chosen", "eval/rewards/rejected": "rejected"},
+            {"eval_rewards/chosen": "chosen", "eval_rewards/rejected": "rejected"},
         ),
     ]
     figure, axes = pyplot.subplots(1, 4, figsize=(14, 3.2), layout="constrained")
     for axis, (title, records, curves) in zip(axes, panels, strict=True):
         for name, label in curves.items():
             points = [(r["step"], r[name]) for r in records if name in r]
-            style = "-o" if name.startswith("eval/") else "-"
+            style = "-o" if name.startswith("eval_") else "-"
             axis.plot(*zip(*points, strict=True), style, ms=3, lw=1.2, label=label)
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("step")
@@ -149,42 +150,42 @@ def main() -> int:
     split_pairs(args.data, out)
     pack_all(tokenizer, out)
     make_model(Tokenizer.from_file(str(tokenizer)).get_vocab_size(), out / "start")
-    common = {"examples-per-step": 8, "packs-per-batch": 2, "log-every": 5}
+    common = {"examples-per-step": 8, "packs-per-batch": 2, "logging-steps": 5}
     sft = train(
         {
             **common,
             "model": out / "start",
-            "dataset": out / "chats",
+            "train-dataset": out / "chats",
             "loss": "sft",
             "learning-rate": 2e-3,
-            "epochs": 1 if args.quick else 3,
-            "output": out / "sft",
+            "num-train-epochs": 1 if args.quick else 3,
+            "output-dir": out / "sft",
         }
     )
     dpo = train(
         {
             **common,
-            "model": out / "sft" / "model",
-            "dataset": out / "train",
-            "validation": out / "held",
+            "model": out / "sft",
+            "train-dataset": out / "train",
+            "eval-dataset": out / "held",
             "loss": "dpo",
             "loss-parameter": "beta=0.1",
             "learning-rate": 3e-4,
-            "epochs": 1 if args.quick else 5,
-            "eval-every": 20,
-            "output": out / "dpo",
+            "num-train-epochs": 1 if args.quick else 5,
+            "eval-steps": 20,
+            "output-dir": out / "dpo",
         }
     )
     if not args.quick:
         draw(sft, dpo, out / "curves.svg")
-    last = [r for r in dpo if "eval/loss" in r][-1]
+    last = [r for r in dpo if "eval_loss" in r][-1]
     steps = sft[-1]["step"] + dpo[-1]["step"]
     print(f"{steps} steps in {time.perf_counter() - start:.0f} s: ", end="")
-    print(f"held-out accuracy {last['eval/rewards/accuracies']:.1%}, ", end="")
+    print(f"held-out accuracy {last['eval_rewards/accuracies']:.1%}, ", end="")
     print(
-        f"chosen {last['eval/rewards/chosen']:+.3f}, rejected {last['eval/rewards/rejected']:+.3f}"
+        f"chosen {last['eval_rewards/chosen']:+.3f}, rejected {last['eval_rewards/rejected']:+.3f}"
     )
-    return int(last["eval/rewards/accuracies"] < 0.55)
+    return int(last["eval_rewards/accuracies"] < 0.55)
 
 
 if __name__ == "__main__":

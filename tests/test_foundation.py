@@ -21,7 +21,7 @@ from packstore.config import (
     WriteConfig,
 )
 from packstore.config.names import ELSEWHERE
-from packstore.config.training import TrainConfig
+from packstore.config.training import FURTHER, TrainConfig
 from packstore.errors import ConfigError, UnknownNameError, sentence
 from packstore.format import Examples, seeds
 from packstore.testing import assert_examples_equal, random_examples
@@ -82,8 +82,8 @@ def test_config_names_the_nearest_setting() -> None:
 
 
 def test_names_of_other_tools_lead_to_settings() -> None:
-    settings = {*PackConfig.names(), *TrainConfig.names(), *BatchConfig.names()}
-    flags = {"tokenizer", "tracker", "loss_parameter"}  # of commands, not settings
+    settings = {*PackConfig.names(), *TrainConfig.names(), *BatchConfig.names(), *FURTHER}
+    flags = {"tokenizer", "num_workers", "loss_parameter"}  # of commands, not settings
     assert {name for ours in ELSEWHERE.values() for name in ours} <= settings | flags
     assert settings & ELSEWHERE.keys() <= {"shuffle"}  # which a loader does not have
 

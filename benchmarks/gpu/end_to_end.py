@@ -44,7 +44,7 @@ def training(session: Session, data: Path, scratch: Path) -> None:
         settings = settings_of(session, model, data / "hh-shared_prefix", sizes.steps + 1) | own
         if own.get("ref_logps"):
             settings["ref_logps"] = str(scratch / "ref-hh")
-        settings["output"] = str(scratch / f"run-{way}")
+        settings["output_dir"] = str(scratch / f"run-{way}")
         seconds = 45 if sizes.cuda else 3
         session.case(f"train/{way}", partial(_rates, session, settings), seconds)
 
@@ -65,13 +65,13 @@ def settings_of(session: Session, model: Path, dataset: Path, steps: int) -> dic
     sizes = session.sizes
     return {
         "model": str(model),
-        "dataset": str(dataset),
+        "train_dataset": str(dataset),
         "dtype": "bfloat16",
         "examples_per_step": sizes.pairs_per_step,
         "packs_per_batch": 2,
         "max_steps": steps,
         "learning_rate": 1e-6,
-        "log_every": 1,
+        "logging_steps": 1,
     }
 
 
@@ -97,16 +97,15 @@ def run_process(
     expected = 0 if kill_at is None else -signal.SIGKILL
     if done.returncode != expected:
         raise RuntimeError(f"train ended with {done.returncode}: {done.stderr[-600:]}")
-    lines = Path(settings["output"], "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    records = [r for r in map(json.loads, lines) if "loss" in r]
-    return {"records": records, **json.loads(done.stdout.splitlines()[-1])}
+    found: Figures = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 def _rates(session: Session, settings: dict[str, Any]) -> Figures:
     """Rates of a run that is killed before it saves; right if it hardly waits for data."""
     found = run_process(settings, kill_at=settings["max_steps"] - 1)
     steady = found["records"][FIRST if session.sizes.cuda else 1 :]
-    names = ("pairs_per_second", "tokens_per_second", "fill", "data_wait")
+    names = ("examples_per_second", "tokens_per_second", "fill", "data_wait")
     middle = {name: statistics.median(r[name] for r in steady) for name in names}
     quick = {"right": middle["data_wait"] < 0.01} if session.sizes.cuda else {}
     return {**quick, **middle, "peak_gib": found["peak_gib"], "records": len(steady)}

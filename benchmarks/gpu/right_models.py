@@ -220,9 +220,9 @@ def resumed(session: Session, data: Path, scratch: Path) -> None:
         config = {**session.sizes.small, "hidden_size": 64, "vocab_size": vocab}
         model = saved_model(session, "Llama", config, scratch / "small")
         base = settings_of(session, model, data / "hh-shared_prefix", steps)
-        base |= {"save_every": 2, "examples_per_step": 4, "compile": "none"}
-        whole = run_process({**base, "output": str(scratch / "whole")}, exact=True)
-        again = {**base, "output": str(scratch / "killed")}
+        base |= {"save_steps": 2, "examples_per_step": 4, "compile": "none"}
+        whole = run_process({**base, "output_dir": str(scratch / "whole")}, exact=True)
+        again = {**base, "output_dir": str(scratch / "killed")}
         run_process(again, kill_at=cut_at, exact=True)
         found = run_process(again, exact=True)
         losses = [[record["loss"] for record in r["records"]] for r in (whole, found)]

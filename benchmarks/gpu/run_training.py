@@ -15,25 +15,29 @@ import torch
 
 
 def main(task: dict[str, Any]) -> None:
-    from packstore.torch.training.sinks import JsonLines
-    from packstore.torch.training.train import train
+    from transformers import TrainerCallback
+
+    from packstore.torch import train
 
     if task["exact"]:
         torch.use_deterministic_algorithms(True, warn_only=True)
     cuda = torch.cuda.is_available()
-    write = JsonLines.__call__
+    history: list[dict[str, float]] = []
 
-    def write_or_die(self: JsonLines, record: Any) -> None:
-        write(self, record)
-        if record["step"] == task["kill_at"]:
-            peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else None
-            print(json.dumps({"peak_gib": peak}), flush=True)
-            os.kill(os.getpid(), signal.SIGKILL)
+    def told() -> None:
+        peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else None
+        records = [record for record in history if "loss" in record]
+        print(json.dumps({"peak_gib": peak, "records": records}), flush=True)
 
-    JsonLines.__call__ = write_or_die  # type: ignore[method-assign]
-    train(**task["settings"])
-    peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else None
-    print(json.dumps({"peak_gib": peak}))
+    class Keep(TrainerCallback):  # type: ignore[misc]
+        def on_log(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            history[:] = state.log_history
+            if state.global_step == task["kill_at"]:
+                told()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    train(**task["settings"], callbacks=[Keep()])
+    told()
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import codecs
 import contextlib
 import io
 import os
+import re
 import signal
 import sys
 import traceback
@@ -93,6 +94,11 @@ def _unwritten(cause: Exception) -> str:
     return ""
 
 
+def _dashed(text: str) -> str:
+    """Returns a flag with dashes, as `--learning-rate` for the setting `learning_rate`."""
+    return re.sub(r"^--[a-z0-9_-]+(?==|$)", lambda flag: flag[0].replace("_", "-"), text)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code. Errors become one line on stderr."""
     try:
@@ -111,7 +117,7 @@ def _main(argv: Sequence[str] | None) -> int:
             ascii_only = codecs.lookup(stream.encoding).name == "ascii"
             encoding = "utf-8" if ascii_only else stream.encoding
             stream.reconfigure(encoding=encoding, errors="backslashreplace")
-    given = list(sys.argv[1:] if argv is None else argv)
+    given = [_dashed(text) for text in (sys.argv[1:] if argv is None else argv)]
     if given[:1] == ["help"]:
         given = [*given[1:], "--help"]
     if given in ([], ["--help"], ["-h"]):

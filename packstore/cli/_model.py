@@ -24,8 +24,14 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         "--model", required=True, metavar="PATH", help="folder or hub name, or a LoRA adapter"
     )
     group.add_argument("--adapter", metavar="PATH", help="LoRA adapter over the model")
-    names = ("dtype", "mixed_precision", "attention", "head", "compile")
+    names = ("dtype", "attention", "head", "compile")
     add_settings(parser, "precision", TrainModelConfig, names)
+    parser.add_argument(
+        "--mixed-precision",
+        choices=("auto", "none", "bf16"),
+        default="auto",
+        help="auto: bf16 where it is fast",
+    )
     parser.set_defaults(**{name: getattr(TrainModelConfig, name) for name in names})
     group.add_argument(
         "--probe",

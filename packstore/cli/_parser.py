@@ -72,6 +72,9 @@ NUMBERS = {"int": "a whole number", "float": "a number"}
 class Parser(argparse.ArgumentParser):
     """A parser with a short usage, whose errors are one line, with the nearest known name."""
 
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings, allow_abbrev=False)
+
     def format_help(self) -> str:
         """Returns the help; its usage names what is required."""
         flags = [a for a in self._actions if a.option_strings and a.required]

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 from packstore.cli import Command, common
 from packstore.cli._messages import progress_of
 from packstore.cli._model import add_model, loaded, ranks, say
-from packstore.config.training import TrainLossConfig
+from packstore.config.training import TrainModelConfig
 from packstore.errors import ConfigError, display
 from packstore.pages import charts, frame
 
@@ -74,7 +74,7 @@ def _configure_evaluate(parser: argparse.ArgumentParser) -> None:
     }
     common.add_flags(parser, flags)
     common.add_json(parser)
-    common.add_settings(parser, "loss", TrainLossConfig, ("loss_parameters",))
+    common.add_settings(parser, "loss", TrainModelConfig, ("loss_parameters",))
 
 
 def _evaluate(args: argparse.Namespace) -> int:

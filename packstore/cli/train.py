@@ -5,23 +5,30 @@ from __future__ import annotations
 import argparse
 import sys
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 from packstore.cli import Command, common
 from packstore.cli._model import join_logs, say
-from packstore.config.training import (
-    TrainConfig,
-    TrainDataConfig,
-    TrainLossConfig,
-    TrainModelConfig,
-    TrainOptimizerConfig,
-    TrainRunConfig,
-)
+from packstore.config.training import FURTHER, TrainConfig, TrainModelConfig
 from packstore.config.training import read_settings as read_file
 from packstore.errors import display
 from packstore.pages.charts import train_page
 from packstore.pages.frame import check_writable, write
+from packstore.registry import missing_extra
+
+FLAGS = [name for name in FURTHER if name != "debug"]
+"""Of transformers' fields; its `debug` is for settings in a file, as ours shows tracebacks."""
+
+
+class _HelpAll(argparse.Action):
+    """Prints the help with every field of transformers' TrainingArguments."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        for action in parser._actions:
+            if action.help is argparse.SUPPRESS:
+                action.help = ""
+        parser.print_help()
+        parser.exit()
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
@@ -32,12 +39,20 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         "--example", choices=("dpo", "sft", "reward"), help="print a CONFIG to begin with"
     )
     parser.add_argument("--html", metavar="FILE", help="also write a page with the curves")
+    parser.add_argument(
+        "--help-all", nargs=0, action=_HelpAll, help="also list all of TrainingArguments"
+    )
     common.add_json(parser)
-    common.add_settings(parser, "data", TrainDataConfig)
-    common.add_settings(parser, "model", TrainModelConfig)
-    common.add_settings(parser, "loss", TrainLossConfig)
-    common.add_settings(parser, "optimizer", TrainOptimizerConfig)
-    common.add_settings(parser, "running", TrainRunConfig)
+    common.add_settings(parser, "model, data and loss", TrainModelConfig)
+    own = [name for name in TrainConfig.names() if name != "arguments"]
+    common.add_settings(parser, "of transformers' TrainingArguments", TrainConfig, own)
+    group = parser.add_argument_group(
+        "further TrainingArguments, as transformers describes them",
+        argument_default=argparse.SUPPRESS,
+    )
+    for name in FLAGS:
+        flag = f"--{name.replace('_', '-')}"
+        group.add_argument(flag, type=common.json_or_text, metavar="VALUE", help=argparse.SUPPRESS)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -46,20 +61,31 @@ def _run(args: argparse.Namespace) -> int:
         sys.stdout.write(example.read_text(encoding="utf-8"))
         return 0
     settings: dict[str, Any] = {} if args.config is None else read_file(args.config)
-    config = TrainConfig.of(**{**settings, **common.read_settings(args, TrainConfig)})
-    from packstore.torch.training.train import train
+    further = {name: value for name, value in vars(args).items() if name in FLAGS}
+    config = TrainConfig.of(**settings | common.read_settings(args, TrainConfig) | further)
+    from packstore.torch import train
+
+    try:
+        from transformers import TrainerCallback
+    except ImportError as error:
+        raise missing_extra("packstore train", "train", error) from error
+
+    history: list[dict[str, float]] = []
+
+    class Keep(TrainerCallback):  # type: ignore[misc]
+        def on_log(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            history[:] = state.log_history
 
     join_logs()
     if args.html and say():
         check_writable(args.html)
     try:
-        result = train(config)
+        result = train(config, callbacks=[Keep()])
     finally:  # the curves of a run that failed are the first to look at
-        metrics = Path(config.output) / "metrics.jsonl"
-        if args.html and say() and metrics.exists():
+        if args.html and say() and history:
             loss = config.loss if isinstance(config.loss, str) else " + ".join(config.loss)
-            subtitle = f"model {config.model}, dataset {display(config.dataset)}, loss {loss}"
-            write(args.html, train_page(f"Training of {config.output}", subtitle, metrics))
+            subtitle = f"model {config.model}, dataset {display(config.train_dataset)}, loss {loss}"
+            write(args.html, train_page(f"Training of {config.output_dir}", subtitle, history))
     if say():
         figures = {**result.metrics, **result.evaluation}
         rows: dict[str, object] = {
@@ -68,14 +94,14 @@ def _run(args: argparse.Namespace) -> int:
             **{name: f"{value:.6g}" for name, value in figures.items()},
             "model": str(result.model),
         }
-        common.print_table(args, f"trained {config.output}", rows, result)
+        common.print_table(args, f"trained {config.output_dir}", rows, result)
     return 0
 
 
 TRAIN = Command(
-    "  packstore train dpo.yaml --learning-rate 5e-7 --loss ipo --output run-2\n"
-    "  packstore train dpo.yaml --html run.html\n"
-    "  packstore train --model Qwen3-0.6B --dataset chats-8k --loss sft --output sft-run\n"
+    "  packstore train dpo.yaml --learning-rate 5e-7 --loss ipo --output-dir run-2\n"
+    "  packstore train dpo.yaml --html run.html --report-to tensorboard\n"
+    "  packstore train --model Qwen3-0.6B --train-dataset chats-8k --loss sft --output-dir sft\n"
     "  accelerate launch -m packstore train dpo.yaml        # several GPUs or nodes\n",
     _configure,
     _run,

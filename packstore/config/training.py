@@ -1,7 +1,8 @@
 """Settings of a training run with their defaults; the flags of ``packstore train`` are derived.
 
 Needs no torch, so that the command line can be parsed without it. A run is described by keywords,
-by a YAML file with the same names, or by both.
+by a YAML file with the same names, or by both: those of :class:`packstore.torch.PackedTrainer`, and
+those of transformers' ``TrainingArguments``.
 """
 
 from __future__ import annotations
@@ -9,146 +10,120 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from os import PathLike
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from packstore.config.job import read_yaml
 from packstore.config.settings import Settings, check_names, setting
-from packstore.errors import ConfigError, UnknownNameError, sentence
+from packstore.errors import ConfigError, sentence
 
 _PATH, _SIDE = ({"metavar": name, "place": True} for name in ("PATH", "SIDE"))
 _LOCAL = {"metavar": "DIR", "local": True}
+_ITEMS = {"metavar": "NAME=VALUE"}
 
-
-@dataclass(frozen=True, kw_only=True)
-class TrainDataConfig(Settings):
-    """Settings of data and batching."""
-
-    dataset: str = setting(..., "folder or URL of the packed dataset", **_PATH)
-    validation: str | None = setting(None, "packed dataset to validate on", **_PATH)
-    ref_logps: tuple[str, ...] = setting((), "side datasets of the parts, as reference", **_SIDE)
-    validation_ref_logps: tuple[str, ...] = setting((), "the same for the validation set", **_SIDE)
-    storage_options: Mapping[str, str] = setting(
-        dict, "for fsspec, e.g. endpoint_url=… (repeatable)", flag="storage-option", secret=True
-    )
-    examples_per_step: int = setting(64, "at most, if a pack a rank has no more", low=1)
-    packs_per_batch: int | None = setting(
-        None, "of one forward call on one rank; default: 1", low=1
-    )
-    epochs: int = setting(1, "passes over the dataset", low=1)
-    max_steps: int | None = setting(None, "most optimizer steps", low=1)
-    num_workers: int = setting(0, "processes that read; 0: threads", low=0)
+_OTHERS = """
+per_device_train_batch_size gradient_accumulation_steps per_device_eval_batch_size
+lr_scheduler_kwargs optim optim_args optim_target_modules weight_decay adam_beta1 adam_beta2
+adam_epsilon max_grad_norm average_tokens_across_devices label_smoothing_factor fp16
+bf16_full_eval fp16_full_eval tf32 activation_checkpointing activation_checkpointing_kwargs
+gradient_checkpointing_kwargs torch_compile torch_compile_backend torch_compile_mode
+use_liger_kernel liger_kernel_config use_cache neftune_noise_alpha torch_empty_cache_steps
+auto_find_batch_size logging_strategy logging_first_step log_on_each_node logging_nan_inf_filter
+include_num_input_tokens_seen log_level log_level_replica disable_tqdm run_name project
+trackio_space_id trackio_bucket_id trackio_static_space_id eval_strategy eval_delay
+prediction_loss_only eval_on_start eval_do_concat_batches eval_use_gather_object
+eval_accumulation_steps include_for_metrics batch_eval_metrics save_only_model save_strategy
+save_on_each_node save_total_limit enable_jit_checkpoint push_to_hub hub_token hub_private_repo
+hub_model_id hub_strategy hub_always_push hub_revision load_best_model_at_end
+metric_for_best_model greater_is_better ignore_data_skip restore_callback_states_from_checkpoint
+full_determinism data_seed use_cpu accelerator_config parallelism_config dataloader_drop_last
+dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers
+dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order
+remove_unused_columns label_names train_sampling_strategy length_column_name
+ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend
+ddp_timeout fsdp fsdp_config deepspeed debug skip_memory_metrics do_train do_eval do_predict
+local_rank
+"""
+FURTHER = tuple(_OTHERS.split())
+"""The fields of ``TrainingArguments`` that are no fields of :class:`TrainConfig`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainModelConfig(Settings):
-    """Settings of model and precision."""
+    """Settings of model, data and loss: arguments of PackedTrainer."""
 
     model: str = setting(..., "folder or hub name of a causal LM or LoRA adapter", metavar="PATH")
-    reference_model: str | None = setting(None, "default: the starting model", metavar="PATH")
-    dtype: Literal["float32", "bfloat16", "float64"] = setting("float32", "of the weights")
-    mixed_precision: Literal["auto", "none", "bf16"] = setting(
-        "auto", "auto: bf16 where it is fast"
-    )
-    attention: str = setting("auto", "backend of packed attention")
-    head: Literal["auto", "eager", "triton"] = setting("auto", "passes over logits")
-    gradient_checkpointing: bool = setting(False, "recompute layers in the backward pass")
-    compile: Literal["auto", "none", "layers"] = setting("auto", "auto: layers on CUDA")
-    lora: Mapping[str, Any] = setting(
-        dict, "adapter: rank=16, alpha, dropout, targets", metavar="NAME=VALUE"
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainLossConfig(Settings):
-    """Settings of the loss."""
-
+    train_dataset: str = setting(..., "folder or URL of the packed dataset", **_PATH)
+    eval_dataset: str | None = setting(None, "packed dataset to evaluate on", **_PATH)
     loss: str | Mapping[str, float | Mapping[str, float]] = setting(
         "dpo", "dpo, sft, …; a wrong name lists all"
     )
     loss_parameters: Mapping[str, Any] = setting(
-        dict,
-        "of PreferenceLoss, e.g. beta=0.1 (repeatable)",
-        flag="loss-parameter",
-        metavar="NAME=VALUE",
+        dict, "of PreferenceLoss, e.g. beta=0.1 (repeatable)", flag="loss-parameter", **_ITEMS
+    )
+    reference: str | None = setting(None, "default: the starting model", metavar="PATH")
+    ref_logps: tuple[str, ...] = setting((), "side datasets of the parts, as reference", **_SIDE)
+    eval_ref_logps: tuple[str, ...] = setting((), "the same for the evaluation set", **_SIDE)
+    examples_per_step: int | None = setting(None, "examples of a step (default: 64)", low=1)
+    packs_per_batch: int | None = setting(
+        None, "of one forward call on one rank; default: 1", low=1
+    )
+    peft_config: Mapping[str, Any] = setting(dict, "of PEFT's LoraConfig: r=16, …", **_ITEMS)
+    dtype: Literal["float32", "bfloat16", "float64"] = setting("float32", "of the weights")
+    attention: str = setting("auto", "backend of packed attention")
+    head: Literal["auto", "eager", "triton"] = setting("auto", "passes over logits")
+    compile: Literal["auto", "none", "layers"] = setting("auto", "auto: layers on CUDA")
+    storage_options: Mapping[str, str] = setting(
+        dict, "for fsspec, e.g. endpoint_url=… (repeatable)", flag="storage-option", secret=True
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainOptimizerConfig(Settings):
-    """Settings of the optimizer, AdamW."""
+class TrainConfig(TrainModelConfig):
+    """All settings of a training run; the defaults are those of preference training."""
 
+    LISTED_BY = "`packstore train --help-all`"
+
+    output_dir: str = setting(..., "local folder of checkpoints and model", **_LOCAL)
+    num_train_epochs: float = setting(1.0, "passes over the dataset", low=0)
+    max_steps: int = setting(-1, "of the optimizer, in place of epochs", low=-1)
     learning_rate: float = setting(1e-6, "highest learning rate", low=0)
-    schedule: Literal["cosine", "constant"] = setting(
-        "cosine", "after the warm-up: to 0, or constant"
-    )
-    warmup: float = setting(0.1, "linear, in steps; below 1: of all steps", low=0)
-    weight_decay: float = setting(0.0, "of matrices; norms and biases have none", low=0)
-    max_grad_norm: float = setting(1.0, "clip gradients to it; 0: never", low=0)
+    lr_scheduler_type: str = setting("cosine", "after the warm-up")
+    warmup_steps: float = setting(0.1, "linear; below 1: of all steps", low=0)
+    bf16: bool | None = setting(None, "autocast to bfloat16; default: where it is fast")
+    gradient_checkpointing: bool | None = setting(None, "recompute layers in the backward pass")
+    logging_steps: float = setting(10, "steps between lines, after the tenth", low=0)
+    eval_steps: float | None = setting(None, "steps between evaluations; default: at the end")
+    save_steps: float = setting(500, "steps between checkpoints", low=0)
+    report_to: tuple[str, ...] = setting((), "trackers, e.g. tensorboard (repeatable)")
+    seed: int = setting(42, "of every random choice", low=0, high=2**32 - 1)
+    resume_from_checkpoint: str = setting("auto", "auto (newest), never, or a checkpoint")
+    arguments: Mapping[str, Any] = setting(dict, "further fields of TrainingArguments")
 
-
-@dataclass(frozen=True, kw_only=True)
-class TrainRunConfig(Settings):
-    """Settings of outputs and their intervals."""
-
-    output: str = setting(..., "local folder of checkpoints, metrics, model", **_LOCAL)
-    seed: int = setting(0, "of every random choice")
-    resume: str = setting("auto", "auto (newest), never, or a checkpoint")
-    log_every: int = setting(10, "steps between lines, after the tenth", low=1)
-    eval_every: int | None = setting(None, "steps between validations; default: at the end", low=1)
-    save_every: int | None = setting(None, "steps between checkpoints; default: few", low=1)
-    trackers: tuple[str, ...] = setting(
-        (), "of Accelerate, e.g. mlflow (repeatable)", flag="tracker"
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainConfig(
-    TrainRunConfig, TrainOptimizerConfig, TrainLossConfig, TrainModelConfig, TrainDataConfig
-):
-    """All settings of a training run; fields of later bases come first."""
-
-    LISTED_BY = "`packstore train --help`"
+    @classmethod
+    def of(cls, config: Settings | None = None, /, **settings: Any) -> Self:
+        """As of the base; further fields of ``TrainingArguments`` are settings, too."""
+        check_names(settings, (*cls.names(), *FURTHER), cls.LISTED_BY)
+        further = {name: settings.pop(name) for name in FURTHER if name in settings}
+        before = settings.pop("arguments", getattr(config, "arguments", {}))
+        return super().of(config, **settings, arguments={**before, **further})
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in self.names():
             if getattr(self, name) in ("", ("",)):
                 raise ConfigError(f"setting {name} must not be empty; leave it out.")
-        if self.validation is None:
-            for name in ("eval_every", "validation_ref_logps"):
+        if self.eval_dataset is None:
+            for name in ("eval_steps", "eval_ref_logps"):
                 if getattr(self, name):
-                    rule, remedy = "it needs a validation set", "Give validation, or leave it out"
+                    rule, remedy = (
+                        "it needs an evaluation set",
+                        "Give eval_dataset, or leave it out",
+                    )
                     raise ConfigError(sentence(f"setting {name}", rule, "none", remedy))
-        if self.lora:
-            lora_settings(self.lora)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoraConfig(Settings):
-    """Members of the setting `lora`."""
-
-    LISTED_BY = "docs/training.md"
-
-    rank: int = setting(..., "size of the two matrices between", low=1)
-    alpha: float = setting(16.0, "scale, over the rank")
-    dropout: float = setting(0.0, "of the input of an adapter", low=0, below=1)
-    targets: tuple[str, ...] = setting((), "names of layers; default: all linear ones")
-
-
-def lora_settings(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns all members of the setting `lora`."""
-    targets = given.get("targets", ())
-    named = targets.split(",") if isinstance(targets, str) else targets
-    try:
-        return LoraConfig.of(**{**given, "targets": named}).recorded()
-    except UnknownNameError:
-        raise
-    except ConfigError as error:
-        raise ConfigError(str(error).replace("setting ", "setting lora: ", 1)) from None
 
 
 def read_settings(path: str | PathLike[str]) -> dict[str, Any]:
     """Reads settings from a YAML file, as keywords of :meth:`TrainConfig.of`."""
     settings = read_yaml(path)
-    check_names(settings, TrainConfig.names(), TrainConfig.LISTED_BY)
+    check_names(settings, (*TrainConfig.names(), *FURTHER), TrainConfig.LISTED_BY)
     return settings

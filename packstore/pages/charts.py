@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -25,9 +23,9 @@ Points = Sequence[tuple[float, float]]
 """Places and values; NaN: no value."""
 
 RUN = {
-    "Loss": {"training": "loss", "validation": "eval/loss"},
-    "Accuracy": {"training": "rewards/accuracies", "validation": "eval/rewards/accuracies"},
-    "Margin": {"training": "rewards/margins", "validation": "eval/rewards/margins"},
+    "Loss": {"training": "loss", "validation": "eval_loss"},
+    "Accuracy": {"training": "rewards/accuracies", "validation": "eval_rewards/accuracies"},
+    "Margin": {"training": "rewards/margins", "validation": "eval_rewards/margins"},
     "Rewards": {"chosen": "rewards/chosen", "rejected": "rewards/rejected"},
     "Gradient norm": {"gradient norm": "grad_norm"},
     "Learning rate": {"learning rate": "learning_rate"},
@@ -58,16 +56,12 @@ def charts_page(
     return frame.page(title, subtitle, sections)
 
 
-def train_page(title: str, subtitle: str, path: Path) -> str:
-    """Returns the page of a training run from its ``metrics.jsonl``; null is no value."""
+def train_page(title: str, subtitle: str, records: Iterable[Mapping[str, float]]) -> str:
+    """Returns the page of a training run from its records, the Trainer's `log_history`."""
     points: dict[str, list[tuple[float, float]]] = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:  # the last line of a run that was killed
-            continue
+    for record in records:
         for name in record.keys() - {"step", "epoch"}:
-            if record[name] is not None and np.isfinite(record[name]):
+            if np.isfinite(record[name]):
                 points.setdefault(name, []).append((record["step"], record[name]))
     rows = []
     for name, curve in sorted(points.items()):

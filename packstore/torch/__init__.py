@@ -11,13 +11,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from packstore.io.side.side import SideWriter, open_side
+from packstore.registry import missing_extra
 from packstore.torch.batch.batch import PackedBatch, collate
 from packstore.torch.batch.inputs import packed_seq_params
 from packstore.torch.data.dataset import PackedDataset
 from packstore.torch.data.in_memory import pack_in_memory
 from packstore.torch.data.loader import PackedDataLoader
-from packstore.torch.integrations.hf_collator import PackCollator, PackedLoss
-from packstore.torch.integrations.hf_trainer import PackedTrainerMixin
+from packstore.torch.integrations.collator import PackCollator
 from packstore.torch.integrations.nemo import loss_from_nemo, nemo_metrics
 from packstore.torch.logprobs.head import Head, PackedPolicy, find_head, packed_logps
 from packstore.torch.logprobs.logprobs import segment_logps, segment_token_counts
@@ -56,9 +56,8 @@ __all__ = [
     "PackedDPOTrainer",
     "PackedDataLoader",
     "PackedDataset",
-    "PackedLoss",
     "PackedPolicy",
-    "PackedTrainerMixin",
+    "PackedTrainer",
     "Pairs",
     "PolicyLoss",
     "PreferenceLoss",
@@ -100,10 +99,12 @@ if TYPE_CHECKING:
     from packstore.torch.reference.reference_fingerprint import check_reference
     from packstore.torch.training.evaluate import evaluate
     from packstore.torch.training.train import train
+    from packstore.torch.training.trainer import PackedTrainer
 
 _LAZY = {
     "check_reference": "packstore.torch.reference.reference_fingerprint",
     "PackedDPOTrainer": "packstore.torch.integrations.trl_trainer",
+    "PackedTrainer": "packstore.torch.training.trainer",
     "evaluate": "packstore.torch.training.evaluate",
     "train": "packstore.torch.training.train",
     "write_ref_logps": "packstore.torch.reference.reference",
@@ -112,7 +113,11 @@ _LAZY = {
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
-        return getattr(importlib.import_module(_LAZY[name]), name)
+        try:
+            return getattr(importlib.import_module(_LAZY[name]), name)
+        except ImportError as error:
+            extra = "trl" if name == "PackedDPOTrainer" else "train"
+            raise missing_extra(f"packstore.torch.{name}", extra, error) from error
     raise AttributeError(f"module 'packstore.torch' has no attribute {name!r}")
 
 

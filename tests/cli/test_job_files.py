@@ -156,7 +156,8 @@ def test_a_mistake_on_the_command_line_shows_no_secret(
     arguments: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("numbers.yaml").write_text(
-        "storage_options: {secret: [SECRET]}\nmodel: m\ndataset: d\noutput: o", encoding="utf-8"
+        "storage_options: {secret: [SECRET]}\nmodel: m\ntrain_dataset: d\noutput_dir: o",
+        encoding="utf-8",
     )
     try:
         code = main(arguments.split())

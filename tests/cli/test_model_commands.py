@@ -140,17 +140,18 @@ def test_an_adapter(
 def test_the_page_of_a_run(made: SimpleNamespace, tmp_path: Path) -> None:
     """Also of a run that diverged: its curves are the first to look at."""
     page, out = tmp_path / "run.html", str(tmp_path / "run")
-    job = ["train", "--model", made.policy, "--dataset", made.pairs, "--validation"]
-    job += [made.pairs, "--html", str(page), "--output", out]
-    job += ["--max-steps", "4", "--log-every", "1", "--examples-per-step", "6"]
-    assert main(job) == 0
+    job = ["train", "--model", made.policy, "--train-dataset", made.pairs, "--eval-dataset"]
+    job += [made.pairs, "--html", str(page)]
+    job += ["--max-steps", "4", "--logging-steps", "1", "--examples-per-step", "6"]
+    job += ["--output-dir"]
+    assert main([*job, out]) == 0
     text = page.read_text(encoding="utf-8")
     assert f'<h1 dir="auto">Training of {out}</h1>' in text
     for caption in ("Loss", "Rewards", "Learning rate"):
         assert f"<figcaption>{caption}</figcaption>" in text
     assert_closed(text)
     page.unlink()
-    assert main([*job, "--resume", "never", "--learning-rate", "1e30"]) == 1
+    assert main([*job, f"{out}-2", "--learning-rate", "1e30"]) == 1
     assert "<h2>All metrics</h2>" in page.read_text(encoding="utf-8")
 
 
@@ -192,7 +193,10 @@ def test_two_ranks(made: SimpleNamespace, tmp_path: Path) -> None:
         (("evaluate", "{pairs}", "--model", "{policy}"), "--reference-model or --ref-logps"),
         (("evaluate", "{pairs}", "--model", "{policy}", "--loss", "dpoo"), "unknown loss"),
         (("evaluate", "{pairs}", "--model", "{policy}", "--ref-logps", "./no"), "a side dataset"),
-        (("train", "--model", "./no", "--dataset", "{pairs}", "--output", "{out}"), "model ./no: "),
+        (
+            ("train", "--model", "./no", "--train-dataset", "{pairs}", "--output-dir", "{out}"),
+            "model ./no: ",
+        ),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )

@@ -215,7 +215,7 @@ def test_what_only_resembles_a_url_is_no_local_folder(
         assert "W0RD" not in str(caught.value)
     for url in ("s3://bucket/run", "http:/u:W0RD@h/run"):
         with pytest.raises(packstore.errors.ConfigError, match="on this machine") as caught:
-            TrainConfig(model="m", dataset="d", output=url)
+            TrainConfig(model="m", train_dataset="d", output_dir=url)
         assert "W0RD" not in str(caught.value)
         with pytest.raises(packstore.errors.ConfigError, match="on this machine"):
             ReadConfig(cache_dir=url)
@@ -268,9 +268,9 @@ def test_records_of_a_run_have_no_storage_options() -> None:
     """They go to checkpoints, trackers and the README.md of the model, which people publish."""
     config = TrainConfig(
         model="m",
-        output="o",
-        dataset="http://u:W0RD@h/d?sig=W0RD",
+        output_dir="o",
+        train_dataset="http://u:W0RD@h/d?sig=W0RD",
         storage_options={"secret": "W0RD"},
     )
-    assert config.recorded()["dataset"] == "http://h/d"
+    assert config.recorded()["train_dataset"] == "http://h/d"
     assert "W0RD" not in str(config.recorded())

@@ -41,9 +41,9 @@ def shard() -> None:
 
 
 def records(output: Path, metric: str = "loss") -> list[dict[str, Any]]:
-    """The records that have this metric: those of training, or with ``eval/loss`` of validation."""
-    lines = (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [record for record in map(json.loads, lines) if metric in record]
+    """The records that have this metric: those of training, or with ``eval_loss`` of evaluation."""
+    history = json.loads((output / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
+    return [record for record in history if metric in record]
 
 
 def losses(output: Path) -> list[float]:
@@ -51,14 +51,8 @@ def losses(output: Path) -> list[float]:
 
 
 def checkpoints(output: Path) -> list[Path]:
-    return sorted((output / "checkpoints").glob("step-*"))
+    return sorted(output.glob("checkpoint-*"), key=step_of)
 
 
-def state_of(checkpoint: Path) -> dict[str, Any]:
-    state: dict[str, Any] = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
-    return state
-
-
-def change_state(checkpoint: Path, **changes: Any) -> None:
-    state = {**state_of(checkpoint), **changes}
-    (checkpoint / "state.json").write_text(json.dumps(state), encoding="utf-8")
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("checkpoint-"))

@@ -292,7 +292,7 @@ def short_run(folder: Path, layout: str = "concat") -> dict[str, Any]:
     tiny_model(dtype=torch.float32).save_pretrained(folder / "model")
     packs = packed(random_examples(24, seed=3), [1, 4, 2, 3, 2] * 2, layout)
     write(str(folder / "data"), packs, layout=layout)
-    files = {"model": str(folder / "model"), "dataset": str(folder / "data")}
+    files = {"model": str(folder / "model"), "train_dataset": str(folder / "data")}
     return {**files, "examples_per_step": 8}
 
 

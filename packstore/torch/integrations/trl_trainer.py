@@ -8,26 +8,33 @@ table of all of them is in ``docs/from-trl.md``.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
 import datasets  # type: ignore[import-untyped]
+import torch
 from torch import Tensor
 from trl import DPOConfig, DPOTrainer  # type: ignore[attr-defined]
 
-from packstore.errors import CompatibilityError, ConfigError, display
-from packstore.torch.data.dataset import PackedDataset
-from packstore.torch.integrations.hf_collator import PackCollator, PackedLoss, reference_logps
-from packstore.torch.integrations.hf_trainer import REFUSED as TRAINER_REFUSED
-from packstore.torch.integrations.hf_trainer import (
-    PackedTrainerMixin,
-    Refusals,
-    as_packed,
-    check_settings,
-)
+from packstore.errors import CompatibilityError, ConfigError, display, sentence
+from packstore.torch.batch.batch import PackedBatch
+from packstore.torch.integrations.collator import PackCollator
+from packstore.torch.logprobs.head import PackedPolicy
+from packstore.torch.logprobs.logprobs import segment_logps
 from packstore.torch.losses.loss import PreferenceLoss
+from packstore.torch.models.compatibility import check_model
 from packstore.torch.models.model import use_packed_attention
-from packstore.torch.models.unwrap import adapted
+from packstore.torch.models.unwrap import adapted, as_reference, evaluating
+from packstore.torch.training.arguments import (
+    OF_PACKS,
+    Refusals,
+    check_arguments,
+    examples_of_step,
+)
+from packstore.torch.training.arguments import REFUSED as REFUSED_BY_ALL
+from packstore.torch.training.reference import Reference, frozen
+from packstore.torch.training.steps import PackedSteps, datasets_of, is_packed, take_batches
 
 REFUSED: Refusals = {
     "ld_alpha": ((None,), "It needs the log-prob of each token"),
@@ -51,7 +58,7 @@ DIVERGENCES = {
 """Values of `f_divergence_type` -> losses in the place of `sigmoid`."""
 
 
-class PackedDPOTrainer(PackedTrainerMixin, DPOTrainer):  # type: ignore[misc]
+class PackedDPOTrainer(PackedSteps, DPOTrainer):
     """TRL's DPOTrainer, with its arguments and its config; only the batches are packed.
 
     Args:
@@ -63,8 +70,8 @@ class PackedDPOTrainer(PackedTrainerMixin, DPOTrainer):  # type: ignore[misc]
         data_collator: a :class:`~packstore.torch.PackCollator`, to choose a layout; default:
             ``concat``.
         train_dataset: preference data as for TRL's trainer, tokenized by it, with each device batch
-            laid end to end; or a packed dataset: a folder, a URL, or a packstore dataset. Then
-            device batches count packs.
+            laid end to end; or a packed dataset: a folder, a URL, or a packstore dataset. An
+            optimizer step then has as many pairs as the config says, in any packs.
         eval_dataset: the same, or several by name.
         kwargs: further arguments of TRL's trainer.
 
@@ -84,50 +91,76 @@ class PackedDPOTrainer(PackedTrainerMixin, DPOTrainer):  # type: ignore[misc]
         eval_dataset: Any = None,
         **kwargs: Any,
     ) -> None:
-        loss_fn = PreferenceLoss("dpo") if args is None else loss_of(args)
-        train_dataset, eval_dataset = as_packed(train_dataset), as_packed(eval_dataset)
-        self._packed = train_dataset if isinstance(train_dataset, PackedDataset) else None
-        if self._packed is not None:  # TRL takes datasets' classes only, and prepares them below
-            train_dataset = datasets.IterableDataset.from_generator(_one_row)
+        self.loss_fn = PreferenceLoss("dpo") if args is None else loss_of(args)
+        train, held_out = self._opened(train_dataset), self._opened(eval_dataset)
+        if is_packed(train):
+            args = copy.copy(args or DPOConfig("dpo"))
+            check_arguments(args, OF_PACKS)
+            self.examples_per_step = examples_of_step(args, None)
+            # TRL takes datasets' classes only, and asks for columns.
+            train_dataset = datasets.Dataset.from_generator(_one_row)
+        self._packed = train
         self._collator = data_collator or PackCollator("preference")
-        super().__init__(
-            model,
-            ref_model,
-            args,
-            self._collator,
-            train_dataset,
-            eval_dataset,
-            packed_loss=PackedLoss(loss_fn),
-            **kwargs,
-        )
+        given: Any = self._collator
+        if not isinstance(given, PackCollator):
+            where, rule = type(self).__name__, "data_collator must be a PackCollator"
+            raise ConfigError(sentence(where, rule, type(given).__name__, "Leave it out"))
+        check_arguments(None, {}, kwargs)
+        super().__init__(model, ref_model, args, self._collator, train_dataset, held_out, **kwargs)
         for prepared in (self.model, self.ref_model):
             if prepared is not None:
                 use_packed_attention(prepared, disable_dropout=self.args.disable_dropout)
-
-    def _check(self, trainer: Any) -> None:
-        self._check_data(trainer, type(self).__name__)
+        for dataset in datasets_of(train, held_out):
+            check_model(dataset, self.model)
+        if is_packed(train):
+            self.train_dataset = train
+        take_batches(self.model)
+        self._prepare_run()
 
     def _prepare_dataset(
         self, dataset: Any, processing_class: Any, args: Any, dataset_name: str
     ) -> Any:
         """Tokenizes what TRL tokenizes; a packed dataset is checked instead."""
         self._collator.max_length = args.max_length
-        if dataset_name == "train" and self._packed is not None:
-            dataset = self._packed
-        dataset = as_packed(dataset)
-        if not isinstance(dataset, PackedDataset):
-            return super()._prepare_dataset(dataset, processing_class, args, dataset_name)
-        check_packed(dataset, args)
-        return dataset
+        if dataset_name == "train" and is_packed(self._packed):
+            check_packed(self._packed, args)
+            return dataset
+        if is_packed(dataset := self._opened(dataset)):
+            check_packed(dataset, args)
+            return dataset
+        return super()._prepare_dataset(dataset, processing_class, args, dataset_name)
 
     def compute_ref_log_probs(self, model: Any, inputs: Any) -> tuple[Tensor, Tensor]:
         """Returns log-probs of the reference for chosen and rejected sides, `[n]` in nats each."""
         use_packed_attention(model, disable_dropout=self.args.disable_dropout)
         base_of = adapted(self.model) if self.ref_model is None else None
-        chosen, rejected = (
-            reference_logps(model, inputs["labels"].batch, base_of=base_of).view(-1, 2).unbind(1)
-        )
+        context = evaluating(model) if base_of is None else as_reference(model, base_of)
+        with torch.no_grad(), context:
+            chosen, rejected = self._from_logits(model, inputs).view(-1, 2).unbind(1)
         return chosen, rejected
+
+    def _own_reference(self) -> Reference | None:
+        model = self.ref_model
+        if model is None:
+            return None
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:  # its head is not whole
+            return self._sharded_reference
+        if not isinstance(self._reference_policy, PackedPolicy):
+            inner = self.accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+            self._reference_policy = PackedPolicy(inner).eval()
+        return frozen(self._reference_policy, self.accelerator.autocast)
+
+    _reference_policy: Any = None
+
+    @torch.no_grad()
+    def _sharded_reference(self, batch: PackedBatch) -> Tensor:
+        model: Any = self.ref_model
+        with evaluating(model):
+            return self._from_logits(model, batch)
+
+    def _from_logits(self, model: Any, batch: PackedBatch) -> Tensor:
+        with self.accelerator.autocast():
+            return segment_logps(batch, logits=model(**batch.model_inputs()).logits)
 
 
 def _one_row() -> Iterator[dict[str, str]]:
@@ -136,7 +169,7 @@ def _one_row() -> Iterator[dict[str, str]]:
 
 def loss_of(args: DPOConfig) -> PreferenceLoss:
     """Returns the loss of the config; refuses settings that packs, or this loss, do not go with."""
-    check_settings(args, {**TRAINER_REFUSED, **REFUSED})
+    check_arguments(args, {**REFUSED_BY_ALL, **REFUSED})
     terms: dict[str, Any] = {}
     weights = args.loss_weights or [1.0] * len(args.loss_type)
     for loss, weight in zip(args.loss_type, weights, strict=True):
@@ -170,19 +203,19 @@ def loss_of(args: DPOConfig) -> PreferenceLoss:
     return PreferenceLoss(terms)
 
 
-def check_packed(data: PackedDataset, args: DPOConfig) -> None:
+def check_packed(data: Any, args: DPOConfig) -> None:
     """Refuses a packed dataset that the config would truncate, precompute or not understand."""
     if args.precompute_ref_log_probs:
         raise ConfigError(
             "setting precompute_ref_log_probs must be off with a packed dataset; found True. Write "
             "them once by `packstore ref-logps`, and give PackedDataset(url, side=[…])."
         )
-    if data.kind != "preference":
-        raise CompatibilityError(
-            f"PackedDPOTrainer: the dataset must be of kind preference; found {data.kind!r}."
-        )
-    for dataset in data.stream.datasets:
-        longest = dataset.manifest.statistics.longest_sequence
+    for dataset in datasets_of(data):
+        kind, longest = dataset.manifest.kind, dataset.manifest.statistics.longest_sequence
+        if kind != "preference":
+            raise CompatibilityError(
+                f"PackedDPOTrainer: the dataset must be of kind preference; found {kind!r}."
+            )
         if args.max_length is not None and longest > args.max_length:
             raise CompatibilityError(
                 f"{display(dataset.url)}: sequences must have at most max_length "

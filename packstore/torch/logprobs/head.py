@@ -108,18 +108,6 @@ def find_head(model: nn.Module) -> Head:
     return head
 
 
-def proved_head(model: nn.Module) -> int:
-    """Returns which candidate :func:`find_head` took, for a process without the weights."""
-    backbone = find_head(model).backbone
-    return [head.backbone for head in _read_heads(unwrapped(model))].index(backbone)
-
-
-def trust_head(model: nn.Module, number: int) -> None:
-    """Makes :func:`find_head` take a candidate that :func:`proved_head` named elsewhere."""
-    base = unwrapped(model)
-    _PROVED[base] = _read_heads(base)[number], _premises(base)
-
-
 def _premises(model: Any) -> tuple[Any, ...]:
     """Premises of a proof: the head's module and factors, and what else runs in its call.
 

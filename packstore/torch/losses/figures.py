@@ -48,9 +48,11 @@ class Figures(TypedDict):
 class GroupedMetrics:
     """Sums metrics over batches, for all examples and for each group of the column `by`."""
 
-    def __init__(self, loss_fn: PreferenceLoss, dataset: Dataset, by: str | None = None) -> None:
+    def __init__(
+        self, loss_fn: PreferenceLoss, dataset: Dataset | None = None, by: str | None = None
+    ) -> None:
         self.loss_fn, self.by = loss_fn, by
-        self._files = dict(enumerate(dataset.manifest.source_names))
+        self._files = dict(enumerate(dataset.manifest.source_names if dataset else ()))
         self._sums: dict[tuple[str | None, str], Tensor] = {}  # group (None: all), metric
 
     def add(

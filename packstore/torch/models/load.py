@@ -21,7 +21,7 @@ from packstore.errors import BackendError, ConfigError, quote
 from packstore.registry import missing_extra
 from packstore.torch.attention import flash
 from packstore.torch.models.model import Model, use_packed_attention
-from packstore.torch.models.unwrap import SCORE, is_reward_model, text_config, unwrapped
+from packstore.torch.models.unwrap import SCORE, text_config, unwrapped
 
 logger = logging.getLogger(__name__)
 
@@ -43,26 +43,23 @@ def load_model(
     attention: str = "auto",
     trainable: bool = False,
     scores: bool = False,
-    weights: bool = True,
 ) -> Any:
     """Loads a causal LM that takes packed batches, in evaluation mode, on the CPU.
 
     `path` is a folder or hub name, or the folder of a LoRA adapter, which names its base model. If
     `trainable` is False all weights are frozen; True with an adapter trains the adapter only.
     With `scores` it loads a reward model; to be trained, also a causal LM in place of one, whose
-    new head torch's generator draws. Without `weights` none are read, and they take no memory until
-    something is written there.
+    new head torch's generator draws.
     """
     name = os.fspath(path)
     if is_adapter(name):
         # An adapter holds the head of scores, so that its base may have none.
-        how: Any = {"dtype": dtype, "attention": attention, "weights": weights}
+        how: Any = {"dtype": dtype, "attention": attention}
         base = load_model(_adapter_base(name), trainable=scores, scores=scores, **how)
         return add_adapter(base.requires_grad_(False), name, trainable)
     try:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM
         from transformers import AutoModelForSequenceClassification as AutoModelOfScores
-        from transformers.initialization import no_init_weights
     except ImportError as error:
         raise missing_extra("load_model", "train", error) from error
     auto, kind, labels = AutoModelForCausalLM, "causal LM", {}
@@ -72,17 +69,11 @@ def load_model(
             "decoder with a score of one label",
             {"num_labels": 1},
         )
-    loading: Any = {"missing_keys": (), "unexpected_keys": ()}
+    loading: Any
     try:
-        if weights:
-            model, loading = auto.from_pretrained(
-                name, dtype=getattr(torch, dtype), output_loading_info=True, **labels
-            )
-        else:
-            config = AutoConfig.from_pretrained(name, **labels)
-            with no_init_weights():
-                model = auto.from_config(config, dtype=getattr(torch, dtype))
-            model.tie_weights()
+        model, loading = auto.from_pretrained(
+            name, dtype=getattr(torch, dtype), output_loading_info=True, **labels
+        )
     except Exception as error:  # the library raises errors of any class
         raise ConfigError(
             f"model {name}: it must be a folder or hub name of a {kind} that transformers "
@@ -120,36 +111,6 @@ def _set_padding(model: Any, name: str) -> None:
     ids = (getattr(place, f"{role}_token_id", None) for place, role in roles)
     known = (x[0] if isinstance(x, Sequence) else x for x in ids)
     text.pad_token_id = next((x for x in known if x is not None), None)
-
-
-def add_lora(
-    model: Any, rank: int, *, alpha: float = 16.0, dropout: float = 0.0, targets: Sequence[str] = ()
-) -> Any:
-    """Adds a LoRA adapter (Hu et al., 2021) to a frozen model; untrained, it changes nothing."""
-    peft = _peft()
-    config = peft.LoraConfig(
-        r=rank,
-        lora_alpha=alpha,
-        lora_dropout=dropout,
-        target_modules=list(targets) or "all-linear",
-        task_type="SEQ_CLS" if is_reward_model(model) else "CAUSAL_LM",
-    )
-    try:
-        return peft.get_peft_model(model, config)
-    except ValueError as error:
-        raise ConfigError(
-            f"lora: targets: the model must have modules named "
-            f"{', '.join(targets) or 'anything linear'}; found {quote(str(error), 200)}."
-        ) from error
-
-
-def checkpoint_gradients(model: Any) -> None:
-    """Enables gradient checkpointing: each layer is recomputed in the backward pass."""
-    options = {"use_reentrant": False}
-    if hasattr(model, "activation_checkpointing_enable"):  # the name since transformers 5.20
-        model.activation_checkpointing_enable(options)
-    else:
-        model.gradient_checkpointing_enable(options)
 
 
 def compile_layers(model: Model, **options: Any) -> Model:

@@ -1,31 +1,25 @@
-"""The closed table of transformers' TrainingArguments: what packs do not go with."""
+"""The closed tables of transformers' TrainingArguments: what packs do not go with, and why."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from packstore.errors import ConfigError, sentence
 
-STEP = "Give examples_per_step and packs_per_batch of PackedTrainer"
+Refusals = Mapping[str, tuple[tuple[Any, ...], str]]
+"""Setting -> values that are taken, and what to do for another."""
+
 ROWS = "predict(dataset).predictions is a table with a row for each example"
 
-REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "per_device_train_batch_size": ((8,), STEP),
-    "gradient_accumulation_steps": ((1,), STEP),
-    "auto_find_batch_size": ((False,), STEP),
-    "per_device_eval_batch_size": ((8,), "Give packs_per_batch of PackedTrainer"),
+REFUSED: Refusals = {
     "eval_accumulation_steps": ((None,), ROWS),
     "eval_do_concat_batches": ((True,), ROWS),
     "eval_use_gather_object": ((False,), ROWS),
     "batch_eval_metrics": ((False,), ROWS),
     "include_for_metrics": (([],), ROWS),
-    "label_names": ((None, ["labels"]), "Packs have no columns of labels"),
-    "length_column_name": (("length",), "Packs have no such column"),
-    "dataloader_in_order": ((True,), "The order is always kept"),
-    "ignore_data_skip": ((False,), "The position in the data is restored, and nothing skipped"),
     "torch_empty_cache_steps": ((None,), "Call torch.cuda.empty_cache in a callback"),
-    "train_sampling_strategy": (("random",), "PackedDataset(shuffle=…) orders packs"),
-    "average_tokens_across_devices": ((True,), "The loss divides by the count of all ranks"),
+    "average_tokens_across_devices": ((True,), "The loss divides by the examples of all ranks"),
     "label_smoothing_factor": ((0, 0.0), "Label smoothing is part of the loss: take cdpo"),
     "neftune_noise_alpha": ((None,), "Its noise would depend on the length of the packed row"),
     "parallelism_config": ((None,), "Split rows by packstore.torch.parallel in your own loop"),
@@ -33,11 +27,22 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "fp16": ((False,), "Log-probs of a packed row need bf16"),
     "fp16_full_eval": ((False,), "Leave it out"),
     "bf16_full_eval": ((False,), "Use bf16, which is autocast"),
-    "torch_compile": ((False,), "packstore.torch.compile_layers compiles its layers"),
+    "torch_compile": ((False,), "compile='layers' of PackedTrainer compiles its layers"),
+}
+"""Refused by every trainer on packs."""
+
+OF_PACKS: Refusals = {
+    **REFUSED,
+    "auto_find_batch_size": ((False,), "A forward call holds packs_per_batch packs"),
+    "per_device_eval_batch_size": ((8,), "Give packs_per_batch"),
+    "label_names": ((None, ["labels"]), "Packs have no columns of labels"),
+    "length_column_name": (("length",), "Packs have no such column"),
+    "dataloader_in_order": ((True,), "The order is always kept"),
+    "ignore_data_skip": ((False,), "The position in the data is restored, and nothing skipped"),
+    "train_sampling_strategy": (("random",), "PackedDataset(shuffle=…) orders packs"),
     "dataloader_drop_last": ((False,), "No example is left out"),
 }
-"""Setting -> values that are taken, and what to do for another; all other settings are honoured."""
-
+"""Refused where packed datasets are trained on; all other settings are honoured."""
 
 OTHERS = {
     "data_collator": "Packs are collated by the loader",
@@ -49,20 +54,34 @@ OTHERS = {
 """Arguments of the Trainer that are refused, and what to do."""
 
 
-def check_arguments(args: Any, others: Any = ()) -> None:
+def check_arguments(args: Any, refused: Refusals, others: Iterable[str] = ()) -> None:
     """Refuses settings, and arguments of the Trainer, that packs do not go with."""
-    for name in others:
-        if name in OTHERS:
-            raise ConfigError(
-                sentence(f"argument {name}", "it must be left out", name, OTHERS[name])
-            )
+    for name in OTHERS.keys() & set(others):
+        raise ConfigError(sentence(f"argument {name}", "it must be left out", name, OTHERS[name]))
     config = getattr(args, "accelerator_config", None)
     for name in ("dispatch_batches", "split_batches"):
         if getattr(config, name, None):
             rule = "a packed batch is whole, and cannot be cut up for other ranks"
             raise ConfigError(sentence(f"setting accelerator_config: {name}", rule, "True"))
-    for name, (taken, remedy) in REFUSED.items():
+    if "lomo" in str(getattr(args, "optim", "")).lower():
+        rule = "it must step after all batches of a step"
+        raise ConfigError(sentence("setting optim", rule, str(args.optim), "Take another"))
+    for name, (taken, remedy) in refused.items():
         value = getattr(args, name, taken[0])
         if value not in taken:
             rule = f"it must be {taken[0]!r} with packs"
             raise ConfigError(sentence(f"setting {name}", rule, repr(value), remedy))
+
+
+def examples_of_step(args: Any, given: int | None) -> int:
+    """Returns the examples of a step over all ranks, and makes a step one batch of the Trainer.
+
+    As unpacked, a step has ``per_device_train_batch_size * gradient_accumulation_steps`` examples
+    a rank; or the number that is `given`.
+    """
+    own = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    if given is not None and (args.per_device_train_batch_size, own) != (8, 8):
+        rule = "per_device_train_batch_size and gradient_accumulation_steps must then be left out"
+        raise ConfigError(sentence(f"examples_per_step={given}", rule, f"{own} a rank"))
+    args.gradient_accumulation_steps = 1  # of `args`, which are the trainer's own copy
+    return own * args.world_size if given is None else given

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from packstore.errors import display
 from packstore.version import VERSION
 
 
@@ -21,7 +22,7 @@ def model_card(trainer: Any, **front: Any) -> str:
     known = {"base_model": started or None, "library_name": "transformers", "tags": tags}
     head = ModelCardData(**{name: value for name, value in {**front, **known}.items() if value})
     facts = {
-        "dataset": dataset.url,
+        "dataset": display(dataset.url),
         "dataset fingerprint": manifest.fingerprint,
         "examples of the dataset": f"{manifest.totals.examples:,} of kind {manifest.kind}",
         "tokenizer sha256": (manifest.provenance.get("tokenizer") or {}).get("sha256", "unknown"),

@@ -10,13 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from packstore.config.training import TrainConfig
 from packstore.errors import display
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.side.side import open_side
 from packstore.torch.batch.batch import PackedBatch
-from packstore.torch.losses.loss import PreferenceLoss
-from packstore.torch.models.load import compile_layers, is_adapter, load_model
 from packstore.torch.reference.reference import run_on_rank_zero
 from packstore.torch.reference.reference_fingerprint import check_arithmetic, check_reference
 
@@ -33,16 +30,15 @@ def of_the_batch(batch: PackedBatch) -> None:
     """Computes nothing: the loss needs no reference, or the batch carries precomputed log-probs."""
 
 
-def load_reference(config: TrainConfig) -> Any:
-    """Loads the reference model of the settings; without one, the starting model."""
-    path = config.reference_model or config.model
-    return load_model(path, dtype=config.dtype, attention=config.attention)
+def needs_reference(loss_fn: Any) -> bool:
+    """Returns True for a loss that compares with a reference model."""
+    return bool(getattr(loss_fn, "reference", False) or getattr(loss_fn, "kl_weight", 0))
 
 
-def tell_unused(loss_fn: PreferenceLoss, *given: str | None) -> None:
+def tell_unused(loss_fn: Any, *given: str | None) -> None:
     """Warns of references that are `given` to a loss without one."""
     names = ", ".join(map(display, filter(None, given)))
-    if names and not loss_fn.reference:
+    if names and not needs_reference(loss_fn):
         logger.warning("the loss has no reference; not used: %s", names)
 
 
@@ -58,31 +54,26 @@ def frozen(policy: nn.Module, context: Autocast = nullcontext) -> Reference:
     return logps
 
 
-def check_precomputed(
-    config: TrainConfig,
-    policy: Any,
-    before: Mapping[str, Any] | None,
+def check_sides(
     sides: Sequence[tuple[str, Dataset]],
+    reference: Any,
     accelerator: Any,
+    storage_options: Mapping[str, Any] | None,
+    *,
+    adapter: bool,
+    known: bool,
 ) -> None:
     """Refuses precomputed log-probs that are not those of the reference; a collective call.
 
-    A run that resumes with those of its checkpoint, `before`, only logs a difference in numerics.
+    `adapter`: the reference is the model with its adapter. Of log-probs that are `known` to belong
+    to the run, only other numerics are said.
     """
-    names = ("ref_logps", "validation_ref_logps")
-    now = config.recorded()
-    known = before is not None and all(before.get(n) == now[n] for n in names)
-    device = accelerator.device
 
     def check() -> None:
-        reference, adapter = policy, is_adapter(config.reference_model or config.model)
-        if not known and (config.reference_model is not None or before is not None):
-            reference = load_reference(config)
-            if config.compile == "layers":
-                compile_layers(reference)
         for url, dataset in sides:
-            side = open_side(url, dict(config.storage_options) or None)
+            side = open_side(url, storage_options)
             with accelerator.autocast():
+                device = accelerator.device
                 if known:
                     check_arithmetic(side, reference, device)
                 else:

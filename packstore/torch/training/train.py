@@ -1,12 +1,12 @@
-"""Trains from packed datasets: preference losses and SFT, on torch, Accelerate and PEFT.
+"""Trains from packed datasets by settings alone: what ``packstore train`` calls.
 
 ::
 
     import packstore.torch
 
     packstore.torch.train(
-        model="my-sft-model", dataset="prefs-8k", validation="held-out-8k", output="run",
-        loss="dpo", loss_parameters={"beta": 0.1}, examples_per_step=64, learning_rate=1e-6,
+        model="my-sft-model", train_dataset="prefs-8k", eval_dataset="held-out-8k",
+        output_dir="run", loss="dpo", loss_parameters={"beta": 0.1}, learning_rate=1e-6,
     )
 
 On several ranks, start the script with ``accelerate launch`` or ``torchrun``: DDP, or FSDP2 if
@@ -15,28 +15,38 @@ Accelerate's config says so. The settings are in ``docs/training.md``.
 
 from __future__ import annotations
 
-import json
-import shutil
-from collections.abc import Mapping
-from contextlib import ExitStack
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from packstore.config.training import TrainConfig
-from packstore.errors import display
-from packstore.torch.training.checkpoint import save_model, whole_folder
-from packstore.torch.training.loop import Loop
-from packstore.torch.training.setup import Run
-from packstore.torch.training.sinks import make_sinks
-from packstore.version import VERSION
+import torch
+from accelerate.utils import parse_flag_from_env
+from transformers import PrinterCallback, TrainerCallback, TrainingArguments
+
+from packstore.config.training import TrainConfig, TrainModelConfig
+from packstore.errors import ConfigError, PackstoreError, StorageError, quote, sentence
+from packstore.torch.reference.arithmetic import choose_precision
+from packstore.torch.training.steps import newest_checkpoint, read_position
+from packstore.torch.training.trainer import PackedTrainer
 
 __all__ = ["TrainConfig", "TrainResult", "train"]
 
-TOKENIZER_FILES = (
-    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt"),
-    *("chat_template*", "*.model"),
-)
+logger = logging.getLogger("packstore")
+
+SHOWN: dict[str, tuple[str, str]] = {
+    "loss": ("loss", ".4f"),
+    "rewards/accuracies": ("accuracy", ".1%"),
+    "rewards/margins": ("margin", ".3f"),
+    "examples_per_second": ("examples/s", ",.1f"),
+    "tokens_per_second": ("tokens/s", ",.0f"),
+    "fill": ("fill", ".1%"),
+    "data_wait": ("data wait", ".1%"),
+    "learning_rate": ("learning rate", ".2e"),
+}
+"""Metric -> its name in a line of the log, and its format."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +57,7 @@ class TrainResult:
         step: optimizer steps of the whole run.
         examples: examples trained on.
         metrics: last logged training metrics.
-        evaluation: metrics of the last validation, named ``eval/…``; empty without validation.
+        evaluation: metrics of the last evaluation, named ``eval_…``; empty without one.
         model: folder of the final model, or of its adapter.
     """
 
@@ -58,96 +68,141 @@ class TrainResult:
     model: Path
 
 
-def train(config: TrainConfig | None = None, /, **settings: Any) -> TrainResult:
+class LogLines(TrainerCallback):  # type: ignore[misc]
+    """Logs one line for each record."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        """Logs the metrics that a person looks at."""
+        prefix = "eval_" if "eval_loss" in logs else ""
+        known = [(f"{prefix}{name}", *how) for name, how in SHOWN.items()]
+        shown = [f"{short} {logs[name]:{form}}" for name, short, form in known if name in logs]
+        if shown and state.is_world_process_zero:
+            what = "evaluation after " if prefix else ""
+            text = "%sstep %s/%s  %s"
+            step, last = f"{state.global_step:,}", f"{state.max_steps:,}"
+            logger.info(text, what, step, last, "  ".join(shown))
+
+
+def train(
+    config: TrainConfig | None = None, /, *, callbacks: Sequence[Any] = (), **settings: Any
+) -> TrainResult:
     """Trains a model from the start or from its newest checkpoint; a collective call.
 
-    Every pair weighs the same in any pack, batch or rank. Writes ``metrics.jsonl``,
-    ``checkpoints`` and the final ``model`` in the output folder.
+    Every pair weighs the same in any pack, batch or rank. The output folder then has the model, its
+    card, the metrics (``trainer_state.json``), and the Trainer's checkpoints.
 
     Args:
         config: the settings; default: their defaults.
-        settings: fields of :class:`~packstore.config.training.TrainConfig` that override `config`.
+        callbacks: callbacks of transformers' Trainer.
+        settings: fields of :class:`~packstore.config.training.TrainConfig` and of transformers'
+            ``TrainingArguments`` that override `config`.
 
     Raises:
         ConfigError: settings are missing, unknown, out of range or exclude each other.
         CompatibilityError: model, data, loss, tokenizer or checkpoint do not belong together.
-        MissingExtraError: transformers, accelerate or peft is not installed.
         DivergedError: loss or gradient is not finite; no model is written.
         PackstoreError: model, dataset or checkpoint is unusable.
     """
     config = TrainConfig.of(config, **settings)
-    run = Run(config)
-    step = run.start.step if run.start else 0
-    with ExitStack() as stack:
-        loop = Loop(run, make_sinks(run.accelerator, run.config, step, run.total_steps, stack))
-        loop()
-        model = _export(run, loop)
-    run.accelerator.end_training()
+    checkpoint = _checkpoint(config)
+    given = {name: getattr(config, name) for name in TrainModelConfig.names()}
+    if given["examples_per_step"] is None and not {
+        "per_device_train_batch_size",
+        "gradient_accumulation_steps",
+    } & set(config.arguments):
+        given["examples_per_step"] = 64
+    given["peft_config"] = given["peft_config"] or None
+    before = read_position(Path(checkpoint))["settings"] if checkpoint else {}
+    if given["compile"] == "auto" and before.get("compile") == "none":
+        given["compile"] = "none"
+    with _named_settings():
+        args = _arguments(config, before.get("mixed_precision"))
+        trainer = PackedTrainer(args=args, callbacks=[LogLines, *callbacks], **given)
+    trainer.remove_callback(PrinterCallback)  # it would print on stdout
+    trainer.train(checkpoint)
+    step, history = trainer.state.global_step, trainer.state.log_history
+    evaluated = [record for record in history if "eval_loss" in record]
+    if config.eval_dataset and not (evaluated and evaluated[-1]["step"] == step):
+        trainer.evaluate()
+        evaluated = [record for record in history if "eval_loss" in record]
+    trainer.save_model()
+    trainer.save_state()
+    trainer.create_model_card()
+    trainer.accelerator.wait_for_everyone()
+    trained = [record for record in history if "loss" in record]
     return TrainResult(
-        step=loop.step,
-        examples=loop.examples,
-        metrics=loop.metrics,
-        evaluation=loop.evaluation,
-        model=model,
+        step=step,
+        examples=sum(int(record["examples"]) for record in trained),
+        metrics=_metrics(trained),
+        evaluation=_metrics(evaluated),
+        model=Path(config.output_dir),
     )
 
 
-def _export(run: Run, loop: Loop) -> Path:
-    """Writes the final model in Hugging Face format, tokenizer files and a card; collective."""
-    final = Path(run.config.output, "model")
-    with whole_folder(run.accelerator, final) as partial:
-        save_model(run.accelerator, run.policy, partial)
-        if run.accelerator.is_main_process:
-            source = Path(run.config.model)
-            for file in (file for pattern in TOKENIZER_FILES for file in source.glob(pattern)):
-                if file.is_file():
-                    shutil.copy(file, partial / file.name)
-            (partial / "README.md").write_text(_model_card(run, loop), encoding="utf-8")
-    return final
+def _metrics(records: list[dict[str, float]]) -> dict[str, float]:
+    last = records[-1] if records else {}
+    return {name: value for name, value in last.items() if name not in ("step", "epoch")}
 
 
-def _model_card(run: Run, loop: Loop) -> str:
-    """The text of the model's ``README.md``: dataset, loss, settings, results."""
-    from huggingface_hub import ModelCardData  # comes with transformers
-
-    config, manifest = run.config, run.dataset.manifest
-    front = ModelCardData(base_model=config.model, library_name="transformers", tags=["packstore"])
-    tokenizer = manifest.provenance.get("tokenizer") or {}
-    facts = {
-        "starting model": config.model,
-        "dataset": display(config.dataset),
-        "dataset fingerprint": manifest.fingerprint,
-        "examples of the dataset": f"{manifest.totals.examples:,} of kind {manifest.kind}",
-        "tokenizer sha256": tokenizer.get("sha256", "not recorded"),
-        "loss": str(config.loss),
-        "loss parameters": json.dumps(config.loss_parameters, ensure_ascii=False),
-        "optimizer steps": f"{loop.step:,} of {loop.examples / loop.step:,.1f} examples on average",
-        "packstore": VERSION,
-    }
-    results = {n: f"{v:.6g}" for n, v in {**loop.metrics, **loop.evaluation}.items()}
-    recorded = config.recorded().items()
-    settings = "\n".join(f"{n}: {json.dumps(v, ensure_ascii=False)}" for n, v in recorded)
-    return f"""---
-{front.to_yaml()}
----
-# {Path(config.output).name}
-
-Trained with `packstore train` on packed data.
-
-{_table("what", facts)}
-
-## Results
-
-{_table("metric", results)}
-
-## Settings
-
-```yaml
-{settings}
-```
-"""
+def _arguments(config: TrainConfig, precision: str | None) -> TrainingArguments:
+    """Makes the Trainer's settings; `precision` is that of a run that goes on."""
+    own = {n: getattr(config, n) for n in TrainConfig.names() if n not in TrainModelConfig.names()}
+    further = own.pop("arguments")
+    own.pop("resume_from_checkpoint")
+    own["report_to"] = list(config.report_to) or "none"
+    on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
+    defaults: dict[str, Any] = {"disable_tqdm": True, "save_total_limit": 2, "use_cpu": on_cpu}
+    if config.eval_steps is not None:
+        defaults["eval_strategy"] = "steps"
+    given = {name: x for name, x in {**defaults, **own, **further}.items() if x is not None}
+    args = TrainingArguments(**given)
+    if config.bf16 is None:
+        weights = getattr(torch, config.dtype)
+        chosen = precision or choose_precision("auto", args.device, weights)
+        if chosen == "bf16":
+            args = TrainingArguments(**{**given, "bf16": True})
+    return args
 
 
-def _table(head: str, rows: Mapping[str, object]) -> str:
-    lines = [f"| {head} | value |", "|---|---|"]
-    return "\n".join(lines + [f"| {name} | {value} |" for name, value in rows.items()])
+@contextmanager
+def _named_settings() -> Iterator[None]:
+    """Names the settings in what transformers says of them."""
+    try:
+        yield
+    except PackstoreError:
+        raise
+    except (ValueError, TypeError, ImportError) as error:
+        rule, found = "transformers must take them", quote(str(error), 300)
+        raise ConfigError(sentence("settings", rule, found)) from error
+
+
+def _checkpoint(config: TrainConfig) -> str | None:
+    """Returns the checkpoint to resume from, or None to start in an output without a model."""
+    output, asked = Path(config.output_dir), config.resume_from_checkpoint
+    where = f"output_dir {output}"
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        rule, remedy = "it must be a folder that can be written", "Name another"
+        raise StorageError(sentence(where, rule, str(error.strerror), remedy)) from error
+    newest = newest_checkpoint(str(output))
+    if asked not in ("auto", "never"):
+        if newest is not None and Path(asked).is_dir() and _number(newest) > _number(asked):
+            rule, remedy = "it must be the newest of its output_dir", "Remove the later ones"
+            raise ConfigError(sentence(f"checkpoint {asked}", rule, newest, remedy))
+        return asked
+    if newest is not None and asked == "never":
+        remedy = "Choose another, or resume_from_checkpoint: auto"
+        raise ConfigError(sentence(where, "it must be new", Path(newest).name, remedy))
+    model = next(
+        filter(Path.is_file, map(output.joinpath, ("config.json", "adapter_config.json"))), None
+    )
+    if newest is None and model is not None:
+        rule = "it must hold no model without checkpoints"
+        raise ConfigError(sentence(where, rule, model.name, "Choose another, or move it away"))
+    return newest
+
+
+def _number(checkpoint: str) -> int:
+    number = Path(checkpoint).name.removeprefix("checkpoint-")
+    return int(number) if number.isdigit() else -1

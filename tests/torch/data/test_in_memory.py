@@ -196,8 +196,7 @@ def test_records_that_are_refused(wrong: dict[str, Any], message: str) -> None:
 
 
 def test_the_collator_lays_records_end_to_end() -> None:
-    inputs = pt.PackCollator("preference", PackConfig(layout="shared_prefix"))(records())
-    batch = inputs["labels"].batch
+    batch = pt.PackCollator("preference", PackConfig(layout="shared_prefix"))(records())
     assert batch.num_packs == 1
     assert batch.example_ids.tolist() == list(range(N))
     assert batch.ref_logps.tolist() == pytest.approx([-0.1 * s * s for s in range(2 * N)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,18 +12,13 @@ import torch
 import transformers
 from torch import Tensor
 from train_runs import records
-from trainers import logged, make_trainer
 
 from packstore import open as open_dataset
-from packstore.testing import random_examples
 from packstore.torch import (
     PackedDataLoader,
     PackedDataset,
-    PackedLoss,
-    PreferenceLoss,
     collate,
     train,
-    use_packed_attention,
 )
 
 COEFFICIENT = 0.5
@@ -53,14 +47,14 @@ def test_train_logs_and_adds_them(kit: SimpleNamespace, tmp_path: Path) -> None:
     moe(kit).save_pretrained(tmp_path / "model")
     plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     expected = aux_losses(plain, list(open_dataset(str(tmp_path / "data")).iter_packs()))
-    settings |= {"max_steps": 2, "log_every": 1, "learning_rate": 1e-9}
+    settings |= {"max_steps": 2, "logging_steps": 1, "learning_rate": 1e-9}
     found_by = {}
     for coefficient in (None, 0.0):
         output = tmp_path / f"run-{coefficient}"
         given = {} if coefficient is None else {"router_aux_loss_coef": coefficient}
-        train(**settings, output=str(output), loss_parameters=given)
+        train(**settings, output_dir=str(output), loss_parameters=given)
         found_by[coefficient] = records(output)
-    data = PackedDataset(settings["dataset"])
+    data = PackedDataset(settings["train_dataset"], seed=42)
     batches = list(PackedDataLoader(data, examples_per_step=settings["examples_per_step"]))
     steps = [[b for b in batches if b.step.index == step] for step in (0, 1)]
     ids = [[i for b in step for i in b.example_ids[b.weights > 0].tolist()] for step in steps]
@@ -71,20 +65,3 @@ def test_train_logs_and_adds_them(kit: SimpleNamespace, tmp_path: Path) -> None:
         assert found["grad_norm"] > without["grad_norm"] + 0.01
         assert "aux_loss" not in without
         assert without["loss"] == pytest.approx(math.log(2), abs=1e-5)
-
-
-def test_the_trainer_logs_and_adds_them(kit: SimpleNamespace, tmp_path: Path) -> None:
-    pytest.importorskip("accelerate", reason="the Trainer needs it")
-    packs = kit.packed(random_examples(8, seed=4), [1, 3, 2, 2], "concat")
-    data = kit.write(str(tmp_path / "data"), packs)
-    model = moe(kit)
-    expected = sum(aux_losses(model, [packs]).values()) / 8
-    use_packed_attention(model)
-    loss = PackedLoss(PreferenceLoss("dpo"), copy.deepcopy(model).requires_grad_(False))
-    how = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 1}
-    how |= {"gradient_checkpointing": True, "save_strategy": "no"}
-    trainer = make_trainer(model, data, loss, tmp_path / "run", **how)
-    trainer.train()
-    (entry,) = logged(trainer)
-    assert entry["aux_loss"] == pytest.approx(expected, abs=1e-5)
-    assert entry["loss"] == pytest.approx(math.log(2) + COEFFICIENT * expected, abs=1e-4)

@@ -19,9 +19,7 @@ from packstore.errors import CompatibilityError, ConfigError
 from packstore.torch import (
     PackCollator,
     PackedDataset,
-    PackedLoss,
-    PackedTrainerMixin,
-    PreferenceLoss,
+    PackedTrainer,
     use_packed_attention,
     write_ref_logps,
 )
@@ -243,7 +241,7 @@ def test_a_packed_dataset(
     trl: Any, folder: str, tmp_path: Path, tokenizer: Any, packed: str
 ) -> None:
     """By its path, for training and evaluation: the first loss is ln 2, and it falls."""
-    args = config_of(trl, tmp_path / "run", max_length=64, eval_strategy="epoch", max_steps=10)
+    args = config_of(trl, tmp_path / "run", max_length=64, eval_strategy="epoch", max_steps=24)
     trainer = packed_trainer(
         folder, args=args, train_dataset=packed, eval_dataset=packstore.open(packed),
         processing_class=tokenizer,
@@ -266,21 +264,24 @@ def test_weights_of_a_loss_that_is_named_twice_are_added(
     mix: dict[str, Any] = {"loss_type": ["sigmoid", "ipo", "sigmoid"], "loss_weights": [1, 2, 3]}
     args = config_of(trl, tmp_path, max_length=64, **mix)
     trainer = packed_trainer(folder, args=args, train_dataset=packed, processing_class=tokenizer)
-    terms = [(term.name, term.weight) for term in trainer.packed_loss.loss_fn.terms]
+    terms = [(term.name, term.weight) for term in trainer.loss_fn.terms]
     assert terms == [("dpo", 4), ("ipo", 2)]
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"use_weighting": True}, "use_weighting must be False"),
-        ({"ld_alpha": 0.5}, "ld_alpha must be None"),
-        ({"pad_to_multiple_of": 8}, "pad_to_multiple_of must be None"),
-        ({"truncation_mode": "keep_end"}, "truncation_mode must be 'keep_start'"),
+        ({"use_weighting": True}, "use_weighting: it must be False"),
+        ({"ld_alpha": 0.5}, "ld_alpha: it must be None"),
+        ({"pad_to_multiple_of": 8}, "pad_to_multiple_of: it must be None"),
+        ({"truncation_mode": "keep_end"}, "truncation_mode: it must be 'keep_start'"),
         ({"label_smoothing": 0.1}, "label_smoothing changes none of"),
-        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor must be 0"),
-        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha must be None"),
-        ({"average_tokens_across_devices": False}, "average_tokens_across_devices must be True"),
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor: it must be 0"),
+        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha: it must be None"),
+        (
+            {"average_tokens_across_devices": False},
+            "average_tokens_across_devices: it must be True",
+        ),
         ({"loss_type": ["sft"]}, "loss_type: 'sft'"),
         ({"loss_type": ["aot"]}, "couples the pairs of a batch"),
         ({"loss_type": ["hinge"], "f_divergence_type": "js_divergence"}, "f_divergence_type"),
@@ -308,56 +309,38 @@ def test_every_setting_of_its_config_is_in_the_table(trl: Any) -> None:
 def test_doors_that_do_not_lead_to_packs(
     trl: Any, folder: str, tmp_path: Path, tokenizer: Any, rows: Any, packed: str
 ) -> None:
-    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+    from transformers import AutoModelForCausalLM, TrainingArguments
 
-    class TrlTrainer(PackedTrainerMixin, trl.DPOTrainer):  # type: ignore[misc, name-defined]
-        pass
-
-    class PackedTrainer(PackedTrainerMixin, Trainer):
-        pass
-
-    model = use_packed_attention(AutoModelForCausalLM.from_pretrained(folder))
+    args = config_of(trl, tmp_path)
+    collator = trl.trainer.dpo_trainer.DataCollatorForPreference(pad_token_id=0)
+    with pytest.raises(ConfigError, match="data_collator must be a PackCollator"):
+        packed_trainer(folder, args=args, train_dataset=rows, data_collator=collator)
+    with pytest.raises(ConfigError, match="argument compute_metrics: it must be left out"):
+        packed_trainer(folder, args=args, train_dataset=rows, compute_metrics=print)
+    model = AutoModelForCausalLM.from_pretrained(folder)
     arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
-    loss = PackedLoss(PreferenceLoss("dpo"))
-    with pytest.raises(ConfigError, match=r"take packstore\.torch\.PackedDPOTrainer"):
-        TrlTrainer(
-            folder, args=config_of(trl, tmp_path), train_dataset=rows,
-            processing_class=tokenizer, packed_loss=loss,
-        )  # fmt: skip
-    with pytest.raises(ConfigError, match=r"Give data_collator=PackCollator"):
-        PackedTrainer(model, arguments, train_dataset=packed, packed_loss=loss)
-    with pytest.raises(CompatibilityError, match="shares weights with the policy"):
-        PackedTrainer(
-            model, arguments, train_dataset=packed, data_collator=PackCollator(),
-            packed_loss=PackedLoss(PreferenceLoss("dpo"), model),
-        )  # fmt: skip
+    with pytest.raises(CompatibilityError, match=r"reference: .*found weights that are trained"):
+        PackedTrainer(model, arguments, packed, reference=model)
+    dealt = PackedDataset(packed, rank=0, world_size=2)
+    with pytest.raises(ConfigError, match="dealt to the 1 ranks of the run; found world_size=2"):
+        PackedTrainer(folder, arguments, dealt).train()
 
 
-def test_transformers_trainer_with_an_adapter(folder: str, tmp_path: Path, packed: str) -> None:
+def test_an_adapter_is_its_own_reference(folder: str, tmp_path: Path, packed: str) -> None:
     """Its own base is the reference, as by log-probs of the base that were written before."""
-    peft = pytest.importorskip("peft", reason="adapters")
-    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
-
-    class PackedTrainer(PackedTrainerMixin, Trainer):
-        pass
+    pytest.importorskip("peft", reason="adapters")
+    from transformers import AutoModelForCausalLM, TrainingArguments
 
     base = use_packed_attention(AutoModelForCausalLM.from_pretrained(folder))
     write_ref_logps(base, packstore.open(packed), str(tmp_path / "side"))
     losses = []
     for side in ([], [str(tmp_path / "side")]):
-        torch.manual_seed(3)
-        lora = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
-        model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(folder), lora)
-        trainer = PackedTrainer(
-            use_packed_attention(model),
-            TrainingArguments(
-                output_dir=str(tmp_path / "run"), max_steps=8, learning_rate=2e-2, logging_steps=1,
-                use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no",
-            ),
-            train_dataset=PackedDataset(packed, rank=0, world_size=1, side=side, shuffle=False),
-            data_collator=PackCollator("preference"),
-            packed_loss=PackedLoss(PreferenceLoss("dpo")),
+        args = TrainingArguments(
+            output_dir=str(tmp_path / "run"), max_steps=8, learning_rate=2e-2, logging_steps=1,
+            use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no",
         )  # fmt: skip
+        given = {"peft_config": {"r": 4, "target_modules": ["q_proj"]}, "ref_logps": side}
+        trainer = PackedTrainer(folder, args, packed, **given)
         losses.append(curves(trainer, ("loss",))["loss"])
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
     assert losses[0][-1] < losses[0][0]

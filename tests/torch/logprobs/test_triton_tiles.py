@@ -250,11 +250,11 @@ def test_refused_names_and_absent_packages(
     with pytest.raises(MissingExtraError, match=missing):
         PackedPolicy(model, backend="triton")
     with pytest.raises(MissingExtraError, match=missing):
-        train(**run, head="triton", output=str(tmp_path / "run"))
+        train(**run, head="triton", output_dir=str(tmp_path / "run"))
     more = ["--model", run["model"], "--head", "triton", "--device", "cpu"]
     for command in (
-        ["ref-logps", run["dataset"], str(tmp_path / "side")],
-        ["evaluate", run["dataset"], "--reference-model", run["model"]],
+        ["ref-logps", run["train_dataset"], str(tmp_path / "side")],
+        ["evaluate", run["train_dataset"], "--reference-model", run["model"]],
     ):
         assert main([*command, *more]) != 0
         assert re.search(missing, capsys.readouterr().err)

@@ -26,7 +26,6 @@ from packstore.torch import (
     PackedBatch,
     PackedDataLoader,
     PackedDataset,
-    PackedLoss,
     PackedPolicy,
     PreferenceLoss,
     StepDivisor,
@@ -223,8 +222,6 @@ def test_divisors(kit: SimpleNamespace, tmp_path: Path) -> None:
     for divisor in (10, StepDivisor(10)):
         with pytest.raises(ConfigError, match="the SFT term needs a count of its own; found none"):
             loss_of("sft term by token")(ref_logps, first, ref_logps, divisor=divisor)
-    with pytest.raises(ConfigError, match="which is all that it counts; found a mean over tokens"):
-        PackedLoss(loss_of("sft term by token"))
 
 
 def test_a_rank_without_batches(kit: SimpleNamespace, tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ from packstore.torch import (
     PackedBatch,
     PackedDataLoader,
     PackedDataset,
-    PackedLoss,
     PreferenceLoss,
     collate,
     count_step,
@@ -305,8 +304,3 @@ def test_weights_that_may_not_be(kit: SimpleNamespace, values: Any, name: str, e
     batch, logps, ref = make(kit, [1, 3])
     with pytest.raises(ConfigError, match=error):
         PreferenceLoss("dpo", weight_field=name)(logps, weighted(batch, values), ref)
-
-
-def test_the_trainer_of_transformers_counts_no_weights() -> None:
-    with pytest.raises(ConfigError, match=r"found weight_field='w'\. Use packstore train"):
-        PackedLoss(PreferenceLoss("dpo", weight_field="w"))

@@ -18,7 +18,7 @@ from packstore.errors import BackendError
 from packstore.testing import random_examples
 from packstore.torch import PackedBatch, collate, compile_layers, train, use_packed_attention
 from packstore.torch.attention import flash
-from packstore.torch.models.load import checkpoint_gradients, tell_uncompiled
+from packstore.torch.models.load import tell_uncompiled
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler's
 
@@ -77,7 +77,7 @@ def test_one_graph_for_all_layers_and_shapes(
     plain = use_packed_attention(kit.tiny_family(name, **settings))
     model = use_packed_attention(kit.tiny_family(name, **settings)).train()
     if recomputes:
-        checkpoint_gradients(model)
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     found, backend = graphs()
     compile_layers(model, backend=backend)
     for layout, limit in (("concat", kinds), ("shared_prefix", 2 * kinds)):
@@ -153,13 +153,13 @@ def test_training_compiles_policy_reference_and_validation(
     monkeypatch.setattr(flash, "check", counted)
     settings = kit.short_run(tmp_path, "shared_prefix") | {"dtype": "float64", "max_steps": 2}
     other = kit.packed(random_examples(9, seed=5), [2, 3, 4], "concat")
-    settings["validation"] = kit.write(str(tmp_path / "held-out"), other).url
+    settings["eval_dataset"] = kit.write(str(tmp_path / "held-out"), other).url
     for number, (name, recomputes, models) in enumerate(runs):
         kit.tiny_family(name, **FAMILIES[name]).save_pretrained(settings["model"])
         uncompiled.clear()
         before, output = len(found), str(tmp_path / f"run-{number}")
         how = {"compile": "layers", "gradient_checkpointing": recomputes}
-        train(**settings, **how, output=output, lora={"rank": 2} if models == 1 else {})
+        train(**settings, **how, output_dir=output, peft_config={"r": 2} if models == 1 else {})
         assert len(found) - before <= 12  # none, where those of another model do
         # Two layers: the probe in both layouts, and the proof of each head.
         assert len(uncompiled) == 2 * (2 + models)

@@ -53,7 +53,7 @@ def test_weights_that_are_missing_are_not_drawn_at_random(
 ) -> None:
     folder = changed_copy(made, tmp_path / "model", config, drop)
     with pytest.raises(ConfigError, match=f"its files must hold every weight.*{named}"):
-        train(**{**made, "model": folder}, output=str(tmp_path / "out"))
+        train(**{**made, "model": folder}, output_dir=str(tmp_path / "out"))
 
 
 def test_weights_that_the_model_does_not_have_are_named(
@@ -63,17 +63,22 @@ def test_weights_that_the_model_does_not_have_are_named(
     for number, (config, drop) in enumerate(changes):
         assert "weights of its files" not in caplog.text
         folder = changed_copy(made, tmp_path / f"model{number}", config, drop)
-        train(**{**made, "model": folder}, output=str(tmp_path / f"out{number}"), max_steps=1)
+        train(**{**made, "model": folder}, output_dir=str(tmp_path / f"out{number}"), max_steps=1)
     assert "has no place for 9 weights of its files" in caplog.text
 
 
 def test_an_adapter_without_all_of_its_weights(made: dict[str, Any], tmp_path: Path) -> None:
     """PEFT begins those that are missing anew, so that a part of the adapter does nothing."""
     pytest.importorskip("peft", reason="LoRA needs peft")
-    settings = {**made, "lora": {"rank": 2}, "max_steps": 1, "output": str(tmp_path / "out")}
+    settings = {
+        **made,
+        "peft_config": {"r": 2},
+        "max_steps": 1,
+        "output_dir": str(tmp_path / "out"),
+    }
     folder = train(**settings).model
     file = folder / "adapter_model.safetensors"
     weights = load_file(file)
     save_file({n: w for n, w in weights.items() if "layers.1.mlp" not in n}, file)
     with pytest.raises(ConfigError, match=r"it must be an adapter of .*missing adapter keys"):
-        train(**{**made, "model": str(folder), "output": str(tmp_path / "next")})
+        train(**{**made, "model": str(folder), "output_dir": str(tmp_path / "next")})

@@ -261,10 +261,10 @@ def test_commands_stop_where_packing_would_show(
     settings = kit.short_run(tmp_path)
     leaking, out = new_backend(with_the_token_before), str(tmp_path / "out")
     with pytest.raises(BackendError, match=OWN):
-        packstore.torch.train(**settings, attention=leaking, loss="simpo", output=out)
+        packstore.torch.train(**settings, attention=leaking, loss="simpo", output_dir=out)
     model = ["--model", settings["model"], "--attention", leaking, "--device", "cpu"]
     for command, *where in (("ref-logps", out), ("evaluate", "--loss", "simpo")):
-        call = [command, settings["dataset"], *where, *model]
+        call = [command, settings["train_dataset"], *where, *model]
         assert main(call) == 1
         assert OWN in " ".join(capsys.readouterr().err.split())
         assert main([*call, "--no-probe"]) == 0
@@ -281,8 +281,8 @@ def test_a_run_may_begin_where_the_probe_cannot_tell(
         nn.init.zeros_(layer.self_attn.o_proj.weight)  # so that no token sees another
     model.save_pretrained(tmp_path / "deaf")
     with caplog.at_level("INFO", "packstore"):
-        packstore.torch.train(**settings, output=str(tmp_path / "a"))
+        packstore.torch.train(**settings, output_dir=str(tmp_path / "a"))
         assert "probe: packed and unpacked logits differ by" in caplog.text
         settings["model"] = str(tmp_path / "deaf")
-        packstore.torch.train(**settings, output=str(tmp_path / "b"))
+        packstore.torch.train(**settings, output_dir=str(tmp_path / "b"))
     assert "the probe gave no result: " in caplog.text

@@ -16,6 +16,7 @@ pytest.importorskip("accelerate", reason="training needs accelerate")
 
 from accelerate.state import AcceleratorState
 from places import edit_manifest, manifest_path
+from train_runs import records
 
 from packstore.cli import main
 from packstore.errors import CompatibilityError
@@ -44,21 +45,18 @@ def _accelerate() -> Iterator[None]:
 def made(kit: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Settings of one step of a float32 model under bf16 autocast, without a reference yet."""
     run = kit.short_run(tmp_path_factory.mktemp("arithmetic"), "shared_prefix")
-    return {**run, "mixed_precision": "bf16", "max_steps": 1, "log_every": 1}
+    return {**run, "bf16": True, "max_steps": 1, "logging_steps": 1}
 
 
 def precompute(made: dict[str, Any], side: Path, *flags: str) -> str:
     """`packstore ref-logps` of the model of the run."""
-    command = ["ref-logps", made["dataset"], str(side), "--model", made["model"]]
+    command = ["ref-logps", made["train_dataset"], str(side), "--model", made["model"]]
     assert main([*command, "--device", "cpu", *flags]) == 0
     return str(side)
 
 
 def first_record(output: Path) -> dict[str, float]:
-    first: dict[str, float] = json.loads(
-        (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[0]
-    )
-    return first
+    return records(output)[0]
 
 
 @pytest.mark.parametrize(
@@ -85,9 +83,9 @@ def test_other_arithmetic_is_refused(
     monkeypatch.setattr(torch.nn.Module, "compile", compile_it)
     side = precompute(made, tmp_path / "ref", *flags.split())
     with pytest.raises(CompatibilityError, match=f"its {name} must be that of the.*{remedy}"):
-        train(**made, ref_logps=side, output=str(tmp_path / "refused"))
+        train(**made, ref_logps=side, output_dir=str(tmp_path / "refused"))
     if name == "compile":
-        train(**made, ref_logps=side, compile="layers", output=str(tmp_path / "taken"))
+        train(**made, ref_logps=side, compile="layers", output_dir=str(tmp_path / "taken"))
 
 
 def test_a_side_dataset_that_does_not_say_is_refused(made: dict[str, Any], tmp_path: Path) -> None:
@@ -95,14 +93,14 @@ def test_a_side_dataset_that_does_not_say_is_refused(made: dict[str, Any], tmp_p
     path = manifest_path(1, "side")
     edit_manifest(side, lambda m: m["provenance"].pop("autocast_dtype"), path)
     with pytest.raises(CompatibilityError, match=r"must say its autocast_dtype; found none.*bf16"):
-        train(**made, ref_logps=side, output=str(tmp_path / "refused"))
+        train(**made, ref_logps=side, output_dir=str(tmp_path / "refused"))
 
 
 def test_evaluation_computes_as_the_reference_did_or_says_so(
     made: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: Any
 ) -> None:
     side = precompute(made, tmp_path / "ref", "--mixed-precision", "bf16")
-    command = ["evaluate", made["dataset"], "--model", made["model"], "--ref-logps", side]
+    command = ["evaluate", made["train_dataset"], "--model", made["model"], "--ref-logps", side]
     command += ["--device", "cpu", "--json"]
     capsys.readouterr()
     with caplog.at_level(logging.WARNING, logger="packstore"):
@@ -123,7 +121,7 @@ def test_a_run_that_goes_on_in_other_arithmetic_says_so(
     made: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     side = precompute(made, tmp_path / "ref", "--mixed-precision", "bf16")
-    settings = {**made, "ref_logps": side, "output": str(tmp_path / "out")}
+    settings = {**made, "ref_logps": side, "output_dir": str(tmp_path / "out")}
     assert train(**settings).step == 1
     settings |= {"max_steps": 2, "attention": "reference"}
     with caplog.at_level(logging.WARNING, logger="packstore"):
@@ -201,19 +199,19 @@ def test_training_reference_and_evaluation_choose_alike(
     side = precompute(made, tmp_path / "ref", "--attention", "sdpa")
     provenance = open_side(side).manifest.provenance
     assert provenance["autocast_dtype"] == "bfloat16"
-    default = {name: value for name, value in made.items() if name != "mixed_precision"}
+    default = {name: value for name, value in made.items() if name != "bf16"}
     default |= {"attention": "sdpa", "ref_logps": side}
-    train(**default, output=str(tmp_path / "run"))
+    train(**default, output_dir=str(tmp_path / "run"))
     first = first_record(tmp_path / "run")
     assert first["rewards/margins"] == first["rewards/chosen"] == 0.0
     capsys.readouterr()
-    command = ["evaluate", made["dataset"], "--model", made["model"], "--ref-logps", side]
+    command = ["evaluate", made["train_dataset"], "--model", made["model"], "--ref-logps", side]
     assert main([*command, "--attention", "sdpa", "--device", "cpu", "--json"]) == 0
     metrics = json.loads(capsys.readouterr().out)["metrics"]
     assert metrics["rewards/margins"] == metrics["rewards/chosen"] == 0.0
     AcceleratorState._reset_state(True)
     with pytest.raises(CompatibilityError, match="its autocast_dtype must be that of the"):
-        train(**default | {"mixed_precision": "none"}, output=str(tmp_path / "no"))
+        train(**default | {"bf16": False}, output_dir=str(tmp_path / "no"))
 
 
 def test_a_resumed_run_keeps_its_precision(
@@ -222,16 +220,12 @@ def test_a_resumed_run_keeps_its_precision(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    default = {name: value for name, value in made.items() if name != "mixed_precision"}
-    default |= {"output": str(tmp_path), "epochs": 2, "attention": "sdpa"}
+    default = {name: value for name, value in made.items() if name != "bf16"}
+    default |= {"output_dir": str(tmp_path), "num_train_epochs": 2, "attention": "sdpa"}
     train(**default)
     monkeypatch.setattr(flash, "runs_on", lambda device: True)  # no GPU here
     AcceleratorState._reset_state(True)
     with caplog.at_level(logging.WARNING, logger="packstore"):
         train(**default | {"max_steps": 2})
-    assert "mixed_precision was" not in caplog.text
-    states = [
-        json.loads(p.read_text(encoding="utf-8")) for p in tmp_path.glob("checkpoints/*/state.json")
-    ]
-    assert {state["config"]["mixed_precision"] for state in states} == {"none"}
-    assert max(state["step"] for state in states) == 2
+    states = [json.loads(p.read_bytes()) for p in tmp_path.glob("checkpoint-*/packstore.json")]
+    assert [state["settings"]["mixed_precision"] for state in states] == ["no", "no"]

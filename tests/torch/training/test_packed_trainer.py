@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import signal
 import time
 import warnings
@@ -21,10 +22,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from train_runs import save_gpt2, shard
 from transformers import AutoModelForCausalLM, TrainingArguments
 
-from packstore.errors import ConfigError, DivergedError
+from packstore.config.training import FURTHER, TrainConfig, TrainModelConfig
+from packstore.errors import ConfigError, DivergedError, FormatError
 from packstore.testing import random_examples
-from packstore.torch import PackedDataLoader, PackedDataset
-from packstore.torch.training.trainer import PackedTrainer, newest_checkpoint
+from packstore.torch import PackedDataLoader, PackedDataset, PackedTrainer, PolicyLoss
+from packstore.torch.training.steps import newest_checkpoint
 
 RATE = 1e-3
 
@@ -233,43 +235,23 @@ def test_killed_on_2_1_2_ranks(
             assert np.abs(np.subtract(here, there)).max() < 1e-9
 
 
-TAKEN = """
-accelerator_config activation_checkpointing activation_checkpointing_kwargs adam_beta1
-adam_beta2 adam_epsilon bf16 data_seed dataloader_multiprocessing_context dataloader_num_workers
-dataloader_persistent_workers dataloader_pin_memory dataloader_prefetch_factor ddp_backend
-ddp_broadcast_buffers ddp_bucket_cap_mb ddp_find_unused_parameters ddp_static_graph ddp_timeout
-debug disable_tqdm do_eval do_predict do_train enable_jit_checkpoint eval_delay eval_on_start
-eval_steps eval_strategy fsdp fsdp_config full_determinism gradient_checkpointing
-gradient_checkpointing_kwargs greater_is_better hub_always_push hub_model_id hub_private_repo
-hub_revision hub_strategy hub_token include_num_input_tokens_seen learning_rate
-liger_kernel_config load_best_model_at_end local_rank log_level log_level_replica
-log_on_each_node logging_first_step logging_nan_inf_filter logging_steps logging_strategy
-lr_scheduler_kwargs lr_scheduler_type max_grad_norm max_steps metric_for_best_model
-num_train_epochs optim optim_args optim_target_modules output_dir prediction_loss_only project
-push_to_hub remove_unused_columns report_to restore_callback_states_from_checkpoint
-resume_from_checkpoint run_name save_on_each_node save_only_model save_steps save_strategy
-save_total_limit seed skip_memory_metrics tf32 torch_compile_backend torch_compile_mode
-trackio_bucket_id trackio_space_id trackio_static_space_id use_cache use_cpu use_liger_kernel
-warmup_steps weight_decay
-"""
-"""Fields of TrainingArguments that are honoured."""
-
-
 def test_every_field_of_the_arguments_is_taken_or_refused(tmp_path: Path) -> None:
     """A new transformers with another field needs a look."""
     from dataclasses import fields
 
-    from packstore.torch.training.arguments import REFUSED, check_arguments
+    from packstore.torch.training.arguments import OF_PACKS, check_arguments
 
     names = {field.name for field in fields(TrainingArguments)}
-    assert names == {*TAKEN.split(), *REFUSED}
+    own = {*TrainConfig.names()} - {*TrainModelConfig.names(), "arguments"}
+    assert names == own | {*FURTHER}
+    assert {*OF_PACKS} <= names
     args = TrainingArguments(str(tmp_path), use_cpu=True)
-    check_arguments(args)
-    for name in REFUSED:
+    check_arguments(args, OF_PACKS)
+    for name in OF_PACKS:
         other = TrainingArguments(str(tmp_path), use_cpu=True)
         object.__setattr__(other, name, "something else")
         with pytest.raises(ConfigError, match=f"setting {name}: it must be .*with packs; found"):
-            check_arguments(other)
+            check_arguments(other, OF_PACKS)
 
 
 def test_a_diverged_run_writes_no_weights(made: SimpleNamespace, tmp_path: Path) -> None:
@@ -280,3 +262,60 @@ def test_a_diverged_run_writes_no_weights(made: SimpleNamespace, tmp_path: Path)
 
     for folder in tmp_path.glob("checkpoint-*"):
         assert all(w.isfinite().all() for w in load_file(folder / "model.safetensors").values())
+
+
+def test_a_loss_of_tokens(kit: SimpleNamespace, made: SimpleNamespace, tmp_path: Path) -> None:
+    """GRPO's on scored answers, with its reference: at first ratios are 1, so it is that of A."""
+    packs = kit.packed(random_examples(20, seed=4, kind="scored"), [1, 4, 2, 3] * 2, "concat")
+    kit.write(str(tmp_path / "scored"), packs, kind="scored")
+    loss = PolicyLoss(average="sequence", kl_weight=0.1)
+    given = settings(made, tmp_path / "run", loss=loss, train_dataset=str(tmp_path / "scored"))
+    trainer = run(given)
+    assert len(history(trainer)) == trainer.state.global_step > 3
+    assert np.ptp(history(trainer)) > 1e-4
+    with pytest.raises(ConfigError, match="evaluation: it must be of a PreferenceLoss"):
+        trainer.evaluate(made.data)
+
+
+def test_its_best_model_and_its_defaults(made: SimpleNamespace, tmp_path: Path) -> None:
+    """In bfloat16 by autocast, recomputed, resumed: policy and reference begin exactly equal."""
+    how = {"eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, "bf16": True}
+    how |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_rewards/margins"}
+    how |= {"gradient_checkpointing": True, "max_steps": 8}
+    more = {"dtype": "float32", "eval_dataset": {"held": made.held, "more": made.data}}
+    how["metric_for_best_model"] = "eval_held_rewards/margins"
+    logs = []
+    for resume in (False, str(tmp_path / "checkpoint-4")):
+        trainer = run(settings(made, tmp_path, arguments=how, **more), resume)
+        logs.append(trainer.state.log_history)
+    assert trainer.accelerator.mixed_precision == "bf16"
+    first = logs[0][0]
+    assert first["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert first["rewards/margins"] == 0
+    held = [entry["eval_held_rewards/margins"] for entry in logs[0] if "eval_held_loss" in entry]
+    assert len(held) == 4
+    assert trainer.state.best_metric == max(held)
+    for before, after in zip(logs[0], logs[1], strict=True):
+        for name in {"loss", "rewards/chosen", "num_tokens", "eval_held_loss"} & before.keys():
+            assert after[name] == pytest.approx(before[name], abs=1e-5), name
+
+
+def test_batch_sizes_mean_what_they_mean_unpacked(made: SimpleNamespace, tmp_path: Path) -> None:
+    sizes = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 3}
+    other = settings(made, tmp_path / "a", arguments={**sizes, "max_steps": 3})
+    other["examples_per_step"] = None
+    same = settings(made, tmp_path / "b", arguments={"max_steps": 3})
+    assert history(run(other)) == history(run(same))
+
+
+def test_a_changed_position_is_refused(made: SimpleNamespace, tmp_path: Path) -> None:
+    """Its hash is beside it: a position that somebody or a disk changed would skip data."""
+    given = settings(made, tmp_path, arguments={"max_steps": 3})
+    run(given)
+    file = tmp_path / "checkpoint-3" / "packstore.json"
+    text = file.read_text(encoding="utf-8")
+    for number in re.findall(r"\d+", text)[:20]:
+        other = text.replace(number, str(int(number) + 1), 1)
+        file.write_text(other, encoding="utf-8")
+        with pytest.raises(FormatError, match="other bytes than its hash says"):
+            run(given)

@@ -18,7 +18,7 @@ import torch
 from gradients import scores_alone
 from ranks import launch
 from small_jobs import write_jsonl
-from train_runs import checkpoints, losses, shard
+from train_runs import checkpoints, losses
 from transformers import AutoModelForSequenceClassification
 
 pytest.importorskip("accelerate", reason="training needs accelerate")
@@ -29,7 +29,6 @@ from packstore.cli import main
 from packstore.errors import CompatibilityError, ConfigError
 from packstore.testing import random_examples
 from packstore.torch import (
-    PackedLoss,
     PackedPolicy,
     PreferenceLoss,
     collate,
@@ -74,15 +73,15 @@ def made(kit: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> Simp
 def settings(made: SimpleNamespace, output: Path, **others: Any) -> dict[str, Any]:
     return {
         "model": made.model,
-        "dataset": made.data[0].url,
-        "validation": made.data[1].url,
-        "output": str(output),
+        "train_dataset": made.data[0].url,
+        "eval_dataset": made.data[1].url,
+        "output_dir": str(output),
         "loss": "bradley_terry",
         "loss_parameters": {"margin": MARGIN, "center": 0.01},
         "dtype": "float64",
         "examples_per_step": 8,
         "learning_rate": 3e-3,
-        "warmup": 0,
+        "warmup_steps": 0,
         **others,
     }
 
@@ -109,7 +108,7 @@ def test_a_run_and_its_model_in_transformers(
     made: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Scores, metrics and accuracy by column are those of the exported model; it goes on."""
-    result = train(**settings(made, tmp_path / "run", epochs=4))
+    result = train(**settings(made, tmp_path / "run", num_train_epochs=4))
     scores = scored_by_transformers(result.model)
     gaps = scores[:, 0] - scores[:, 1]
     by: dict[str, list[float]] = defaultdict(list)
@@ -128,8 +127,8 @@ def test_a_run_and_its_model_in_transformers(
     margins = [MARGIN * (i / 9 + 0.5) for i in range(40)]
     expected = np.log1p(np.exp(-(gaps - margins))) + 0.01 * scores.sum(1) ** 2
     assert found["metrics"]["loss"] == pytest.approx(expected.mean(), abs=1e-6)
-    assert result.evaluation["eval/loss"] == pytest.approx(expected.mean(), abs=1e-6)
-    assert result.evaluation["eval/rewards/accuracies"] == mean(map(float, gaps > 0)) > 0.9
+    assert result.evaluation["eval_loss"] == pytest.approx(expected.mean(), abs=1e-6)
+    assert result.evaluation["eval_rewards/accuracies"] == mean(map(float, gaps > 0)) > 0.9
     assert losses(tmp_path / "run")[0] > losses(tmp_path / "run")[-1]
     flags = ["--loss", "bradley_terry", "--dtype", "float64", "--json"]
     capsys.readouterr()
@@ -138,20 +137,21 @@ def test_a_run_and_its_model_in_transformers(
     assert printed["rewards/accuracies"] == mean(map(float, gaps > 0))
     still = {"model": str(result.model), "max_steps": 1, "learning_rate": 0.0}
     first = train(**settings(made, tmp_path / "on", **still))
-    assert first.evaluation["eval/loss"] == pytest.approx(expected.mean(), abs=1e-6)
+    assert first.evaluation["eval_loss"] == pytest.approx(expected.mean(), abs=1e-6)
 
 
 def test_the_head_is_drawn_by_the_seed_and_runs_go_on(
     made: SimpleNamespace, tmp_path: Path
 ) -> None:
-    whole = train(**settings(made, tmp_path / "whole", save_every=3))
+    whole = train(**settings(made, tmp_path / "whole", save_steps=3))
     steps = losses(tmp_path / "whole")
     other = train(**settings(made, tmp_path / "other", seed=1, max_steps=1))
     assert other.metrics["loss"] != steps[0]
     for path in checkpoints(tmp_path / "whole")[1:]:
         shutil.rmtree(path)
-    resumed = train(**settings(made, tmp_path / "whole", save_every=3))
-    assert resumed.evaluation == whole.evaluation
+    resumed = train(**settings(made, tmp_path / "whole", save_steps=3))
+    for name in ("eval_loss", "eval_rewards/margins"):
+        assert resumed.evaluation[name] == whole.evaluation[name]
 
 
 def test_weights_of_a_column_in_train_and_evaluate(
@@ -165,7 +165,7 @@ def test_weights_of_a_column_in_train_and_evaluate(
     expected = np.average(each, weights=[record(i)["trust"] for i in range(40)])
     assert abs(expected - each.mean()) > 1e-3
     assert losses(tmp_path) == pytest.approx([expected], abs=1e-6)
-    assert result.evaluation["eval/loss"] == pytest.approx(expected, abs=1e-6)
+    assert result.evaluation["eval_loss"] == pytest.approx(expected, abs=1e-6)
     flags = ["--loss", "bradley_terry", "--loss-parameter", "weight_field=trust", "--json"]
     capsys.readouterr()
     assert main(["evaluate", made.data[0].url, "--model", str(result.model), *flags]) == 0
@@ -174,35 +174,31 @@ def test_weights_of_a_column_in_train_and_evaluate(
 
 
 def on_rank(task: dict[str, Any]) -> None:
-    """A run on one of the ranks, its weights whole or in shards."""
+    """A run on one of the ranks."""
     warnings.simplefilter("ignore")
-    if task["sharded"]:
-        shard()
-    train(**task["settings"])
+    train(**task)
 
 
-@pytest.mark.parametrize("sharded", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_two_ranks_equal_one(made: SimpleNamespace, tmp_path: Path, sharded: bool) -> None:
-    long: dict[str, Any] = {"examples_per_step": 20, "epochs": 3}  # two packs a step and more
+def test_two_ranks_equal_one(made: SimpleNamespace, tmp_path: Path) -> None:
+    long: dict[str, Any] = {"examples_per_step": 20, "num_train_epochs": 3}
     train(**settings(made, tmp_path / "one", **long))
-    task = {"settings": settings(made, tmp_path / "two", **long), "sharded": sharded}
-    launch(__file__, task, 2, tmp_path)
+    launch(__file__, settings(made, tmp_path / "two", **long), 2, tmp_path)
     assert np.abs(np.subtract(*map(losses, (tmp_path / "one", tmp_path / "two")))).max() < 1e-9
-    scores = [scored_by_transformers(tmp_path / run / "model") for run in ("one", "two")]
+    scores = [scored_by_transformers(tmp_path / run) for run in ("one", "two")]
     assert np.abs(scores[0] - scores[1]).max() < 1e-6
 
 
 def test_an_adapter_holds_the_head(made: SimpleNamespace, tmp_path: Path) -> None:
-    given = {"lora": {"rank": 4}, "learning_rate": 1e-2, "epochs": 3}
+    given = {"peft_config": {"r": 4}, "learning_rate": 1e-2, "num_train_epochs": 3}
     result = train(**settings(made, tmp_path / "run", **given))
     model = load_model(result.model, dtype="float64", scores=True)
     loss = PreferenceLoss("bradley_terry", margin=MARGIN, center=0.01)
     found = evaluate(model, made.data[1], loss=loss)["metrics"]
     for name in ("loss", "rewards/accuracies"):
-        assert found[name] == pytest.approx(result.evaluation[f"eval/{name}"], abs=1e-9)
+        assert found[name] == pytest.approx(result.evaluation[f"eval_{name}"], abs=1e-9)
     assert found["rewards/accuracies"] > 0.8
     more = settings(made, tmp_path / "on", model=str(result.model), max_steps=2)
-    assert train(**more).evaluation["eval/loss"] != result.evaluation["eval/loss"]
+    assert train(**more).evaluation["eval_loss"] != result.evaluation["eval_loss"]
 
 
 def test_what_does_not_fit_is_refused(made: SimpleNamespace, kit: SimpleNamespace) -> None:
@@ -221,8 +217,6 @@ def test_what_does_not_fit_is_refused(made: SimpleNamespace, kit: SimpleNamespac
         PackedPolicy(kit.tiny_model(head="score"), per_token=True)
     with pytest.raises(ConfigError, match=r"must hold every weight .*score\.weight"):
         load_model(made.model, scores=True)
-    with pytest.raises(ConfigError, match="it must take log-probs; found scores"):
-        PackedLoss(PreferenceLoss("plackett_luce"))
 
 
 FAMILIES = ["gpt2", "gpt_neox", "qwen3", "gemma3_text", "opt", "falcon", "jamba", "mixtral"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +21,7 @@ pytest.importorskip("peft", reason="LoRA needs peft")
 
 from gradients import alone
 from huggingface_hub import ModelCard
-from train_runs import checkpoints, losses, records, save_gpt2, state_of
+from train_runs import checkpoints, losses, records, save_gpt2, step_of
 from transformers import AutoModelForCausalLM
 
 from packstore import open as open_dataset
@@ -29,7 +29,6 @@ from packstore.errors import (
     CompatibilityError,
     ConfigError,
     DatasetNotFoundError,
-    MissingExtraError,
     UnknownNameError,
 )
 from packstore.format import Examples
@@ -63,12 +62,12 @@ def made(kit: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> Simp
 def settings(made: SimpleNamespace, output: Path, **others: Any) -> dict[str, Any]:
     base = {
         "model": made.model,
-        "dataset": made.urls["mixed", "concat"],
-        "output": str(output),
+        "train_dataset": made.urls["mixed", "concat"],
+        "output_dir": str(output),
         "dtype": "float64",
         "examples_per_step": 8,
         "learning_rate": RATE,
-        "log_every": 1,
+        "logging_steps": 1,
     }
     return {**base, **others}
 
@@ -76,12 +75,12 @@ def settings(made: SimpleNamespace, output: Path, **others: Any) -> dict[str, An
 def steps_of(run: dict[str, Any]) -> list[list[int]]:
     """Example ids of each step of a run, as a loader of the same settings gives them."""
     loader = PackedDataLoader(
-        PackedDataset(run["dataset"]),
+        PackedDataset(run["train_dataset"], seed=42),
         examples_per_step=run["examples_per_step"],
         packs_per_batch=run.get("packs_per_batch"),
     )
     steps: list[list[int]] = [[]]
-    for epoch in range(run.get("epochs", 1)):
+    for epoch in range(run.get("num_train_epochs", 1)):
         loader.set_epoch(epoch)
         for batch in loader:
             steps[-1] += batch.example_ids[batch.weights > 0].tolist()
@@ -109,7 +108,7 @@ def plain_loop(
     matrices = [p for p in model.parameters() if p.ndim > 1]
     groups = [{"params": matrices, "weight_decay": decay}]
     groups += [{"params": [p for p in model.parameters() if p.ndim == 1]}]
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
     for number, ids in enumerate(steps):
         if sft:
             logps, tokens = zip(*alone(model, made.sft.take(np.array(ids))), strict=True)
@@ -135,9 +134,13 @@ def plain_loop(
     ("packs", "layout", "others"),
     [
         pytest.param("single", "concat", {"packs_per_batch": 3}, marks=pytest.mark.slow),
-        ("mixed", "shared_prefix", {"packs_per_batch": 2, "epochs": 2, "warmup": 3}),
-        ("large", "concat", {"weight_decay": 0.5, "warmup": 1}),
-        ("large", "concat", {"schedule": "cosine", "warmup": 0.5}),  # of all steps
+        (
+            "mixed",
+            "shared_prefix",
+            {"packs_per_batch": 2, "num_train_epochs": 2, "warmup_steps": 3},
+        ),
+        ("large", "concat", {"weight_decay": 0.5, "warmup_steps": 1}),
+        ("large", "concat", {"lr_scheduler_type": "cosine", "warmup_steps": 0.5}),  # of all steps
         pytest.param("mixed", "concat", {"gradient_checkpointing": True}, marks=pytest.mark.slow),
         ("sft", "concat", {"loss": "sft"}),  # whose batches hold unequal numbers of tokens
     ],
@@ -145,12 +148,12 @@ def plain_loop(
 def test_losses_are_those_of_a_plain_loop(
     made: SimpleNamespace, tmp_path: Path, packs: str, layout: str, others: dict[str, Any]
 ) -> None:
-    given = {"warmup": 0, "epochs": 1, "weight_decay": 0.0, **others}
-    run = settings(made, tmp_path, dataset=made.urls[packs, layout], **given)
+    given = {"warmup_steps": 0, "num_train_epochs": 1, "weight_decay": 0.0, **others}
+    run = settings(made, tmp_path, train_dataset=made.urls[packs, layout], **given)
     train(**run)
     steps = steps_of(run)
-    warmup = given["warmup"]
-    whole = warmup if warmup >= 1 else int(warmup * len(steps))
+    warmup = given["warmup_steps"]
+    whole = warmup if warmup >= 1 else math.ceil(warmup * len(steps))
     expected = list(plain_loop(made, steps, whole, packs == "sft", given["weight_decay"]))
     found = losses(tmp_path)
     assert len(found) >= 4
@@ -161,7 +164,11 @@ def test_losses_are_those_of_a_plain_loop(
 
 def test_validation_is_of_every_pair_once(made: SimpleNamespace, tmp_path: Path) -> None:
     """In other packs than the training; equal to the plain mean over all pairs."""
-    given = {"validation": made.urls["large", "shared_prefix"], "warmup": 0, "eval_every": 2}
+    given = {
+        "eval_dataset": made.urls["large", "shared_prefix"],
+        "warmup_steps": 0,
+        "eval_steps": 2,
+    }
     result = train(**settings(made, tmp_path, **given))
     with torch.no_grad():
         after, before = (
@@ -169,10 +176,10 @@ def test_validation_is_of_every_pair_once(made: SimpleNamespace, tmp_path: Path)
             for folder in (result.model, made.model)
         )
     losses = -logsigmoid(BETA * (after - before))
-    assert result.evaluation["eval/loss"] == pytest.approx(float(losses.mean()), abs=1e-10)
+    assert result.evaluation["eval_loss"] == pytest.approx(float(losses.mean()), abs=1e-10)
     share = float((after > before).double().mean())
-    assert result.evaluation["eval/rewards/accuracies"] == pytest.approx(share)
-    assert [record["step"] for record in records(tmp_path, "eval/loss")] == [
+    assert result.evaluation["eval_rewards/accuracies"] == pytest.approx(share)
+    assert [record["step"] for record in records(tmp_path, "eval_loss")] == [
         *range(2, result.step, 2),
         result.step,
     ]
@@ -185,27 +192,27 @@ def test_validation_is_of_every_pair_once(made: SimpleNamespace, tmp_path: Path)
             "loss": {"dpo": 0.8, "bco_pair": {"weight": 0.2, "beta": 0.3}},
             "loss_parameters": {"sft_weight": 0.5, "sft_average": "sequence_mean"},
         },
-        {"loss": "simpo", "reference_model": "mine"},
-        {"dataset": "scored", "loss_parameters": {"pairs": "all"}},
-        {"dataset": "scored", "loss": "kto", "loss_parameters": {"baseline": 0.1}},
+        {"loss": "simpo", "reference": "mine"},
+        {"train_dataset": "scored", "loss_parameters": {"pairs": "all"}},
+        {"train_dataset": "scored", "loss": "kto", "loss_parameters": {"baseline": 0.1}},
     ],
     ids=["mix", "no reference", "scored", "single answers"],
 )
 def test_other_losses_run(
     made: SimpleNamespace, tmp_path: Path, others: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    if others.get("dataset") == "scored":
-        others = {**others, "dataset": made.urls["scored", "concat"]}
+    if others.get("train_dataset") == "scored":
+        others = {**others, "train_dataset": made.urls["scored", "concat"]}
     result = train(**settings(made, tmp_path, max_steps=3, **others))
     assert result.step == 3
     assert math.isfinite(result.metrics["loss"])
-    unused = f"the loss has no reference; not used: {others.get('reference_model')}"
+    unused = f"the loss has no reference; not used: {others.get('reference')}"
     assert (unused in caplog.text) == (others.get("loss") == "simpo")
 
 
 def test_lora_starts_at_its_reference(made: SimpleNamespace, tmp_path: Path) -> None:
     """The adapter switched off is the reference."""
-    given = {"lora": {"rank": 4}, "learning_rate": 1e-2, "warmup": 0}
+    given = {"peft_config": {"r": 4}, "learning_rate": 1e-2, "warmup_steps": 0}
     given |= {"gradient_checkpointing": True}
     result = train(**settings(made, tmp_path, **given))
     found = losses(tmp_path)
@@ -223,9 +230,11 @@ def test_an_adapter_is_trained_further_against_itself(
     made: SimpleNamespace, tmp_path: Path
 ) -> None:
     """As it was is the reference, under the name `ref`."""
-    given = {"dataset": made.urls["sft", "concat"], "loss": "sft", "lora": {"rank": 4}}
+    given = {"train_dataset": made.urls["sft", "concat"], "loss": "sft", "peft_config": {"r": 4}}
     first = train(**settings(made, tmp_path / "sft", **given, learning_rate=1e-2, max_steps=3))
-    dpo = settings(made, tmp_path / "dpo", model=str(first.model), learning_rate=1e-2, warmup=0)
+    dpo = settings(
+        made, tmp_path / "dpo", model=str(first.model), learning_rate=1e-2, warmup_steps=0
+    )
     train(**dpo)
     found = losses(tmp_path / "dpo")
     assert found[0] == pytest.approx(math.log(2), abs=1e-12)
@@ -233,62 +242,56 @@ def test_an_adapter_is_trained_further_against_itself(
 
 
 def test_what_a_run_leaves(made: SimpleNamespace, tmp_path: Path) -> None:
-    given = {"validation": made.urls["large", "concat"], "save_every": 1, "eval_every": 1}
-    result = train(**settings(made, tmp_path, **given))
-    kept = checkpoints(tmp_path)
-    evals = {x["step"]: x["eval/loss"] for x in records(tmp_path, "eval/loss")}
+    """The model with its card and tokenizer, and checkpoints, of which the best is kept."""
+    started = tmp_path / "started"
+    shutil.copytree(made.model, started)
+    (started / "tokenizer.json").write_bytes(b"{}")
+    given = {"eval_dataset": made.urls["large", "concat"], "save_steps": 1, "eval_steps": 1}
+    given |= {"load_best_model_at_end": True, "model": str(started)}
+    output = tmp_path / "run"
+    result = train(**settings(made, output, **given))
+    evals = {x["step"]: x["eval_loss"] for x in records(output, "eval_loss")}
     best = min(evals, key=lambda step: evals[step])
-    expected = {best, result.step - 1, result.step}
-    assert {state_of(path)["step"] for path in kept} == expected
+    kept = {step_of(path) for path in checkpoints(output)}
+    assert {best, result.step} <= kept
+    assert len(kept) == 2
     card = (result.model / "README.md").read_text(encoding="utf-8")
     fingerprint = open_dataset(made.urls["mixed", "concat"]).manifest.fingerprint
-    for said in (fingerprint, 'loss: "dpo"', "eval/rewards/accuracies", "learning_rate: 0.001"):
+    for said in (
+        fingerprint,
+        "PreferenceLoss(dpo",
+        "eval_rewards/accuracies",
+        '"learning_rate": 0.001',
+    ):
         assert said in card
     front = ModelCard(card).data
-    assert (front.base_model, front.tags) == (made.model, ["packstore"])
+    assert (front.base_model, front.tags) == (str(started), ["packstore"])
+    assert (result.model / "tokenizer.json").read_bytes() == b"{}"
     config = json.loads((result.model / "config.json").read_text(encoding="utf-8"))
     assert "packstore" not in json.dumps(config)
-    names = {"pairs_per_second", "tokens_per_second", "fill", "data_wait", "learning_rate"}
-    assert names <= set(records(tmp_path)[0])
-    assert not [p for p in tmp_path.rglob("*") if "partial" in p.name]
+    names = {"examples_per_second", "tokens_per_second", "fill", "data_wait", "learning_rate"}
+    assert names <= set(records(output)[0])
+
+
+def test_the_same_command_goes_on_and_only_that(made: SimpleNamespace, tmp_path: Path) -> None:
+    given = {"save_steps": 1, "save_total_limit": 9}
+    result = train(**settings(made, tmp_path, **given))
     assert train(**settings(made, tmp_path, **given)).step == result.step
-    with pytest.raises(ConfigError, match=r"output .*: it must be new; found step-"):
-        train(**settings(made, tmp_path, resume="never", **given))
-    with pytest.raises(ConfigError, match=r"must keep its model and loss; found loss was 'dpo'"):
-        train(**settings(made, tmp_path, loss="ipo", **given))
-    with pytest.raises(ConfigError, match=r"must have no later checkpoints; found step-"):
-        train(**settings(made, tmp_path, resume=str(kept[0]), **given))
-    assert train(**settings(made, tmp_path, epochs=2, **given)).step == 2 * result.step
-
-
-def test_trackers_are_told_every_record(
-    made: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As Accelerate calls them."""
-    from accelerate import Accelerator, tracking
-
-    said: list[Any] = []
-
-    class Told(tracking.GeneralTracker):  # type: ignore[misc]
-        name, requires_logging_directory = "wandb", False
-        tracker = None
-
-        def __init__(self, run_name: str, **_: Any) -> None:
-            said.append(run_name)
-
-        def store_init_configuration(self, values: dict[str, Any]) -> None:
-            said.append(values["learning_rate"])
-
-        def log(self, values: dict[str, Any], step: int | None, **_: Any) -> None:
-            said.append({"step": step, **values})
-
-    monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "wandb", Told)
-    monkeypatch.setattr(tracking, "get_available_trackers", lambda: ["wandb"])
-    monkeypatch.setattr("accelerate.accelerator.filter_trackers", lambda *_: ["wandb"])
-    monkeypatch.setenv("WANDB_PROJECT", "some-project")
-    monkeypatch.setattr(Accelerator, "end_training", lambda self: None)
-    train(**settings(made, tmp_path, max_steps=2, trackers=["wandb"]))
-    assert said == ["some-project", "0.001", *records(tmp_path, "step")]
+    never = {**given, "resume_from_checkpoint": "never"}
+    with pytest.raises(ConfigError, match=r"output_dir .*: it must be new; found checkpoint-"):
+        train(**settings(made, tmp_path, **never))
+    for changed in ({"loss": "ipo"}, {"loss_parameters": {"beta": 0.2}}):
+        with pytest.raises(ConfigError, match="a run that goes on must keep its loss"):
+            train(**settings(made, tmp_path, **changed, **given))
+    with pytest.raises(ConfigError, match=r"must keep its (weights|reference)"):
+        train(**settings(made, tmp_path, peft_config={"r": 2}, **given))
+    first = str(checkpoints(tmp_path)[0])
+    with pytest.raises(
+        ConfigError, match=r"it must be the newest of its output_dir; found .*checkpoint-"
+    ):
+        train(**settings(made, tmp_path, resume_from_checkpoint=first, **given))
+    longer = train(**settings(made, tmp_path, num_train_epochs=2, **given))
+    assert longer.examples == 2 * result.examples == 2 * N
 
 
 @pytest.mark.parametrize(
@@ -297,23 +300,26 @@ def test_trackers_are_told_every_record(
         ({"model": "./nowhere"}, ConfigError, r"model ./nowhere: .*found no such folder"),
         ({"loss": "dpoo"}, ConfigError, r"unknown loss 'dpoo'.*Did you mean 'dpo'"),
         ({"loss_parameters": {"bta": 1.0}}, ConfigError, r"no parameter 'bta'; it takes: beta"),
-        ({"dataset": "./nowhere"}, DatasetNotFoundError, r"nowhere"),
-        ({"dataset": "sft"}, CompatibilityError, r"responses to compare; found kind 'sft'"),
-        ({"loss_parameters": {"gradients": "sum"}}, ConfigError, r"loss_parameters: gradients"),
-        ({"lora": {"rank": 2, "targets": ["nope"]}}, ConfigError, r"modules named nope"),
-        pytest.param(
-            {"trackers": ("wandb",)},
-            MissingExtraError,
-            r"needs the package 'wandb'.*pip install wandb",
-            marks=pytest.mark.skipif(find_spec("wandb") is not None, reason="wandb is there"),
+        ({"train_dataset": "./nowhere"}, DatasetNotFoundError, r"nowhere"),
+        ({"train_dataset": "sft"}, CompatibilityError, r"responses to compare; found kind 'sft'"),
+        ({"peft_config": {"r": 2, "target_modules": ["nope"]}}, ConfigError, "found .*nope"),
+        ({"peft_config": {"rank": 2}}, UnknownNameError, "unknown member of peft_config 'rank'"),
+        ({"per_device_train_batch_size": 2}, ConfigError, "must then be left out; found 2 a rank"),
+        ({"fp16": True}, ConfigError, "setting fp16: it must be False with packs"),
+        (
+            {"report_to": ["wandbb"]},
+            ConfigError,
+            "transformers must take them; found .*wandbb",
         ),
-        ({"trackers": ("mlfow",)}, UnknownNameError, r"tracker 'mlfow'; choose from: .*mlflow"),
+        ({"optim": "adamm"}, ConfigError, "transformers must take them; found .*adamm"),
+        ({"learning_rat": 1.0}, UnknownNameError, "unknown setting 'learning_rat'.*learning_rate"),
+        ({"adam_beta9": 1.0}, UnknownNameError, "unknown setting 'adam_beta9'.*mean .*adam_beta"),
     ],
 )
 def test_errors_are_sentences(
     made: SimpleNamespace, tmp_path: Path, others: dict[str, Any], kind: type, message: str
 ) -> None:
-    if others.get("dataset") == "sft":
-        others = {"dataset": made.urls["sft", "concat"]}
+    if others.get("train_dataset") == "sft":
+        others = {"train_dataset": made.urls["sft", "concat"]}
     with pytest.raises(kind, match=message):
         train(**settings(made, tmp_path, **others))
