@@ -54,10 +54,9 @@ def loaded(
 ) -> Any:
     """Loads the model at `path` with the dtype and attention of the arguments, on `device`."""
     join_logs()
+    from packstore.torch.models.compiled import compile_as_asked
     from packstore.torch.models.load import (
         add_adapter,
-        choose_compile,
-        compile_layers,
         is_adapter,
         load_model,
     )
@@ -73,11 +72,11 @@ def loaded(
             raise ConfigError(sentence(f"adapter {adapter}", rule, "none"))
         model = add_adapter(model, adapter, False)
     model = model.to(device)
+    autocast = lowered(args.mixed_precision, model)
     if args.probe:
-        with lowered(args.mixed_precision, model)():
+        with autocast():
             probe_model(model)
-    if choose_compile(args.compile, model, device) == "layers":
-        compile_layers(model)
+    compile_as_asked(args.compile, model, device, autocast)
     return model
 
 
@@ -118,7 +117,7 @@ def ranks(device: str | None) -> Iterator[torch.device]:
         torch.distributed.init_process_group("nccl" if gpu else "gloo")
     try:
         yield chosen
-        from packstore.torch.models.load import tell_uncompiled
+        from packstore.torch.models.compiled import tell_uncompiled
 
         tell_uncompiled()
     finally:

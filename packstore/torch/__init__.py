@@ -30,7 +30,7 @@ from packstore.torch.losses.policy import PolicyLoss, Tokens
 from packstore.torch.losses.step_loss import LossOutput, count_step
 from packstore.torch.metrics import Metrics
 from packstore.torch.models.compatibility import check_model, check_tokenizer
-from packstore.torch.models.load import compile_layers
+from packstore.torch.models.compiled import compile_layers
 from packstore.torch.models.model import use_packed_attention
 from packstore.torch.models.probe import check_isolation
 from packstore.torch.parallel import (

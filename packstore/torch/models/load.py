@@ -1,39 +1,28 @@
-"""Loads Hugging Face causal LMs, adds LoRA adapters, and compiles layers."""
+"""Loads Hugging Face causal LMs, reward models, and adapters of them."""
 
 from __future__ import annotations
 
-import inspect
 import json
 import logging
 import os
-import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
-from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from packstore.errors import BackendError, ConfigError, quote
+from packstore.errors import ConfigError, quote
 from packstore.registry import missing_extra
-from packstore.torch.attention import flash
-from packstore.torch.models.model import Model, use_packed_attention
-from packstore.torch.models.unwrap import SCORE, text_config, unwrapped
+from packstore.torch.models.model import use_packed_attention
+from packstore.torch.models.unwrap import SCORE, text_config
 
 logger = logging.getLogger(__name__)
 
 DType = Literal["float32", "bfloat16", "float64"]
 ADAPTER_FILE = "adapter_config.json"
-
-GRAPHS = 64
-"""Graphs at most of one function, beyond which torch.compile leaves it uncompiled. transformers has
-one for all layers, of which a run needs one a kind of layer, layout, and sort of call: up to 12."""
-
-_TOLD: set[str] = set()
-"""What :func:`tell_uncompiled` has logged."""
 
 
 def load_model(
@@ -111,71 +100,6 @@ def _set_padding(model: Any, name: str) -> None:
     ids = (getattr(place, f"{role}_token_id", None) for place, role in roles)
     known = (x[0] if isinstance(x, Sequence) else x for x in ids)
     text.pad_token_id = next((x for x in known if x is not None), None)
-
-
-def compile_layers(model: Model, **options: Any) -> Model:
-    """Compiles each decoder layer of `model` in place, at its first call.
-
-    The compiler fuses the elementwise kernels between matrix products. Layers share their graphs,
-    of dynamic sizes: one for training and one without gradients, for each kind of layer and layout,
-    also under gradient checkpointing.
-    Attention by `torch_varlen`, or by `auto` where it chooses that, is part of the graph; other
-    backends run outside it. Weights and their names stay. Call it after :func:`check_isolation`,
-    whose small batches would be compiled too, and before DDP or FSDP wrap the model.
-
-    Args:
-        model: a Hugging Face causal LM prepared by :func:`use_packed_attention`, optionally inside
-            wrappers.
-        options: of ``torch.compile``, besides `dynamic`, which is True.
-
-    Returns:
-        `model`.
-
-    Raises:
-        BackendError: transformers does not name the model's decoder layers.
-    """
-    inner = unwrapped(model)
-    names = set(getattr(inner, "_no_split_modules", None) or ())
-    layers = [layer for layer in inner.modules() if type(layer).__name__ in names]
-    if not layers:
-        raise BackendError(
-            f"compile_layers({type(inner).__name__}): transformers must name the model's decoder "
-            f"layers (_no_split_modules); found {', '.join(sorted(names)) or 'none'}. "
-            "Train it without compiled layers."
-        )
-    if "recompile_limit" in inspect.signature(torch.compile).parameters:
-        options.setdefault("recompile_limit", GRAPHS)
-    else:  # an older torch has one limit for all
-        limits = torch._dynamo.config
-        limits.recompile_limit = max(GRAPHS, limits.recompile_limit)
-    for layer in layers:
-        layer.compile(dynamic=True, **options)
-    return model
-
-
-def choose_compile(asked: str, model: Model, device: torch.device) -> str:
-    """Returns `asked`, or for ``auto``: ``layers`` on CUDA devices with Triton, else ``none``.
-
-    Then what fails to compile runs as it is, after torch's warning.
-    """
-    if asked != "auto":
-        return asked
-    named = getattr(unwrapped(model), "_no_split_modules", None)
-    if not (named and device.type == "cuda" and flash.runs_on(device) and find_spec("triton")):
-        return "none"
-    logger.info("compile 'auto' is 'layers': the first steps take longer")
-    torch._dynamo.config.suppress_errors = True
-    return "layers"
-
-
-def tell_uncompiled() -> None:
-    """Logs, once for each reason, which code in compiled layers has run uncompiled so far."""
-    dynamo: Any = sys.modules.get("torch._dynamo.utils")
-    counts = dynamo.counters if dynamo else {"graph_break": (), "unimplemented": ()}
-    for reason in {*counts["graph_break"], *counts["unimplemented"]} - _TOLD:
-        _TOLD.add(reason)
-        what = " ".join(reason.split("\n")[:2])
-        logger.warning("compiled layers run in part uncompiled, which is slower: %s", what[:300])
 
 
 def is_adapter(path: str | PathLike[str]) -> bool:

@@ -272,6 +272,12 @@ def few_tokens(device: torch.device) -> PackedBatch:
     return _batch([np.arange(1, 7)], [0], [1]).to(device)
 
 
+def two_layouts(device: torch.device) -> list[PackedBatch]:
+    """Makes batches of one pair that share a prompt, laid end to end and with it stored once."""
+    pair = [np.arange(1, 9), np.array([1, 2, 3, 4, 6, 5])]
+    return [_batch(pair, [0, shared], [2]).to(device) for shared in (0, 4)]
+
+
 def _batch(ids: Sequence[Any], left_out: Sequence[int], responses: Sequence[int]) -> PackedBatch:
     """One pack of sequences, less the tokens that the first of an example has already."""
     lengths = np.array([len(x) for x in ids], np.int32)

@@ -50,7 +50,7 @@ from packstore.torch.losses.first_step_check import FirstStepCheck
 from packstore.torch.losses.loss import PreferenceLoss
 from packstore.torch.losses.step_loss import count_step, sequence_weights
 from packstore.torch.metrics import Metrics, all_reduce_sums, wide_dtype
-from packstore.torch.models.load import tell_uncompiled
+from packstore.torch.models.compiled import tell_uncompiled
 from packstore.torch.models.unwrap import adapted, as_reference
 from packstore.torch.training.evaluate import evaluate_batches
 from packstore.torch.training.reference import (

@@ -31,7 +31,8 @@ from packstore.torch.losses.loss import PreferenceLoss
 from packstore.torch.losses.policy import PolicyLoss
 from packstore.torch.losses.step_loss import StepLoss
 from packstore.torch.models.compatibility import check_model, check_same_tokenizer
-from packstore.torch.models.load import choose_compile, compile_layers, is_adapter, load_model
+from packstore.torch.models.compiled import compile_as_asked, compile_layers
+from packstore.torch.models.load import is_adapter, load_model
 from packstore.torch.models.model import use_packed_attention
 from packstore.torch.models.probe import probe_model
 from packstore.torch.models.routers import router_settings
@@ -156,7 +157,6 @@ class PackedTrainer(PackedSteps, Trainer):  # type: ignore[misc]
             model = _with_adapter(model, peft_config, scores)
         per_token = {"per_token": True} if isinstance(self.loss_fn, PolicyLoss) else {}
         self._how: dict[str, Any] = {} if scores else {"backend": head, **per_token}
-        self._compiled = choose_compile(compile, model, args.device) == "layers"
         take_batches(model, **self._how)
         super().__init__(model, args, callbacks=callbacks, eval_dataset=held_out, **others)
         self.train_dataset = train
@@ -166,9 +166,12 @@ class PackedTrainer(PackedSteps, Trainer):  # type: ignore[misc]
         self._reference: Any = reference if needs else None
         with self.accelerator.autocast():
             probe_model(self.model)
-        for each in (self.model, self._reference) if self._compiled else ():
-            if each is not None:
-                compile_layers(each)
+        accelerator = self.accelerator
+        self._compiled = compile_as_asked(
+            compile, self.model, accelerator.device, accelerator.autocast
+        )
+        if self._compiled and self._reference is not None:
+            compile_layers(self._reference)
         base = self.model if reference is None else reference
         adapter = goes_on if reference is None else adapted(reference) is not None
         self._base, self._sided = (base, adapter), (train, held_out)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
@@ -11,14 +13,18 @@ from typing import Any
 import pytest
 import torch
 import varlen_kernels
+from functorch.compile import make_boxed_func, nop
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 
 from packstore.errors import BackendError
 from packstore.testing import random_examples
 from packstore.torch import PackedBatch, collate, compile_layers, train, use_packed_attention
 from packstore.torch.attention import flash
-from packstore.torch.models.load import tell_uncompiled
+from packstore.torch.models import compiled
+from packstore.torch.models.compiled import compile_as_asked, tell_uncompiled
+from packstore.torch.models.unwrap import has_compiled_layers
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler's
 
@@ -107,6 +113,75 @@ def test_a_compiled_model_serves_every_batch(kit: SimpleNamespace) -> None:
             found = gradients(compiled, batch)
         for a, b in zip(found, gradients(model, batch), strict=True):
             assert (a - b).abs().max() < 1e-10
+
+
+def failing(*_: Any) -> Any:
+    raise RuntimeError("no C compiler")
+
+
+def wrong(graph: Any, _: Any) -> Any:
+    def scaled(x: Any) -> Any:
+        return 1.1 * x if isinstance(x, Tensor) and x.is_floating_point() else x
+
+    return make_boxed_func(lambda *args: tuple(map(scaled, graph(*args))))
+
+
+OTHER = r"outputs and gradients of a compiled one differ by \d\.\d+ of their norm"
+COMPILERS: dict[str, tuple[Any, str]] = {
+    "right": (aot_autograd(fw_compiler=nop), ""),
+    "no graph": (failing, "no C compiler"),
+    "no backward graph": (aot_autograd(fw_compiler=nop, bw_compiler=failing), "no C compiler"),
+    "wrong": (aot_autograd(fw_compiler=wrong, bw_compiler=nop), OTHER),
+    "wrong backward": (aot_autograd(fw_compiler=nop, bw_compiler=wrong), OTHER),
+}
+
+
+@pytest.mark.parametrize("name", COMPILERS)
+def test_auto_compiles_what_is_proved(
+    kit: SimpleNamespace,
+    as_on_a_gpu: None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    name: str,
+) -> None:
+    """A compiler that fails in either direction, or computes something else, costs speed alone."""
+    backend, reason = COMPILERS[name]
+    own = nn.Module.compile
+    monkeypatch.setattr(compiled, "find_spec", lambda name: name)
+    monkeypatch.setattr(nn.Module, "compile", lambda m, **how: own(m, **how, backend=backend))
+    caplog.set_level(logging.INFO, logger="packstore")
+    model, cpu = use_packed_attention(kit.tiny_model()).train(), torch.device("cpu")
+    expected = gradients(model, kit.row())
+    with torch._dynamo.config.patch(suppress_errors=False):
+        assert compile_as_asked("auto", model, cpu) == (not reason)
+        assert compile_as_asked("none", model, cpu) is False
+        assert all(map(torch.equal, gradients(model, kit.row()), expected))
+    assert re.search(reason or "compile 'auto' is 'layers'", caplog.text)
+    assert has_compiled_layers(model) == (not reason)
+    assert not [p for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("direction", ["fw_compiler", "bw_compiler"])
+def test_a_graph_that_fails_later_runs_uncompiled(
+    kit: SimpleNamespace, as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch, direction: str
+) -> None:
+    """Of other sizes than those of the proof; in the backward pass too, which was too late once."""
+    own, proved = nn.Module.compile, []
+    given = {"fw_compiler": nop, "bw_compiler": nop}
+
+    def later(graph: Any, examples: Any) -> Any:
+        return failing() if proved else nop(graph, examples)
+
+    backend = aot_autograd(**{**given, direction: later})
+    monkeypatch.setattr(compiled, "find_spec", lambda name: name)
+    monkeypatch.setattr(nn.Module, "compile", lambda m, **how: own(m, **how, backend=backend))
+    model = use_packed_attention(kit.tiny_model()).train()
+    expected = gradients(model, kit.row())
+    with torch._dynamo.config.patch(suppress_errors=False):
+        assert compile_as_asked("auto", model, torch.device("cpu"))
+        proved.append(1)
+        torch._dynamo.reset()
+        assert all(map(torch.equal, gradients(model, kit.row()), expected))
 
 
 TWO_KINDS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 20}

@@ -21,15 +21,10 @@ from train_runs import records
 from packstore.cli import main
 from packstore.errors import CompatibilityError
 from packstore.torch import (
-    PackedPolicy,
-    compile_layers,
     open_side,
     train,
-    use_packed_attention,
 )
 from packstore.torch.attention import flash
-from packstore.torch.models import load
-from packstore.torch.models.load import choose_compile
 from packstore.torch.reference.arithmetic import choose_precision, log_choice
 
 
@@ -164,31 +159,6 @@ def test_auto_is_bf16_where_kernels_want_it(
     gpu.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
     assert choose_precision("auto", cuda, torch.float32) == "none"
     assert len(caplog.records) == 2
-
-
-@torch._dynamo.config.patch(suppress_errors=False)
-def test_auto_compiles_where_a_gpu_and_triton_are(
-    kit: SimpleNamespace, gpu: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    model, cuda, cpu = kit.tiny_model(), torch.device("cuda:0"), torch.device("cpu")
-    caplog.set_level(logging.INFO, logger="packstore")
-    with gpu.context() as absent:
-        absent.setattr(load, "find_spec", lambda name: None)
-        assert choose_compile("auto", model, cuda) == "none"
-    gpu.setattr(load, "find_spec", lambda name: name)
-    for asked in ("none", "layers"):
-        assert choose_compile(asked, model, cuda) == asked
-    assert choose_compile("auto", model, cpu) == "none"
-    assert not torch._dynamo.config.suppress_errors
-    assert choose_compile("auto", model, cuda) == "layers"
-    assert caplog.text.count("compile 'auto' is 'layers'") == 1
-    # A compiler that fails, as without a C compiler, costs speed alone.
-    batch = kit.row()
-    expected = PackedPolicy(use_packed_attention(model))(batch)
-    failing = compile_layers(model, backend=lambda *_: 1 / 0)
-    assert torch.equal(PackedPolicy(failing)(batch), expected)
-    model._no_split_modules = None
-    assert choose_compile("auto", model, cuda) == "none"
 
 
 def test_training_reference_and_evaluation_choose_alike(
