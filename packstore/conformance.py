@@ -48,9 +48,9 @@ def load(kit: Path) -> list[Case]:
     cases: list[Case] = json.loads((kit / "kit.json").read_text(encoding="utf-8"))["cases"]
     for case in cases:
         if digest(kit, case) != case["sha256"]:
-            must = f"the files of case {case['name']} must have the sha256 that kit.json tells"
+            rule = f"the files of case {case['name']} must have the sha256 that kit.json tells"
             raise IntegrityError(
-                sentence(str(kit), must, "others", "Copy the kit again, as binary")
+                sentence(str(kit), rule, "others", "Copy the kit again, as binary")
             )
     return cases
 
@@ -74,8 +74,8 @@ def judge(kit: Path, case: Case, answer: Any) -> tuple[str, str]:
             return WRONG, f"refused as {quote(name)}; must be {_wanted(case)}"
         if "expected" not in case:
             return OK, ""
-        must = f"refused; must be {_wanted(case)}"
-        return (LEFT_OUT, "") if name == "unsupported" else (WRONG, must)
+        rule = f"refused; must be {_wanted(case)}"
+        return (LEFT_OUT, "") if name == "unsupported" else (WRONG, rule)
     if "expected" not in case:
         return WRONG, f"read; must be {_wanted(case)}"
     packs = json.loads((kit / case["expected"]).read_text(encoding="utf-8"))["packs"]

@@ -27,7 +27,7 @@
 
 A message is one line and says where, what must hold, what was found, and what to do:
 :func:`sentence` joins those four parts. Callers add context as notes (the row group being read, the
-number of attempts); :func:`told` returns both.
+number of attempts); :func:`message_with_notes` returns both.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from typing import NamedTuple
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
-def sentence(where: str, must: str, found: str = "", do: str = "") -> str:
-    """Returns one line of the form ``where: must; found X. Do this.``
+def sentence(where: str, rule: str, found: str = "", remedy: str = "") -> str:
+    """Returns one line of the form ``where: rule; found X. Remedy.``
 
-    `found` and `do` may be empty. Line breaks and control characters in the parts, which may quote
-    user data, are replaced, and very long parts are truncated, so that the message is one line.
+    `found` and `remedy` may be empty. Line breaks and control characters in the parts, which may
+    quote user data, are replaced, and very long parts are truncated: the message is one line.
     """
-    text = f"{_one_line(where)}: {_one_line(must)}"
+    text = f"{_one_line(where)}: {_one_line(rule)}"
     if found:
         text += f"; found {_one_line(found)}"
     text = text.rstrip(".") + "."
-    return f"{text} {_one_line(do, 400).rstrip('.')}." if do else text
+    return f"{text} {_one_line(remedy, 400).rstrip('.')}." if remedy else text
 
 
 def refuse_pointer(start: bytes, where: str, kind: type[PackstoreError]) -> None:
@@ -65,7 +65,7 @@ def add_place(error: BaseException, place: str) -> None:
         error.add_note(note)
 
 
-def told(error: BaseException) -> str:
+def message_with_notes(error: BaseException) -> str:
     """Returns the message of an error and its notes, on one line."""
     return " ".join([str(error), *getattr(error, "__notes__", ())])
 
@@ -222,11 +222,11 @@ class StorageError(PackstoreError, OSError):
     """A store refuses to read, write or list.
 
     Attributes:
-        passing: True: a retry helps; False: it never does; None: it seldom does.
+        transient: True: a retry helps; False: it never does; None: it seldom does.
         written: True if the file is there, whole, but might not survive a power cut.
     """
 
-    passing: bool | None = None
+    transient: bool | None = None
     written: bool = False
 
     @property
@@ -250,7 +250,7 @@ class DatasetNotFoundError(StorageError, FileNotFoundError):
 class MissingFilesError(StorageError, FileNotFoundError):
     """A committed version names files that are not there, or have another size."""
 
-    passing: bool | None = False
+    transient: bool | None = False
 
 
 class FormatError(PackstoreError, ValueError):

@@ -31,7 +31,7 @@ from children import run_python
 
 from packstore.cli import main, parser
 from packstore.config import PackConfig
-from packstore.errors import PackstoreError, told
+from packstore.errors import PackstoreError, message_with_notes
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -200,7 +200,7 @@ def run_code(block: Block, where: str, names: dict[str, Any]) -> str:
         except PackstoreError as error:
             if block.output is None:
                 raise
-            print(f"{type(error).__name__}: {told(error)}")
+            print(f"{type(error).__name__}: {message_with_notes(error)}")
     return out.getvalue()
 
 

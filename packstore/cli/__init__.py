@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from packstore.cli._messages import add_message_options, fail, set_up
 from packstore.cli._parser import FRONT_PAGE, SUMMARIES, Parser, add_command
-from packstore.errors import PackstoreError, quote, told, visible
+from packstore.errors import PackstoreError, message_with_notes, quote, visible
 from packstore.registry import Registry
 from packstore.version import VERSION
 
@@ -156,7 +156,7 @@ def _main(argv: Sequence[str] | None) -> int:
             print(visible(traceback.format_exc()), end="", file=sys.stderr)
             return 1
         if isinstance(error, PackstoreError):
-            fail(args, f"error: {told(error)}")
+            fail(args, f"error: {message_with_notes(error)}")
             return 1
         text = quote(f"{type(error).__name__}: {error}", 300)
         remedy = "This is a defect of packstore: please report it, with the traceback of --debug"

@@ -75,8 +75,8 @@ def refuse_memory(args: argparse.Namespace, *places: str | None) -> None:
     """Refuses output in memory, which ends with the process of a command."""
     for place in places if args.own_process else ():
         if re.search(r"(?:^|::)memory://", place or ""):
-            rule, do = "output must outlive the command", "Name a folder or a URL of a store"
-            raise ConfigError(sentence(display(str(place)), rule, "a store in memory", do))
+            rule, remedy = "output must outlive the command", "Name a folder or a URL of a store"
+            raise ConfigError(sentence(display(str(place)), rule, "a store in memory", remedy))
 
 
 def add_storage_options(parser: argparse.ArgumentParser, source: bool = False) -> None:

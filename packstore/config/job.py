@@ -88,8 +88,8 @@ def read_yaml(path: str | PathLike[str]) -> dict[str, Any]:
     try:
         settings = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
     except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(sentence(where, "it must be a readable file", reason)) from error
+        found = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(sentence(where, "it must be a readable file", found)) from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         found = "what YAML does not allow"
         if isinstance(error, yaml.MarkedYAMLError):

@@ -24,14 +24,14 @@ def too_large(
     """
     if largest <= MOST_EXCESS * wanted:
         return ""
-    must = f"they should hold at most {MOST_EXCESS} times examples_per_step={wanted} examples"
+    rule = f"they should hold at most {MOST_EXCESS} times examples_per_step={wanted} examples"
     found = f"{mean:.1f} on average and {largest} at most, as each rank (of {ranks}) takes a pack"
     fits = pack_size * wanted // largest
     ways = [f"pack with pack_size={fits} at most"] if fits >= max(longest, 2) else []
     ways += ["use fewer ranks"] if ranks > 1 else []
     ways.append(f"set examples_per_step={largest} on purpose")
     remedy = ", or ".join(ways)
-    return sentence("optimizer steps", must, found, remedy[0].upper() + remedy[1:])
+    return sentence("optimizer steps", rule, found, remedy[0].upper() + remedy[1:])
 
 
 @dataclass(frozen=True, kw_only=True)

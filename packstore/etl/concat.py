@@ -83,17 +83,17 @@ def append(
     config = _settings_of(base, settings, packed)
     with writing(base.location, True, "append") as job:
         if job.version != base.version + 1:
-            must = f"only its newest version, {job.version - 1}, can be extended"
-            raise ConfigError(sentence(base.url, must, f"version {base.version}", "Open it again"))
+            rule = f"only its newest version, {job.version - 1}, can be extended"
+            raise ConfigError(sentence(base.url, rule, f"version {base.version}", "Open it again"))
         base.require_files()
         job.extends = base
         recorded = base.manifest.provenance.get("tokenizer")
         if tokenizer is None and recorded is not None and not packed:
             tokenizer = recorded.get("path")
             if not tokenizer or not os.path.exists(tokenizer):
-                must = "its tokenizer must be named: its manifest has no path that exists here"
+                rule = "its tokenizer must be named: its manifest has no path that exists here"
                 remedy = "Give the tokenizer (--tokenizer PATH)"
-                raise TokenizerError(sentence(base.url, must, "", remedy))
+                raise TokenizerError(sentence(base.url, rule, "", remedy))
         try:
             pack_into({None: job}, more, options, tokenizer, config, progress)
         except AppendedBefore as found:
@@ -162,18 +162,18 @@ def _settings_of(base: Dataset, settings: Mapping[str, Any], packed: bool) -> Pa
     """Returns the settings of a dataset, with `settings` for this run; fewer if it is `packed`."""
     for name in settings:
         if name not in _ADJUSTABLE and name in PackConfig.names():
-            must = f"append packs with the settings of the dataset, so {name} must be left out"
-            raise ConfigError(sentence(base.url, must))
+            rule = f"append packs with the settings of the dataset, so {name} must be left out"
+            raise ConfigError(sentence(base.url, rule))
     for reason, answer in settings.get("on", {}).items():
         if answer not in ("drop", "error"):
-            must = f"append packs as the dataset does: on, {reason}, may be drop or error"
-            raise ConfigError(sentence(base.url, must, quote(answer)))
+            rule = f"append packs as the dataset does: on, {reason}, may be drop or error"
+            raise ConfigError(sentence(base.url, rule, quote(answer)))
     manifest = base.manifest
     recorded = manifest.provenance["settings"]
     if unknown := sorted(recorded.keys() - {*PackConfig.names()}):
-        must = "append packs with the settings of the dataset, so all must be known"
+        rule = "append packs with the settings of the dataset, so all must be known"
         remedy = "Append with the version of packstore that made it"
-        raise ConfigError(sentence(base.url, must, ", ".join(map(repr, unknown)), remedy))
+        raise ConfigError(sentence(base.url, rule, ", ".join(map(repr, unknown)), remedy))
     # The number of partitions follows from the bytes of the new records.
     decided = {*PackConfig.names()} - {*RunConfig.names(), "partitions"}
     values = {
@@ -196,9 +196,9 @@ def _settings_of(base: Dataset, settings: Mapping[str, Any], packed: bool) -> Pa
     if not packed and (shape := recorded.get("shape")):
         before, now = manifest.provenance.get("shape_sha256", ""), table(shape).digest
         if before != now:
-            must = f"append packs by the shapes of the dataset, so {shape} must be as it was"
+            rule = f"append packs by the shapes of the dataset, so {shape} must be as it was"
             found, remedy = f"sha256 {now[:12]}, not {before[:12]}", "Restore it, or pack anew"
-            raise ConfigError(sentence(base.url, must, found, remedy))
+            raise ConfigError(sentence(base.url, rule, found, remedy))
     on = {**recorded.get("on", {})}
     if packed:  # its records were answered for; examples that do not fit cannot be truncated
         on = {"overlong": "error"} if on.get("overlong") == "error" else {}
@@ -207,8 +207,8 @@ def _settings_of(base: Dataset, settings: Mapping[str, Any], packed: bool) -> Pa
     values["on"] = {**on, **settings.get("on", {})}
     config = PackConfig.of(**{**values, **settings, "on": values["on"]})
     if config.dedup == "prompt":
-        must = "dedup must be pair or none on append: the words of prompts are not stored"
-        raise ConfigError(sentence(base.url, must, "prompt", "Set it, or pack all records again"))
+        rule = "dedup must be pair or none on append: the words of prompts are not stored"
+        raise ConfigError(sentence(base.url, rule, "prompt", "Set it, or pack all records again"))
     if config.validation_fraction:
         raise ConfigError("validation_fraction makes two datasets of its own: set it for pack().")
     return config
@@ -262,7 +262,7 @@ def _copy(
                 file.write(chunk)
         same = digest.hexdigest() == shard.sha256
     if not same:
-        where, must = source.join(shard.path).display, "its bytes must be those that were written"
-        raise IntegrityError(sentence(where, must, "others", "Copy it again from a good one"))
+        where, rule = source.join(shard.path).display, "its bytes must be those that were written"
+        raise IntegrityError(sentence(where, rule, "others", "Copy it again from a good one"))
     if file is not None:
         staging.store(file.name, path)

@@ -149,8 +149,8 @@ def estimate(
     )
     base = PackConfig.of(config, **settings)
     if base.selects:
-        must = "must not be set, as an estimate counts all records"
-        raise ConfigError(sentence("settings dedup and validation_fraction", must))
+        rule = "must not be set, as an estimate counts all records"
+        raise ConfigError(sentence("settings dedup and validation_fraction", rule))
     combinations = [
         replace(base, pack_size=pack_size, layout=layout, strategy=KNOWN.check(strategy))
         for pack_size, layout, strategy in itertools.product(*axes)
@@ -361,6 +361,6 @@ def _tried(
     if name not in settings:
         return usual if asked is None else asked
     if asked is not None:
-        both = f"{settings[name]!r}, and {list(asked)} to try"
-        raise ConfigError(sentence(f"setting {name}", "must be given once", both))
+        found = f"{settings[name]!r}, and {list(asked)} to try"
+        raise ConfigError(sentence(f"setting {name}", "must be given once", found))
     return (settings[name],)

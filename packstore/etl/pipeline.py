@@ -200,9 +200,9 @@ def _refuse_among_inputs(job: WriteJob, inputs: Iterable[Location]) -> None:
     place = identity(job.location).rstrip("/")
     beside = [i.display for i in inputs if os.path.dirname(identity(i)) == place]
     if beside and job.version == 1:
-        must = "a dataset needs a folder without its inputs"
+        rule = "a dataset needs a folder without its inputs"
         remedy = "Name another folder for it, e.g. one below this one"
-        raise DatasetExistsError(sentence(job.location.display, must, beside[0], remedy))
+        raise DatasetExistsError(sentence(job.location.display, rule, beside[0], remedy))
 
 
 def _partitions(

@@ -126,10 +126,10 @@ def _refuse_other(dataset: Dataset, about: Mapping[str, Any], without: Sequence[
 
 
 def _exists(dataset: Dataset, difference: str) -> DatasetExistsError:
-    there = f"version {dataset.version} of one ({difference})"
+    found = f"version {dataset.version} of one ({difference})"
     remedy = "Name another place, or overwrite it (overwrite=True, --overwrite)"
     return DatasetExistsError(
-        sentence(dataset.url, "must not hold another dataset yet", there, remedy)
+        sentence(dataset.url, "must not hold another dataset yet", found, remedy)
     )
 
 

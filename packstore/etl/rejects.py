@@ -31,8 +31,8 @@ class RejectsFile:
         if self._place is not None:
             taken = {identity(location) for location in inputs}
             if identity(self._place) in taken or self._place.is_dir():
-                must = "rejects must name a file that is no input and no folder"
-                raise ConfigError(sentence(self._place.display, must))
+                rule = "rejects must name a file that is no input and no folder"
+                raise ConfigError(sentence(self._place.display, rule))
         with as_storage_errors("write", tempfile.gettempdir(), {}):
             self._file = tempfile.TemporaryFile()  # noqa: SIM115  # closed by __exit__
 

@@ -189,8 +189,8 @@ class RecordExampleReader:
     def provenance(self, sources: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
         """Returns sources (as passed, else those read here), tokenizer, settings and version."""
         if self._shapes != table(self._config.shape).digest:
-            must = "must stay as it is while records are packed by it"
-            raise InputError(sentence(str(self._config.shape), must, "that it changed"))
+            rule = "must stay as it is while records are packed by it"
+            raise InputError(sentence(str(self._config.shape), rule, "that it changed"))
         return {
             **({"shape_sha256": self._shapes} if self._shapes else {}),
             "sources": list(self._reader.sources if sources is None else sources),
@@ -203,8 +203,8 @@ class RecordExampleReader:
 def _only_one(config: PackConfig) -> int:
     """Refuses `partitions` for input that is not files of records."""
     if (config.partitions or 1) > 1:
-        must = "the input must be files of records"
-        raise ConfigError(sentence(f"partitions={config.partitions}", must, "another input"))
+        rule = "the input must be files of records"
+        raise ConfigError(sentence(f"partitions={config.partitions}", rule, "another input"))
     return 1
 
 
@@ -234,11 +234,11 @@ class DatasetExampleReader:
             refused.append("dedup and validation_fraction")
         if refused:
             text = "it is repacked without tokenizing, as it does not store its texts"
-            must = f"{', '.join(refused)} must be left out: {text}"
-            raise ConfigError(sentence(dataset.url, must, "", "Pack the records again"))
+            rule = f"{', '.join(refused)} must be left out: {text}"
+            raise ConfigError(sentence(dataset.url, rule, "", "Pack the records again"))
         if config.kind not in ("auto", manifest.kind):
-            must = f"kind must be auto or that of the dataset, {manifest.kind}"
-            raise ConfigError(sentence(dataset.url, must, config.kind))
+            rule = f"kind must be auto or that of the dataset, {manifest.kind}"
+            raise ConfigError(sentence(dataset.url, rule, config.kind))
         self.kind = manifest.kind
         manifest.require_readable(dataset.url)
         self.carry = dict(manifest.carry)
@@ -277,8 +277,8 @@ class DatasetExampleReader:
         for i in np.flatnonzero(~fits):
             detail = f"{tokens[i]} tokens, longest sequence {longest[i]}"
             if config.on["overlong"] == "error":
-                must = f"an example must fit pack_size {config.pack_size}"
-                raise RecordError(sentence(where, must, detail, "Raise pack_size or max_length"))
+                rule = f"an example must fit pack_size {config.pack_size}"
+                raise RecordError(sentence(where, rule, detail, "Raise pack_size or max_length"))
             tally.drop("overlong", where, detail)
         return examples if fits.all() else examples.take(np.flatnonzero(fits))
 

@@ -112,8 +112,8 @@ class RecordTotals(Counting):
             self._kept[part] += examples
         for ordinal, source in contents.sources.items():
             if self._sources.setdefault(ordinal, source) != source:
-                must = "must stay as it is while it is packed"
-                raise InputError(sentence(source["path"], must, "that it changed", "Run it again"))
+                rule = "must stay as it is while it is packed"
+                raise InputError(sentence(source["path"], rule, "that it changed", "Run it again"))
         self._missing -= 1
         if not self._missing:
             self._check()
@@ -139,10 +139,10 @@ class RecordTotals(Counting):
         for part in self._jobs:
             if not self._kept[part]:
                 fraction = self._config.validation_fraction
-                must = f"both parts must get a record with validation_fraction {fraction}"
-                counts = f"none for {part}, of {sum(self._kept.values()):,}"
+                rule = f"both parts must get a record with validation_fraction {fraction}"
+                found = f"none for {part}, of {sum(self._kept.values()):,}"
                 raise DropRateError(
-                    sentence("input", must, counts, "Choose another fraction, or seed")
+                    sentence("input", rule, found, "Choose another fraction, or seed")
                 )
         for part, job in self._jobs.items():
             job.refuse_again(self.provenance(part))
@@ -190,9 +190,9 @@ def _check_fields(tally: Tally, config: PackConfig, job: WriteJob) -> None:
     """Raises :class:`ConfigError` if no record has a field that is mapped; logs unused fields."""
     # Not on append: the mapped fields suited the first records of the dataset.
     for name, written in absent_fields(tally, config) if job.extends is None else ():
-        where, must = f"setting fields, {name}={written}", "a record must have the mapped field"
+        where, rule = f"setting fields, {name}={written}", "a record must have the mapped field"
         remedy = "Correct its name, or map nothing"
-        raise ConfigError(sentence(where, must, f"none of {tally.read:,}", remedy))
+        raise ConfigError(sentence(where, rule, f"none of {tally.read:,}", remedy))
     log.info("fields used: %s", ", ".join(sorted(tally.used)))
     if named := unexplained(tally):
         counts = (f"{name} ({tally.unused[name]:,} records)" for name in named)
@@ -209,13 +209,13 @@ def _check_drops(tally: Tally, config: PackConfig, kind: str) -> None:
     reasons = ", ".join(f"{n:,} {reason}" for reason, n in tally.dropped.most_common())
     first = next((s for s in tally.samples if s.reason in tally.dropped), None)
     where = f" (first: {first.where}: {first.detail})" if first else ""
-    must, remedy = "at least one record must remain", "Run `packstore doctor` on the input"
+    rule, remedy = "at least one record must remain", "Run `packstore doctor` on the input"
     if tally.dropped["overlong"] == max(tally.dropped.values(), default=0):
         remedy = "Raise pack_size or max_length, or truncate (--on overlong=truncate_prompt)"
         if kind == "scored":
             remedy += ", or pack the answers of a group one by one (page Recipes)"
     if tally.kept:
-        must = f"at most {100 * config.max_drop_rate:g}% of the records may be dropped"
+        rule = f"at most {100 * config.max_drop_rate:g}% of the records may be dropped"
         remedy += ", or allow more with max_drop_rate"
-    share = f"{dropped:,} of {tally.read:,} dropped: {reasons}{where}"
-    raise DropRateError(sentence("input", must, share, remedy))
+    found = f"{dropped:,} of {tally.read:,} dropped: {reasons}{where}"
+    raise DropRateError(sentence("input", rule, found, remedy))

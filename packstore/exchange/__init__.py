@@ -97,7 +97,7 @@ def export(
 
 
 def exists(
-    location: Location, there: str, remedy: str = "Name another place, or replace it (overwrite)"
+    location: Location, found: str, remedy: str = "Name another place, or replace it (overwrite)"
 ) -> DatasetExistsError:
     """Returns the error for an output that is there."""
-    return DatasetExistsError(sentence(location.display, "must not exist yet", there, remedy))
+    return DatasetExistsError(sentence(location.display, "must not exist yet", found, remedy))

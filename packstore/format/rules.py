@@ -109,9 +109,9 @@ class _Need:
             return
         bad = int(np.argmin(ok))
         pack = bad if offsets is None else int(np.searchsorted(offsets, bad, "right")) - 1
-        element = "" if offsets is None else f"element {bad - int(offsets[pack])} of the row"
-        place = f"{self._where}, row {self._first_row + pack}"
-        raise FormatError(sentence(place, f"{RULES[rule]} [{rule}]", element))
+        found = "" if offsets is None else f"element {bad - int(offsets[pack])} of the row"
+        where = f"{self._where}, row {self._first_row + pack}"
+        raise FormatError(sentence(where, f"{RULES[rule]} [{rule}]", found))
 
 
 def _check_ids(ids: Int32, offsets: Int64, vocab_size: int | None, need: _Need) -> None:

@@ -129,12 +129,12 @@ def require_kind(kind: str) -> None:
 def check_features(version: object, features: list[str], where: str) -> None:
     """Raises UnsupportedFormatError for a higher version, or an unknown required feature."""
     if not isinstance(version, int) or version < 1 or version > FORMAT_VERSION:
-        must = f"the format version must be 1 to {FORMAT_VERSION}"
-        raise UnsupportedFormatError(sentence(where, must, repr(version), UPGRADE))
+        rule = f"the format version must be 1 to {FORMAT_VERSION}"
+        raise UnsupportedFormatError(sentence(where, rule, repr(version), UPGRADE))
     for name in features:
         if name not in FEATURES:
-            must = f"required features must be among: {', '.join(FEATURES)}"
-            raise UnsupportedFormatError(sentence(where, must, repr(name), UPGRADE))
+            rule = f"required features must be among: {', '.join(FEATURES)}"
+            raise UnsupportedFormatError(sentence(where, rule, repr(name), UPGRADE))
 
 
 def to_arrow(packs: Packs, schema: pa.Schema) -> pa.RecordBatch:
@@ -179,13 +179,13 @@ def from_arrow(
     reward, sequences = flat_column(batch, "reward", pa.float32())
     example_ids, examples = flat_column(batch, "example_ids", pa.int64())
 
-    def column(name: str, type_: pa.DataType | None, rule: str, expected: Int64) -> Any:
+    def column(name: str, type_: pa.DataType | None, rule_name: str, expected: Int64) -> Any:
         values, rows = flat_column(batch, name, type_)
         if not np.array_equal(rows, expected):
-            own, needed = np.diff(rows), np.diff(expected)
-            row = int(np.argmax(own != needed))
-            must = f"column {name} must have {needed[row]} elements there [{rule}]"
-            raise FormatError(sentence(f"row {row}", must, str(own[row])))
+            sizes, required = np.diff(rows), np.diff(expected)
+            row = int(np.argmax(sizes != required))
+            rule = f"column {name} must have {required[row]} elements there [{rule_name}]"
+            raise FormatError(sentence(f"row {row}", rule, str(sizes[row])))
         return values
 
     lengths = column("lengths", pa.int32(), "columns-agree", sequences)
@@ -261,8 +261,8 @@ def flat_column(batch: pa.RecordBatch, name: str, value: pa.DataType | None) -> 
     # Types of few kinds: comparing numbers is faster than comparing types.
     child = column.values if column.type.id in _LISTS else None
     if child is None or (value is not None and child.type.id != value.id):
-        must = f"its type must be list<{value}>" if value is not None else "its type must be a list"
-        raise FormatError(sentence(f"column {name!r}", must, str(column.type)))
+        rule = f"its type must be list<{value}>" if value is not None else "its type must be a list"
+        raise FormatError(sentence(f"column {name!r}", rule, str(column.type)))
     offsets = as_numpy(column.offsets).astype(np.int64)
     first, last = int(offsets[0]), int(offsets[-1])
     # Arrow's own check covers the first and last offset only.

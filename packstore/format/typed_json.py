@@ -61,23 +61,23 @@ def convert(value: object, kind: type[T], where: str) -> T:
         raise _refusal(error, value, where) from error
 
 
-def require(ok: bool, where: str, must: str, found: Mapping[str, object]) -> None:
-    """Raises :class:`FormatError` unless `ok`; the text has the values in `found`."""
+def require(ok: bool, where: str, rule: str, values: Mapping[str, object]) -> None:
+    """Raises :class:`FormatError` unless `ok`; the text names `values` as what was found."""
     if not ok:
-        figures = ", ".join(f"{name} {value}" for name, value in found.items())
-        raise FormatError(sentence(where, must, figures))
+        found = ", ".join(f"{name} {value}" for name, value in values.items())
+        raise FormatError(sentence(where, rule, found))
 
 
-def require_equal(where: str, must: str, **found: object) -> None:
-    """Raises :class:`FormatError` unless all values in `found` are equal."""
-    require(len(set(found.values())) <= 1, where, must, found)
+def require_equal(where: str, rule: str, **values: object) -> None:
+    """Raises :class:`FormatError` unless all `values` are equal."""
+    require(len(set(values.values())) <= 1, where, rule, values)
 
 
-def require_known(where: str, what: str, known: Collection[str], value: str) -> None:
+def require_known(where: str, noun: str, known: Collection[str], value: str) -> None:
     """Raises :class:`UnsupportedFormatError` unless this release knows a value of an open list."""
     if value not in known:
-        must = f"{what} must be one of: {', '.join(known)}"
-        raise UnsupportedFormatError(sentence(where, must, quote(value), UPGRADE))
+        rule = f"{noun} must be one of: {', '.join(known)}"
+        raise UnsupportedFormatError(sentence(where, rule, quote(value), UPGRADE))
 
 
 @functools.cache
@@ -106,13 +106,13 @@ def _refusal(error: msgspec.ValidationError, value: Any, where: str) -> FormatEr
     """Returns the :class:`FormatError` for msgspec's error, with the value found at its path."""
     text, _, path = str(error).removesuffix("`").partition(" - at `$")
     path = path.partition("[...]")[0].lstrip(".")  # msgspec does not name keys of mappings
-    place = f"{where}, field {path}" if path else where
+    where = f"{where}, field {path}" if path else where
     with contextlib.suppress(LookupError, TypeError, ValueError):  # another field of this name
         for step in re.findall(r"\w+", path):
             value = value[int(step) if isinstance(value, list | tuple) else step]
     if missing := re.fullmatch("Object missing required field `(.*)`", text):
-        return FormatError(sentence(place, f"must have a field {missing[1]!r}", "none"))
-    must = re.sub(", got .*", "", text).replace("Expected ", "must be ")
-    must = re.sub("`([^`]*)`", lambda m: _WORDS.get(m[1], m[1]), must)
-    must = re.sub("a text matching .*", "64 hexadecimal digits in lower case", must)
-    return FormatError(sentence(place, must, quote(value, 200)))
+        return FormatError(sentence(where, f"must have a field {missing[1]!r}", "none"))
+    rule = re.sub(", got .*", "", text).replace("Expected ", "must be ")
+    rule = re.sub("`([^`]*)`", lambda m: _WORDS.get(m[1], m[1]), rule)
+    rule = re.sub("a text matching .*", "64 hexadecimal digits in lower case", rule)
+    return FormatError(sentence(where, rule, quote(value, 200)))

@@ -25,9 +25,9 @@ def fill(
     number = examples.num_examples if order is None else len(order)
     ends = [*pack_offsets[:1], *pack_offsets[-1:]]
     if ends != [0, number] or np.any(np.diff(pack_offsets) < 1):
-        must = f"they must increase strictly from 0 to {number}, the examples"
-        text = np.array2string(pack_offsets, threshold=6)
-        raise ConfigError(sentence("pack_offsets", must, text))
+        rule = f"they must increase strictly from 0 to {number}, the examples"
+        found = np.array2string(pack_offsets, threshold=6)
+        raise ConfigError(sentence("pack_offsets", rule, found))
     if order is not None and layout != "concat":
         examples, order = gather(examples, order), None
     skipped = segment_offsets(examples, layout)
@@ -116,8 +116,8 @@ def _check(packs: Packs, starts: Int64, examples: Int64) -> None:
         and not skipped[examples[:-1]].any()
     )
     if not good:
-        must = "seq_boundaries, lengths and num_responses must agree with the tokens"
-        raise FormatError(sentence("packs", must, do="Run `packstore verify` on the dataset"))
+        rule = "seq_boundaries, lengths and num_responses must agree with the tokens"
+        raise FormatError(sentence("packs", rule, remedy="Run `packstore verify` on the dataset"))
 
 
 @jit

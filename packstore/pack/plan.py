@@ -209,16 +209,16 @@ def _checked(lengths: npt.ArrayLike, capacity: int) -> Int32:
     """Converts `lengths` to a contiguous int32 array, or raises as :func:`plan` says."""
     array = np.asarray(lengths)
     if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
-        given = f"{array.ndim} dimensions of {array.dtype}"
-        raise InputError(sentence("lengths", "they must be a list of whole numbers", given))
+        found = f"{array.ndim} dimensions of {array.dtype}"
+        raise InputError(sentence("lengths", "they must be a list of whole numbers", found))
     if len(array) > np.iinfo(np.int32).max:
-        limit = "one plan takes at most 2^31 - 1 examples"
-        raise InputError(sentence("lengths", limit, f"{len(array):,}", "Plan them in parts"))
+        rule = "one plan takes at most 2^31 - 1 examples"
+        raise InputError(sentence("lengths", rule, f"{len(array):,}", "Plan them in parts"))
     if len(array) and (array.min() < 1 or array.max() > capacity):
         i = int(((array < 1) | (array > capacity)).argmax())
-        must = f"each example must have 1 to {capacity} tokens (pack_size)"
+        rule = f"each example must have 1 to {capacity} tokens (pack_size)"
         remedy = "Drop or shorten what does not fit, or choose a larger pack_size"
-        raise InputError(sentence(f"lengths[{i}]", must, str(array[i]), remedy))
+        raise InputError(sentence(f"lengths[{i}]", rule, str(array[i]), remedy))
     # A read-only array would compile every strategy a second time.
     return np.require(array, np.int32, ["C", "W"])
 

@@ -11,7 +11,7 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import TCPServer
 
-from packstore.errors import PackstoreError, StorageError, quote, told
+from packstore.errors import PackstoreError, StorageError, message_with_notes, quote
 from packstore.pages.packs import PackReader, pack_page
 
 ADDRESS = "127.0.0.1"
@@ -89,7 +89,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             value, status = self.server.reader.pack(int(number[1])), HTTPStatus.OK
         except PackstoreError as error:
-            value, status = {"error": told(error)}, HTTPStatus.INTERNAL_SERVER_ERROR
+            value, status = {"error": message_with_notes(error)}, HTTPStatus.INTERNAL_SERVER_ERROR
         return self._answer(json.dumps(value).encode(), "application/json", status)
 
     def _only_get(self) -> None:

@@ -138,9 +138,9 @@ class EngineWatch:
             same = np.array_equal(fast.ids, slow.ids) and fast.head == slow.head
             if not (same and np.array_equal(fast.supervised, slow.supervised)):
                 rule = f"tokenizer engine {FAST} must give the ids of the reference"
-                other = _difference(tokenizer, fast.ids, slow.ids)
+                found = _difference(tokenizer, fast.ids, slow.ids)
                 remedy = f"Remove it from the environment (pip uninstall {FAST})"
-                error = WrongEngineError(sentence(where, rule, other, remedy))
+                error = WrongEngineError(sentence(where, rule, found, remedy))
                 error.tokenizer = tokenizer.sha256
                 raise error
 

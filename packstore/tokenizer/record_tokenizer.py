@@ -87,8 +87,8 @@ class RecordTokenizer:
         self._is_raw = templated and config.as_chat is None
         for role, asked in (("bos", config.add_bos), ("eos", config.append_eos)):
             if asked and tokenizer and getattr(tokenizer, f"{role}_id") is None:
-                must = f"it must name its {role.upper()} token, as the settings ask for one"
-                raise TokenizerError(sentence(f"tokenizer {tokenizer.name}", must, "none"))
+                rule = f"it must name its {role.upper()} token, as the settings ask for one"
+                raise TokenizerError(sentence(f"tokenizer {tokenizer.name}", rule, "none"))
 
     def __call__(
         self, rows: Rows, sampled: Collection[int] = ()
@@ -203,8 +203,8 @@ class RecordTokenizer:
     def _needed(self) -> Tokenizer:
         """The tokenizer, which records of text need."""
         if self.tokenizer is None:
-            must = "it must be given, as the records hold text"
-            raise TokenizerError(sentence("setting tokenizer", must, "none"))
+            rule = "it must be given, as the records hold text"
+            raise TokenizerError(sentence("setting tokenizer", rule, "none"))
         return self.tokenizer
 
     def _add(self, block: _Block, i: int, value: Any, parsed: Parsed, is_sampled: bool) -> None:

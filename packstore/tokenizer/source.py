@@ -141,7 +141,7 @@ def load_tokenizer(
 
 
 def recorded_tokenizer(
-    provenance: Mapping[str, Any], path: str | None, where: str, do: str
+    provenance: Mapping[str, Any], path: str | None, where: str, remedy: str
 ) -> Tokenizer:
     """Loads the tokenizer that a dataset was made with: at `path`, or where its manifest says.
 
@@ -150,9 +150,11 @@ def recorded_tokenizer(
     recorded = provenance.get("tokenizer") or {}
     chosen = path or recorded.get("path")
     if chosen is None:
-        raise TokenizerError(sentence(where, "its tokenizer must be known to write text", do=do))
+        raise TokenizerError(
+            sentence(where, "its tokenizer must be known to write text", remedy=remedy)
+        )
     if path is None:
-        _check_recorded(chosen, recorded.get("sha256"), where, do)
+        _check_recorded(chosen, recorded.get("sha256"), where, remedy)
     tokenizer = load_tokenizer(chosen)
     if recorded.get("sha256") in (None, tokenizer.sha256):
         return tokenizer
@@ -160,33 +162,33 @@ def recorded_tokenizer(
     if any(recorded.get(name) != now[name] for name in ("vocab_sha256", "probe_sha256")):
         # Equal hashes: it was loaded and saved again, which may change the bytes of its file.
         rule = f"must be the tokenizer that {where} was packed with"
-        hashes = f"sha256 {tokenizer.sha256[:12]}…, recorded {recorded['sha256'][:12]}…"
-        raise CompatibilityError(sentence(str(chosen), rule, hashes, do))
+        found = f"sha256 {tokenizer.sha256[:12]}…, recorded {recorded['sha256'][:12]}…"
+        raise CompatibilityError(sentence(str(chosen), rule, found, remedy))
     return tokenizer
 
 
-def _check_recorded(named: str, sha256: str | None, where: str, do: str) -> None:
+def _check_recorded(named: str, sha256: str | None, where: str, remedy: str) -> None:
     """Refuses a tokenizer that only a manifest names, unless it is on this machine, of its hash.
 
     The manifest may be a stranger's: nothing is asked of a hub, and nothing parsed before.
     """
     if not os.path.exists(named):
         rule = f"the tokenizer that {where} names must be on this machine"
-        raise TokenizerError(sentence(f"tokenizer {display(named)}", rule, "none", do))
+        raise TokenizerError(sentence(f"tokenizer {display(named)}", rule, "none", remedy))
     file = Path(named)
     if file.is_dir():
         file = next((file / name for name in FILE_NAMES if (file / name).is_file()), file)
     if hashlib.sha256(_read(file)).hexdigest() != sha256:
         rule = f"must be the tokenizer that {where} was packed with"
-        raise CompatibilityError(sentence(f"tokenizer {named}", rule, "another sha256", do))
+        raise CompatibilityError(sentence(f"tokenizer {named}", rule, "another sha256", remedy))
 
 
 def _local(source: str | PathLike[str]) -> Path:
     """Returns the local path that `source` names, or of the files of that name on the hub."""
     name, path = fspath(source), Path(source)
     if "://" in name or is_mistyped(name):
-        must, remedy = "it must be on this machine", "Copy it to a local folder, and give that"
-        raise TokenizerError(sentence(f"tokenizer {display(name)}", must, "", remedy))
+        rule, remedy = "it must be on this machine", "Copy it to a local folder, and give that"
+        raise TokenizerError(sentence(f"tokenizer {display(name)}", rule, "", remedy))
     if path.exists() or not isinstance(source, str) or not _ON_HUB.fullmatch(name):
         return path
     try:
@@ -195,12 +197,12 @@ def _local(source: str | PathLike[str]) -> Path:
         wanted = [*FILE_NAMES, SETTINGS, MAP, TEMPLATE, TEXT, f"{MORE}/*.jinja"]
         return Path(snapshot_download(name, allow_patterns=wanted))
     except Exception as error:  # of the hub, of its HTTP client, and of the disk
-        must = "it must be a file or folder on this machine, or a name on the Hugging Face hub"
+        rule = "it must be a file or folder on this machine, or a name on the Hugging Face hub"
         remedy = f"Where there is a network, `hf download {name} --local-dir FOLDER`, and give that"
         if isinstance(error, ImportError):
             remedy = f"Run: pip install huggingface-hub. Or {remedy}"
         found = f"neither: {str(error).partition(chr(10))[0]}"
-        raise TokenizerError(sentence(f"tokenizer {name}", must, found, remedy)) from error
+        raise TokenizerError(sentence(f"tokenizer {name}", rule, found, remedy)) from error
 
 
 def _from_object(source: Any) -> _Files:
@@ -208,10 +210,10 @@ def _from_object(source: Any) -> _Files:
     if hasattr(source, "to_str"):
         return _Files("tokenizers.Tokenizer", source.to_str().encode())
     if not hasattr(source, "backend_tokenizer"):
-        must = "it must be a path, a name on the hub, or a fast tokenizer"
+        rule = "it must be a path, a name on the hub, or a fast tokenizer"
         remedy = "Save it, e.g. tokenizer.save_pretrained(FOLDER), and give the folder"
         found = f"an object of type {type(source).__name__}"
-        raise TokenizerError(sentence("tokenizer", must, found, remedy))
+        raise TokenizerError(sentence("tokenizer", rule, found, remedy))
     files = _Files(type(source).__name__, source.backend_tokenizer.to_str().encode())
     # Whether it adds BOS is in its post-processor.
     tokens = {role: getattr(source, role, None) for role in WELL_KNOWN}
@@ -230,8 +232,8 @@ def _from_path(path: Path) -> _Files:
         folder = path
         file = next((path / n for n in FILE_NAMES if (path / n).is_file()), path)
         if file == path:
-            must = f"the folder must hold one of {', '.join(FILE_NAMES)}"
-            raise TokenizerError(sentence(f"tokenizer {path}", must))
+            rule = f"the folder must hold one of {', '.join(FILE_NAMES)}"
+            raise TokenizerError(sentence(f"tokenizer {path}", rule))
     files = _Files(spelled(file.name), _read(file))
     for name in (MAP, SETTINGS):
         files.settings |= files.read_json(folder / name)
@@ -249,9 +251,9 @@ def _read(path: Path) -> bytes:
         refuse_pointer(data, f"tokenizer {path}", TokenizerError)
         return data
     except OSError as error:
-        reason = error.strerror or str(error)
+        found = error.strerror or str(error)
         raise TokenizerError(
-            sentence(f"tokenizer {path}", "it must be a readable file or folder", reason)
+            sentence(f"tokenizer {path}", "it must be a readable file or folder", found)
         ) from error
 
 
@@ -272,8 +274,8 @@ def _choose_template(wanted: str | None, own: Mapping[str, str]) -> str | None:
     if wanted in own:
         return own[wanted]
     if not os.path.isfile(wanted):
-        must = f"it must be Jinja text, a file, or one of: {', '.join([*BUILTIN, *own])}"
-        raise TokenizerError(sentence("chat template", must, quote(wanted)))
+        rule = f"it must be Jinja text, a file, or one of: {', '.join([*BUILTIN, *own])}"
+        raise TokenizerError(sentence("chat template", rule, quote(wanted)))
     return _decoded(_read(Path(wanted)), f"chat template {wanted}")
 
 
@@ -293,8 +295,8 @@ def _roles(engine: Engine, settings: Mapping[str, Any]) -> dict[str, Any]:
     for role, token in roles.items():
         if token is not None and not _has(engine, token):
             if role in ("bos_token", "eos_token"):
-                must = f"its {role} must be in the vocabulary"
-                raise TokenizerError(sentence("tokenizer", must, quote(token)))
+                rule = f"its {role} must be in the vocabulary"
+                raise TokenizerError(sentence("tokenizer", rule, quote(token)))
             roles[role] = None
     says = settings.get("add_bos_token")
     adds_bos = roles["bos_token"] is not None and (says if isinstance(says, bool) else bool(before))

@@ -32,7 +32,7 @@ def refused(url: str, options: dict[str, Any]) -> list[str]:
     ):
         with pytest.raises(StorageError) as caught:
             action()
-        said.append(packstore.errors.told(caught.value))
+        said.append(packstore.errors.message_with_notes(caught.value))
         told = "".join(traceback.format_exception(caught.value))
         assert not re.search("wrong-secret-987|wrong-key-123|AAAAwrong", told)
     return said

@@ -23,7 +23,7 @@ def test_time_alone_is_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def call() -> None:
         error = StorageError("no connection")
-        error.passing = True
+        error.transient = True
         raise error
 
     with pytest.raises(StorageError) as caught:
@@ -35,15 +35,15 @@ def test_time_alone_is_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(waits) > 8
 
 
-@pytest.mark.parametrize(("passing", "tries"), [(None, 4), (False, 1), (True, 6)])
-def test_refusals_have_a_bound_of_their_own(passing: bool | None, tries: int) -> None:
+@pytest.mark.parametrize(("transient", "tries"), [(None, 4), (False, 1), (True, 6)])
+def test_refusals_have_a_bound_of_their_own(transient: bool | None, tries: int) -> None:
     """In a running training, rights may be renewed; a file that is missing stays missing."""
     calls: list[int] = []
 
     def call() -> None:
         calls.append(1)
         error = StorageError("refused")
-        error.passing = passing
+        error.transient = transient
         raise error
 
     def nested() -> None:  # patience does not multiply

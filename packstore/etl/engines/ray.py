@@ -35,11 +35,11 @@ def run(work: Callable[[T], R], items: Iterable[T], num_workers: int | None) -> 
                 ray.init(log_to_driver=False, include_dashboard=False, configure_logging=False)
             cores = max(1, int(ray.cluster_resources().get("CPU", 1)))
         except Exception as error:  # of Ray's own, and bare ones
-            rule, do = (
+            rule, remedy = (
                 "must start, or be reached (RAY_ADDRESS)",
                 "Set engine local, or see its logs",
             )
-            raise PackstoreError(sentence("Ray", rule, str(error), do)) from error
+            raise PackstoreError(sentence("Ray", rule, str(error), remedy)) from error
         yield from _in_tasks(work, iter(items), num_workers or cores)
     finally:
         if started:

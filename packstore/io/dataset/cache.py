@@ -60,9 +60,9 @@ class Cache:
             status = os.lstat(home)
         mode = stat.filemode(status.st_mode)
         if mode != "drwx------" or status.st_uid != os.getuid():
-            must = "a cache folder must be the user's own, and closed to others (mode 700)"
-            owner = f"owner {status.st_uid}, mode {mode}"
-            raise StorageError(sentence(home, must, owner, "Name another cache_dir"))
+            rule = "a cache folder must be the user's own, and closed to others (mode 700)"
+            found = f"owner {status.st_uid}, mode {mode}"
+            raise StorageError(sentence(home, rule, found, "Name another cache_dir"))
         return home
 
     @contextlib.contextmanager

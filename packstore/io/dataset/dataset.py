@@ -197,9 +197,9 @@ class Dataset:
 
     def require_files(self) -> None:
         """Raises :class:`MissingFilesError` if the dataset lacks a file of this version."""
-        must = f"must have all files that version {self.version} names"
-        do = "Open another version, or pack it again with overwrite=True (--overwrite)"
-        require_files(self.location, self.manifest.files, must, do)
+        rule = f"must have all files that version {self.version} names"
+        remedy = "Open another version, or pack it again with overwrite=True (--overwrite)"
+        require_files(self.location, self.manifest.files, rule, remedy)
 
     def _reader(self, group: int) -> tuple[ShardReader, int]:
         shard, index = self.row_groups.shard[group], self.row_groups.index[group]

@@ -91,8 +91,8 @@ class PackIndex:
         self._columns: list[str] = next((s.names for s in begins), [])  # further ones may follow
         some = not {*COUNTS}.isdisjoint(schema.names) and len(self._columns) < len(SCHEMA)
         if not self._columns or some or rows != [s.rows for s in self._shards]:
-            must = f"it must have columns {', '.join(SCHEMA.names)}, and a row group for each shard"
-            raise IntegrityError(sentence(self.where, must, f"{quote(schema.names)}, rows {rows}"))
+            rule = f"it must have columns {', '.join(SCHEMA.names)}, and a row group for each shard"
+            raise IntegrityError(sentence(self.where, rule, f"{quote(schema.names)}, rows {rows}"))
 
     def shard(self, number: int) -> PackSizes:
         """Returns the sizes of the packs of a shard, checked. Thread-safe."""
@@ -183,9 +183,9 @@ def require_same(told: PackSizes, real: PackSizes, index: str, where: str) -> No
         a, b = getattr(told, name), getattr(real, name)
         if a is not None and not np.array_equal(a, b):
             pack = int(np.argmax((a != b).reshape(len(a), -1).any(axis=1)))
-            must = f"must have the {name} of each pack of {where}"
+            rule = f"must have the {name} of each pack of {where}"
             found = f"{a[pack].tolist()} for pack {pack}, which has {b[pack].tolist()}"
-            raise IntegrityError(sentence(index, must, found, _REMEDY))
+            raise IntegrityError(sentence(index, rule, found, _REMEDY))
 
 
 def check_counts(columns: Mapping[str, tuple[Any, Int64]], rows: int) -> None:
@@ -218,13 +218,13 @@ def _check(sizes: PackSizes, number: int, manifest: Manifest, where: str) -> Non
     sums = (len(sizes), int(sizes.examples.sum()), int(sizes.tokens.sum()))
     expected = (shard.rows, shard.examples, shard.tokens)
     if sums != expected:
-        must = f"its packs must have (rows, examples, tokens) {expected}, as the manifest says"
-        raise IntegrityError(sentence(where, must, str(sums)))
-    for must, values, ok in _bounds(sizes, manifest):
+        rule = f"its packs must have (rows, examples, tokens) {expected}, as the manifest says"
+        raise IntegrityError(sentence(where, rule, str(sums)))
+    for rule, values, ok in _bounds(sizes, manifest):
         if not ok.all():
             pack = int(np.argmin(ok))
             found = f"{values[pack].tolist()} for pack {pack}"
-            raise IntegrityError(sentence(where, must, found, _REMEDY))
+            raise IntegrityError(sentence(where, rule, found, _REMEDY))
 
 
 def _bounds(sizes: PackSizes, manifest: Manifest) -> Iterator[tuple[str, Int64, Bool]]:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from packstore.config import ReadConfig
-from packstore.errors import IntegrityError, StorageError, sentence, told
+from packstore.errors import IntegrityError, StorageError, message_with_notes, sentence
 from packstore.format.arrays import TOKEN_BYTES, Int64, Packs
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.dataset.order import PackOrder
@@ -214,7 +214,7 @@ class ReadAhead:
         except (StorageError, IntegrityError) as error:
             if self._config.on_error != "quarantine":
                 raise
-            log.warning("left out: %s", told(error))
+            log.warning("left out: %s", message_with_notes(error))
             return None
 
     def _stand_in(self, group: int) -> Packs:
@@ -224,6 +224,6 @@ class ReadAhead:
             groups = map(self._read, range(len(self._dataset.group_rows)))
             self._good = next((packs for packs in groups if packs is not None), None)
         if self._good is None:
-            url = self._dataset.url
-            raise IntegrityError(sentence(url, "at least one row group must be readable", "none"))
+            where = self._dataset.url
+            raise IntegrityError(sentence(where, "at least one row group must be readable", "none"))
         return replace(self._good.row(0), stand_in=True)

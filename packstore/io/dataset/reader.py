@@ -169,16 +169,16 @@ class ShardReader:
             longest, most = int(groups.longest[group]), manifest.statistics.longest_sequence
             found = int(segments.max()), int(packs.lengths.max())
             if found[0] != longest or found[1] > most:
-                must = f"a longest segment of {longest} tokens, and no sequence over {most}"
-                raise IntegrityError(f"must have {must}, as the manifest says; found {found}")
+                rule = f"a longest segment of {longest} tokens, and no sequence over {most}"
+                raise IntegrityError(f"must have {rule}, as the manifest says; found {found}")
             first, last, base = (
                 packs.example_ids.min(),
                 packs.example_ids.max(),
                 self.shard.example_id_base,
             )
             if first < 0 or last > TOP - base:
-                must = f"must have example ids of at least 0, and below 2^63 with the base {base}"
-                raise IntegrityError(f"{must}; found {first} to {last}")
+                rule = f"must have example ids of at least 0, and below 2^63 with the base {base}"
+                raise IntegrityError(f"{rule}; found {first} to {last}")
             packs.example_ids += base
             return packs
 
@@ -259,8 +259,8 @@ class ShardReader:
             if isinstance(error, OSError) and error.errno:
                 with self._location.guard("read", self.shard.path):
                     raise
-            must = "its bytes must be those that were written"
-            raise IntegrityError(sentence(place, must, str(error), _REMEDY)) from error
+            rule = "its bytes must be those that were written"
+            raise IntegrityError(sentence(place, rule, str(error), _REMEDY)) from error
 
 
 def _has_sha256(sha256: str, data: bytes) -> bool:

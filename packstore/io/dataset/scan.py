@@ -211,7 +211,7 @@ def _whole_sequences(packs: Packs) -> Int32:
 def _lists(values: Any, offsets: Int64) -> Any:
     """Returns an Arrow array of lists; `offsets` are those of the values."""
     if len(values) != offsets[-1]:
-        must = f"it must have {offsets[-1]} values in a column of responses"
-        raise FormatError(f"{must}; found {len(values)} [columns-agree].")
+        rule = f"it must have {offsets[-1]} values in a column of responses"
+        raise FormatError(f"{rule}; found {len(values)} [columns-agree].")
     numbers = as_arrow(values, pa.from_numpy_dtype(values.dtype))
     return pa.LargeListArray.from_arrays(as_arrow(offsets, pa.int64()), numbers)

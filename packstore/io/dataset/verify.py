@@ -78,8 +78,8 @@ class _Checked:
             a, b = getattr(recorded, name), getattr(real, name)
             near = isinstance(a, float) and abs(a - b) <= TOLERANCE
             if not near and not np.array_equal(a, b):
-                must = f"must have {name} {quote(a, 80)}, as the manifest says"
-                self.problems.append(sentence(where, must, quote(b, 80)))
+                rule = f"must have {name} {quote(a, 80)}, as the manifest says"
+                self.problems.append(sentence(where, rule, quote(b, 80)))
 
 
 def verify(
@@ -117,8 +117,8 @@ def verify(
     ids.sort()
     repeated = ids[1:][ids[1:] == ids[:-1]]
     if len(repeated):
-        first = f"{len(repeated)} that repeat, the first of them {repeated[0]}"
-        whole.problems.append(sentence(where, "example ids must be distinct", first))
+        found = f"{len(repeated)} that repeat, the first of them {repeated[0]}"
+        whole.problems.append(sentence(where, "example ids must be distinct", found))
     return VerifyReport(where, tuple(whole.problems), totals, len(manifest.shards))
 
 
@@ -150,9 +150,9 @@ def _check_shard(
     if shard.example_id_base == 0 or "combined_from" in manifest.provenance:  # else not told apart
         for ids in checked.example_ids if sources else ():
             if (last := int(ids.max(initial=0))) >> SOURCE_SHIFT >= sources:
-                must = f"example ids must be of the {sources} sources of the manifest"
+                rule = f"example ids must be of the {sources} sources of the manifest"
                 found = f"{last}, of source {last >> SOURCE_SHIFT}"
-                checked.problems.append(sentence(where, must, found))
+                checked.problems.append(sentence(where, rule, found))
     with checked.noting():
         checked.sha256 = stream.sha256()  # reads the rest
         checked.compare(where, shard, checked, ("sha256",))

@@ -159,8 +159,8 @@ class InputReader:
         for item in self.inputs:
             yield from self.read_file(item)
         if not any(source["records"] for source in self.sources):
-            names = ", ".join(source["path"] for source in self.sources)
-            raise InputError(sentence(names, "must hold at least one record", "no records"))
+            where = ", ".join(source["path"] for source in self.sources)
+            raise InputError(sentence(where, "must hold at least one record", "no records"))
 
     def read_file(self, item: Input) -> Iterator[Block]:
         """Yields the blocks of one file, even if not among the inputs; raises like iterating."""
@@ -272,8 +272,8 @@ class _Decompressed(HashedStream):
         self.bytes += count
         if self.bytes > MAX_RATIO * self._packed.bytes + FREE_BYTES:
             rule = f"must not decompress to more than {MAX_RATIO} times its bytes"
-            ratio = f"{self.bytes} bytes out of {self._packed.bytes}"
-            raise InputError(sentence(self._path, rule, ratio, "Compress it in smaller steps"))
+            found = f"{self.bytes} bytes out of {self._packed.bytes}"
+            raise InputError(sentence(self._path, rule, found, "Compress it in smaller steps"))
         return count
 
 
@@ -291,9 +291,9 @@ def expand(
         for path, place in _files(Location(os.fspath(url), storage_options or {})):
             form, compression = format_of(path)
             if form is None:
-                rule, name = f"its name must end in {_KNOWN}", quote(os.path.basename(path))
+                rule, found = f"its name must end in {_KNOWN}", quote(os.path.basename(path))
                 remedy = "Rename it, or name the wanted files alone"
-                raise InputError(sentence(path, rule, name, remedy))
+                raise InputError(sentence(path, rule, found, remedy))
             inputs.append(Input(len(inputs), path, place, form, compression))
     return inputs
 

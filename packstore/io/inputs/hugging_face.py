@@ -120,10 +120,10 @@ def saved_files(folder: Location, names: Collection[str]) -> list[Location] | No
     state = _read(folder, STATE, _State)
     chosen = not state.output_all_columns and state.format_columns
     if chosen or state.indices_files or state.indices_data_files:
-        must = "its rows and columns must be those of its files, in their order"
+        rule = "its rows and columns must be those of its files, in their order"
         found = "columns of them" if chosen else "an order or choice of rows"
         remedy = "Pack datasets.load_from_disk(FOLDER) in Python, or save that again"
-        raise InputError(sentence(folder.join(STATE).display, must, found, remedy))
+        raise InputError(sentence(folder.join(STATE).display, rule, found, remedy))
     return [folder.join(file.filename) for file in state.data_files]
 
 
@@ -140,6 +140,6 @@ def _read(folder: Location, name: str, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(folder.read_bytes(name), type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        must = "it must be as datasets' save_to_disk writes it"
+        rule = "it must be as datasets' save_to_disk writes it"
         remedy = "Name the data files themselves, or a glob"
-        raise InputError(sentence(folder.join(name).display, must, str(error), remedy)) from error
+        raise InputError(sentence(folder.join(name).display, rule, str(error), remedy)) from error

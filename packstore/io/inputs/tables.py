@@ -75,8 +75,8 @@ def _line(record: object, where: str) -> bytes:
         text = json.dumps(record, separators=(",", ":"), default=_plain_value)
     except (TypeError, ValueError, RecursionError) as error:
         rule = "a record must be made of text, numbers, lists and dicts"
-        given = f"{error}, in {quote(record)}"
-        raise InputError(sentence(where, rule, given, "Convert that field")) from error
+        found = f"{error}, in {quote(record)}"
+        raise InputError(sentence(where, rule, found, "Convert that field")) from error
     return text.encode() + b"\n"
 
 
@@ -159,13 +159,13 @@ def _end(stream: BinaryIO, count: int) -> bytes:
     return stream.read(count)
 
 
-def _check_footer(size: bytes, path: str, rule: str) -> None:
+def _check_footer(size: bytes, where: str, rule: str) -> None:
     """Refuses a footer by its size, in the first four bytes of `size`."""
     declared = int.from_bytes(size[:4], "little")
     if declared > MAX_FOOTER_BYTES:
         rule += f", with a footer or schema of at most {MAX_FOOTER_BYTES} bytes"
         remedy = "Write it again, in larger row groups"
-        raise InputError(sentence(path, rule, f"one of {declared} bytes", remedy))
+        raise InputError(sentence(where, rule, f"one of {declared} bytes", remedy))
 
 
 def _largest_dictionary(stream: BinaryIO, metadata: pq.FileMetaData) -> int:

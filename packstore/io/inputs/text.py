@@ -214,8 +214,8 @@ def _too_deep(where: str) -> InputError:
     return _refusal(where, "JSON must not be nested deeply", levels, "Flatten it")
 
 
-def _refusal(where: str, rule: str, given: str, remedy: str = "") -> InputError:
-    return InputError(sentence(where, rule, given, remedy))
+def _refusal(where: str, rule: str, found: str, remedy: str = "") -> InputError:
+    return InputError(sentence(where, rule, found, remedy))
 
 
 def _read_csv(

@@ -158,20 +158,20 @@ def clean(
     if keep_versions is not None and keep_versions < 1:
         raise ConfigError(f"keep_versions must be at least 1; found {keep_versions}.")
     if older_than < YOUNGEST_SECONDS and not no_writers:
-        must = f"older_than must be at least {YOUNGEST_SECONDS:.0f} s, as a job may be at work"
+        rule = f"older_than must be at least {YOUNGEST_SECONDS:.0f} s, as a job may be at work"
         remedy = "Where surely none is, anywhere, add no_writers=True (--no-writers)"
-        raise ConfigError(f"{must}; found {older_than:g} s. {remedy}.")
+        raise ConfigError(f"{rule}; found {older_than:g} s. {remedy}.")
     location = Location(url, storage_options or {})
     where = location.display
     if not _is_ours(location):
-        must = "must be a dataset, or the place of an unfinished one"
-        content = f"no {FOLDER} in it" if location.exists() else "no such folder"
-        raise DatasetNotFoundError(sentence(where, must, content, "Check the path"))
+        rule = "must be a dataset, or the place of an unfinished one"
+        found = f"no {FOLDER} in it" if location.exists() else "no such folder"
+        raise DatasetNotFoundError(sentence(where, rule, found, "Check the path"))
     jobs = writers(location)
     if delete and no_writers and (here := [job for job in jobs if job.lives]):
         remedy = "Wait for it to end, or leave out no_writers (--no-writers)"
-        must = "no job may write there (no_writers)"
-        raise DatasetBusyError(sentence(where, must, here[0].text, remedy))
+        rule = "no job may write there (no_writers)"
+        raise DatasetBusyError(sentence(where, rule, here[0].text, remedy))
     cleaner = _Cleaner(location, keep_versions, older_than)
     leftovers = cleaner.find()
     if delete:

@@ -18,7 +18,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from packstore.config import CHECK_RETRIES
-from packstore.errors import DatasetExistsError, IntegrityError, PackstoreError, sentence, told
+from packstore.errors import (
+    DatasetExistsError,
+    IntegrityError,
+    PackstoreError,
+    message_with_notes,
+    sentence,
+)
 from packstore.io.dataset.dataset import Dataset, open
 from packstore.io.manifest.commit import require_exclusive, versions
 from packstore.io.store.clients import PACKAGES
@@ -76,7 +82,7 @@ def _tried(what: str, try_it: Callable[[], str]) -> Trial:
     try:
         return Trial(what, True, try_it())
     except PackstoreError as error:
-        return Trial(what, False, told(error))
+        return Trial(what, False, message_with_notes(error))
 
 
 def _versions(location: Location) -> str:
@@ -106,7 +112,7 @@ def _read(location: Location) -> Iterator[Trial]:
             return
         dataset = open(location.url, location.storage_options)
     except PackstoreError as error:
-        yield Trial("dataset", False, told(error))
+        yield Trial("dataset", False, message_with_notes(error))
         return
     shards = dataset.manifest.shards
     yield Trial("dataset", True, f"version {dataset.version}, {len(shards)} shards")
@@ -141,10 +147,10 @@ def _trial(location: Location) -> Iterator[Trial]:
             location.create_bytes(small, b"second")
         except DatasetExistsError:
             return "only one of two writers can win"
-        must = "must refuse to put a file over one that is there (If-None-Match: *)"
-        replaced = "that it replaced it, so two writers could both commit"
+        rule = "must refuse to put a file over one that is there (If-None-Match: *)"
+        found = "that it replaced it, so two writers could both commit"
         remedy = "Name another store, or a newer release of it"
-        raise IntegrityError(sentence(location.display, must, replaced, remedy))
+        raise IntegrityError(sentence(location.display, rule, found, remedy))
 
     def clean_up() -> str:
         location.remove(small)
@@ -181,8 +187,8 @@ def _measure(location: Location, name: str) -> str:
     back = location.read_bytes(name)
     got = time.perf_counter() - began
     if back != data:
-        must = f"must give back the {len(data)} bytes that were written"
+        rule = f"must give back the {len(data)} bytes that were written"
         remedy = "Do not use it: it damages what it stores"
-        raise IntegrityError(sentence(location.display, must, f"{len(back)} others", remedy))
+        raise IntegrityError(sentence(location.display, rule, f"{len(back)} others", remedy))
     mb = len(data) / 1e6
     return f"writes {mb / put:.0f} MB/s, reads {mb / got:.0f} MB/s ({mb:.0f} MB in one stream)"

@@ -80,26 +80,26 @@ def read_committed(
         raise too_large(where, str(sizes[number]))
     data = location.read_bytes(path)
     _check_cost(data, where)
-    other, do = max((n for n in sizes if n != number), default=0), "Restore it from a copy"
-    do += f", open version {other} (version={other}, --version {other})" if other else ""
+    other, remedy = max((n for n in sizes if n != number), default=0), "Restore it from a copy"
+    remedy += f", open version {other} (version={other}, --version {other})" if other else ""
     if number > other:
-        do += ", or write another version (overwrite=True, --overwrite)"
+        remedy += ", or write another version (overwrite=True, --overwrite)"
     try:
         msgspec.json.decode(data, type=msgspec.Raw)
         _check_names(data, where)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # torn, perhaps
         found = f"{len(data)} bytes: {error}"
-        raise IntegrityError(sentence(where, "must be valid JSON", found, do)) from error
-    return _without_hash(data, where, do), where, number
+        raise IntegrityError(sentence(where, "must be valid JSON", found, remedy)) from error
+    return _without_hash(data, where, remedy), where, number
 
 
 def require_exclusive(location: Location) -> None:
     """Raises :class:`ConfigError` for a location where two writers could both commit."""
     if not location.creates_exclusively:
-        must = "a dataset is written only where a file can be created only if it is absent"
+        rule = "a dataset is written only where a file can be created only if it is absent"
         remedy = "Write to a local disk, and copy the folder data, then _packstore"
-        other = "a filesystem that is not known to do so"
-        raise ConfigError(sentence(location.display, must, other, remedy))
+        found = "a filesystem that is not known to do so"
+        raise ConfigError(sentence(location.display, rule, found, remedy))
 
 
 def refuse_existing(location: Location, overwrite: bool, name: str = DATASET) -> int:
@@ -130,13 +130,13 @@ def commit(location: Location, data: bytes, version: int, name: str = DATASET) -
                 if not error.written:
                     raise
                 rule = f"version {version} is committed, but might not survive a power cut"
-                raise StorageError(sentence(location.display, rule, do=str(error))) from error
+                raise StorageError(sentence(location.display, rule, remedy=str(error))) from error
             return
     if version not in versions(location, name) or location.read_bytes(path) != data:
         raise too_late(location)
 
 
-def require_files(location: Location, files: Mapping[str, int], must: str, do: str) -> None:
+def require_files(location: Location, files: Mapping[str, int], rule: str, remedy: str) -> None:
     """Refuses a dataset that lacks one of `files`, bytes by path; `must` and `do`: of the text."""
     folders = {path.rpartition("/")[0] for path in files}
     listed = {f"{folder}/{e.name}": e.size for folder in folders for e in location.files(folder)}
@@ -145,15 +145,15 @@ def require_files(location: Location, files: Mapping[str, int], must: str, do: s
     lacking = [path for path in lacking if _size(location, path) != files[path]]
     if lacking:
         counts = f"{len(lacking)} of its {len(files)} files missing or of another size"
-        first = f"{counts} (first: {lacking[0]})"
-        raise MissingFilesError(sentence(location.display, must, first, do))
+        found = f"{counts} (first: {lacking[0]})"
+        raise MissingFilesError(sentence(location.display, rule, found, remedy))
 
 
 def require_committed(location: Location, files: Mapping[str, int], version: int) -> None:
     """Checks after a commit that the version has all its files; raises like `require_files`."""
-    must = f"version {version}, which was just committed, must have all its files"
-    do = "Somebody removed them meanwhile: make it again with overwrite=True (--overwrite)"
-    require_files(location, files, must, do)
+    rule = f"version {version}, which was just committed, must have all its files"
+    remedy = "Somebody removed them meanwhile: make it again with overwrite=True (--overwrite)"
+    require_files(location, files, rule, remedy)
 
 
 def with_hash(text: bytes) -> bytes:
@@ -162,7 +162,7 @@ def with_hash(text: bytes) -> bytes:
     return body + b',\n "%s": %s%s' % (_HASH.encode(), _sha256(body), _END)
 
 
-def _without_hash(data: bytes, where: str, do: str) -> bytes:
+def _without_hash(data: bytes, where: str, remedy: str) -> bytes:
     """Verifies and removes the hash; returns the JSON object, or `data` if it has no hash."""
     comma = data.rfind(b",")
     last = _LAST.fullmatch(data, comma) if comma >= 0 else None
@@ -172,13 +172,13 @@ def _without_hash(data: bytes, where: str, do: str) -> bytes:
     if named and matches:
         return data[:comma] + _END
     if named:
-        must = f"the text before field {_HASH!r} must have the sha256 that it names"
-        raise IntegrityError(sentence(where, must, "another: the file is damaged", do))
+        rule = f"the text before field {_HASH!r} must have the sha256 that it names"
+        raise IntegrityError(sentence(where, rule, "another: the file is damaged", remedy))
     if matches:
         # One flipped bit in its name would make the hash a field that readers ignore. A value that
         # matches shows that it is not the last field of another writer.
-        must = f"the field with the hash of the manifest must be named {_HASH!r}"
-        raise IntegrityError(sentence(where, must, quote(last[1]), do))
+        rule = f"the field with the hash of the manifest must be named {_HASH!r}"
+        raise IntegrityError(sentence(where, rule, quote(last[1]), remedy))
     return data
 
 
@@ -222,10 +222,10 @@ def _check_cost(data: bytes, where: str) -> None:
     """Refuses, before it is parsed, a manifest of very many small values."""
     cost, most = sum(data.count(c) * n for c, n in _COSTS.items()), MAX_COST * len(data) + FREE_COST
     if cost > most:
-        must = f"a manifest must take at most {MAX_COST} times its bytes in memory"
+        rule = f"a manifest must take at most {MAX_COST} times its bytes in memory"
         found = f"{cost} from {len(data)}"
-        do = "Write larger row groups (row_group_tokens)"
-        raise FormatError(sentence(where, must, found, do))
+        remedy = "Write larger row groups (row_group_tokens)"
+        raise FormatError(sentence(where, rule, found, remedy))
 
 
 def _check_names(data: bytes, where: str) -> None:
@@ -241,8 +241,8 @@ def _check_names(data: bytes, where: str) -> None:
                 whole = text.replace(b"\0", rb"\\").replace(b"\1", rb"\"")
                 text = msgspec.json.decode(b'"%s"' % whole).encode()
             if text in objects[-1]:
-                must = "an object must not have two members of one name"
-                raise FormatError(sentence(where, must, quote(text.decode())))
+                rule = "an object must not have two members of one name"
+                raise FormatError(sentence(where, rule, quote(text.decode())))
             objects[-1].add(text)
 
 
@@ -252,5 +252,5 @@ _NO_BRACES = bytes(set(range(256)) - set(b"{}"))
 
 def too_large(where: str, found: str) -> FormatError:
     """Returns the error for a manifest that is larger than readers accept."""
-    must = f"a manifest must have at most {MAX_MANIFEST_BYTES} bytes"
-    return FormatError(sentence(where, must, found, "Write larger row groups (row_group_tokens)"))
+    rule = f"a manifest must have at most {MAX_MANIFEST_BYTES} bytes"
+    return FormatError(sentence(where, rule, found, "Write larger row groups (row_group_tokens)"))

@@ -100,9 +100,9 @@ def check_alike(first: Member, other: Member) -> None:
         differences.append("a tokenizer that is known and one that is not")
     if differences:
         where = f"{first.url} and {other.url}"
-        must = "datasets that are combined must have been made alike"
+        rule = "datasets that are combined must have been made alike"
         remedy = "Pack one of them anew like the other"
-        raise CompatibilityError(sentence(where, must, "; ".join(differences), remedy))
+        raise CompatibilityError(sentence(where, rule, "; ".join(differences), remedy))
 
 
 def _value(manifest: Manifest, name: str) -> Any:

@@ -171,17 +171,17 @@ class Manifest:
     def require_writable(self, where: str) -> None:
         """Raises UnsupportedFormatError if only a later release can extend or clean it."""
         if self.writer_features:
-            must = "who extends or cleans it must know its writer_features"
-            do = "Upgrade packstore to change this dataset"
+            rule = "who extends or cleans it must know its writer_features"
+            remedy = "Upgrade packstore to change this dataset"
             found = ", ".join(map(quote, self.writer_features))
-            raise UnsupportedFormatError(sentence(where, must, found, do))
+            raise UnsupportedFormatError(sentence(where, rule, found, remedy))
 
     def require_readable(self, where: str) -> None:
         """Raises UnsupportedFormatError if a reader skips a column, which nobody may pack anew."""
         for name in self.carry.keys() - self.carried.keys():
-            must = "carried columns that are packed anew must be known"
+            rule = "carried columns that are packed anew must be known"
             found = f"{quote(name)} of type {quote(self.carry[name])}"
-            raise UnsupportedFormatError(sentence(where, must, found, UPGRADE))
+            raise UnsupportedFormatError(sentence(where, rule, found, UPGRADE))
 
     def to_json(self) -> bytes:
         """Returns canonical JSON: fields as declared, a line for each field and shard."""
@@ -204,8 +204,8 @@ class Manifest:
         """Parses the manifest in `data`; keeps unknown fields of shards, ignores others."""
         head = decode(data, _Head, where)
         check_features(head.format_version, head.features, where)
-        must = "features must not repeat"
-        require_equal(where, must, features=len(head.features), names=len({*head.features}))
+        rule = "features must not repeat"
+        require_equal(where, rule, features=len(head.features), names=len({*head.features}))
         check_last(head.sha256, where)
         index = bytes(head.pack_index).decode()
         require(index != "null", where, "pack_index must be a JSON object", {"pack_index": index})
@@ -218,8 +218,8 @@ class Manifest:
             manifest = replace(manifest, shards=tuple(replace(s, further=f) for s, f in pairs))
         check_manifest(manifest, where)
         responses, k = bytes(head.num_responses).decode(), json.dumps(manifest.num_responses)
-        must = f"num_responses must be {k}, as the kind is {manifest.kind}"
-        require(responses == k, where, must, {"num_responses": responses})
+        rule = f"num_responses must be {k}, as the kind is {manifest.kind}"
+        require(responses == k, where, rule, {"num_responses": responses})
         return manifest
 
 
@@ -347,22 +347,22 @@ def check_manifest(manifest: Manifest, where: str) -> None:
     counts = {"read": records.read, "packed": records.packed, "dropped": dict(records.dropped)}
     whole = records.read == records.packed + sum(records.dropped.values())
     require(whole, where, "records read must be those packed and those dropped", counts)
-    must = "records packed must be the examples"
-    require_equal(where, must, packed=records.packed, examples=totals.examples)
+    rule = "records packed must be the examples"
+    require_equal(where, rule, packed=records.packed, examples=totals.examples)
     check_columns(manifest.carry, where)
     for name in ("packs", *_SUMS):
         real = sum(getattr(s, "rows" if name == "packs" else name) for s in shards)
-        must = f"total {name} must be the sum over shards"
-        require_equal(where, must, total=getattr(totals, name), sum=real)
+        rule = f"total {name} must be the sum over shards"
+        require_equal(where, rule, total=getattr(totals, name), sum=real)
     for bound in manifest.statistics.length_histogram:
-        must = "keys of length_histogram must be powers of two below 2^31"
-        require(bound in _BUCKETS, where, must, {"key": quote(bound)})
+        rule = "keys of length_histogram must be powers of two below 2^31"
+        require(bound in _BUCKETS, where, rule, {"key": quote(bound)})
     require_different_paths([file.path for file in manifest.stored], where)
     for file in manifest.further_files:
         named = file.sha256[:16] in file.path.rpartition("/")[2]
         ok = file.path.startswith("data/") and named
-        must = "a further file must lie in data/, and its name hold 16 digits of its sha256"
-        require(ok, where, must, {"path": file.path})
+        rule = "a further file must lie in data/, and its name hold 16 digits of its sha256"
+        require(ok, where, rule, {"path": file.path})
     for shard in shards:
         _check_shard(shard, manifest, f"{where}, shard {shard.path}")
     if (index := manifest.pack_index) is not None:
@@ -380,17 +380,17 @@ def _check_shard(shard: ShardInfo, manifest: Manifest, where: str) -> None:
     require_equal(where, "row_groups must have columns of one length", **lengths)
     for name in ("rows", "examples", "tokens"):
         real = int(getattr(groups, name).sum())
-        must = f"its {name} must be the sum over row groups"
-        require_equal(where, must, shard=getattr(shard, name), sum=real)
+        rule = f"its {name} must be the sum over row groups"
+        require_equal(where, rule, shard=getattr(shard, name), sum=real)
     figures = {"footer": shard.footer_bytes, "file": shard.bytes}
     require(shard.footer_bytes <= shard.bytes, where, "its footer must fit in the file", figures)
     limit = MAX_FOOTER_BYTES + GROUP_FOOTER_BYTES * len(groups)
-    must = f"its footer must have {limit} bytes at most"
-    require(shard.footer_bytes <= limit, where, must, figures)
+    rule = f"its footer must have {limit} bytes at most"
+    require(shard.footer_bytes <= limit, where, rule, figures)
     if k := manifest.num_responses:
         figures = {"sequences": shard.sequences, "examples": shard.examples}
-        must = f"sequences must be {k} times the examples"
-        require(shard.sequences == k * shard.examples, where, must, figures)
+        rule = f"sequences must be {k} times the examples"
+        require(shard.sequences == k * shard.examples, where, rule, figures)
     full = (groups.rows > 0) & (groups.examples >= groups.rows)
     full &= (groups.longest > 0) & (groups.longest <= groups.tokens)
     full &= groups.tokens <= groups.rows * manifest.pack_size
@@ -398,16 +398,16 @@ def _check_shard(shard: ShardInfo, manifest: Manifest, where: str) -> None:
         bad = int(np.argmin(full))
         names = ("rows", "examples", "tokens", "longest")
         figures = {name: int(getattr(groups, name)[bad]) for name in names}
-        must = "every pack must hold an example and at most pack_size tokens"
-        require(False, f"{where}, row group {bad}", must, figures)
+        rule = "every pack must hold an example and at most pack_size tokens"
+        require(False, f"{where}, row group {bad}", rule, figures)
 
 
 def check_columns(names: Iterable[str], where: str) -> None:
     """Raises :class:`FormatError` unless the names of further columns are allowed."""
     for name in names:
         ok = COLUMN_NAME.fullmatch(name.removeprefix("_")) and name not in COLUMNS
-        must = "columns must have names of their own, of letters, digits and _, a letter first"
-        require(bool(ok), where, must, {"name": quote(name)})
+        rule = "columns must have names of their own, of letters, digits and _, a letter first"
+        require(bool(ok), where, rule, {"name": quote(name)})
 
 
 def known_columns(columns: Mapping[str, str], types: Collection[str]) -> dict[str, str]:
@@ -424,8 +424,8 @@ def require_different_paths(paths: Sequence[str], where: str) -> None:
     """Raises :class:`FormatError` unless `paths` differ, and are valid in a dataset."""
     for path in paths:
         check_relative(path, where)
-    must = "its files must have different paths"
-    require_equal(where, must, files=len(paths), paths=len(set(paths)))
+    rule = "its files must have different paths"
+    require_equal(where, rule, files=len(paths), paths=len(set(paths)))
 
 
 def dump_json(value: Any, where: str = "manifest", option: int = 0) -> bytes:

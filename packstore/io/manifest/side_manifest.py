@@ -112,10 +112,10 @@ class SideManifest:
         """Parses the manifest in `data`; ignores unknown fields."""
         head = decode(data, _Head, where)
         if head.side_version != SIDE_VERSION or head.features:
-            must = f"its version must be {SIDE_VERSION}, and it must need no features"
-            other = f"version {head.side_version}, features {quote(head.features)}"
+            rule = f"its version must be {SIDE_VERSION}, and it must need no features"
+            found = f"version {head.side_version}, features {quote(head.features)}"
             remedy = "Upgrade packstore to read this side dataset"
-            raise UnsupportedFormatError(sentence(where, must, other, remedy))
+            raise UnsupportedFormatError(sentence(where, rule, found, remedy))
         check_last(head.sha256, where)
         manifest = decode(data, cls, where)
         manifest.check(where)
@@ -127,13 +127,13 @@ class SideManifest:
         check_columns(self.columns, where)
         for name, type_name in self.columns.items():
             place = f"{where}, column {quote(name)}"
-            must = f"{REF_LOGPS} must have type {PER_SEQUENCE}"
+            rule = f"{REF_LOGPS} must have type {PER_SEQUENCE}"
             ok = name != REF_LOGPS or type_name == PER_SEQUENCE
-            require(ok, place, must, {"type": quote(type_name)})
+            require(ok, place, rule, {"type": quote(type_name)})
         for name, value in self.provenance.items():  # of a caller; JSON was checked by its type
             ok = value is None or isinstance(value, str | int | float)
-            must = f"provenance {quote(name)} must be a text, a number, a boolean or null"
-            require(ok, where, must, {"value": quote(value)})
+            rule = f"provenance {quote(name)} must be a text, a number, a boolean or null"
+            require(ok, where, rule, {"value": quote(value)})
         require_different_paths([s.path for s in self.shards], where)
         require_known(where, "field kind", KINDS, self.kind)
 
@@ -150,14 +150,14 @@ def covered(side: SideManifest, data: Manifest, where: str) -> list[Span]:
 
     Raises CompatibilityError for one that was not derived from these examples.
     """
-    do = "Make it anew from this dataset"
+    remedy = "Make it anew from this dataset"
     if side.kind != data.kind:
-        must = f"its kind must be that of the dataset, {quote(data.kind)}"
-        raise CompatibilityError(sentence(where, must, quote(side.kind), do))
+        rule = f"its kind must be that of the dataset, {quote(data.kind)}"
+        raise CompatibilityError(sentence(where, rule, quote(side.kind), remedy))
     if side.lineage == data.lineage:
         if side.examples < data.totals.examples:
-            must = f"it must have values for each of {data.totals.examples} examples"
-            raise CompatibilityError(sentence(where, must, f"{side.examples}", do))
+            rule = f"it must have values for each of {data.totals.examples} examples"
+            raise CompatibilityError(sentence(where, rule, f"{side.examples}", remedy))
         return [Span(0, TOP)]
     parts, spans, done = data.provenance.get("combined_from", ()), list[Span](), 0
     starts = [n << SOURCE_SHIFT for n in accumulate((p["sources"] for p in parts), initial=0)]
@@ -166,9 +166,9 @@ def covered(side: SideManifest, data: Manifest, where: str) -> list[Span]:
             spans.append(Span(starts[first], starts[end] - 1))
             done = end
     if not spans:
-        must = f"its lineage must be that of the dataset, {quote(data.lineage, 80)}"
-        must += ", or of a part of it" if parts else ""
-        raise CompatibilityError(sentence(where, must, quote(side.lineage, 80), do))
+        rule = f"its lineage must be that of the dataset, {quote(data.lineage, 80)}"
+        rule += ", or of a part of it" if parts else ""
+        raise CompatibilityError(sentence(where, rule, quote(side.lineage, 80), remedy))
     return spans
 
 
@@ -182,7 +182,7 @@ def require_covered(name: str, spans: Sequence[Span], data: Manifest) -> None:
             raise ConfigError(f"two columns of the joined packs are named {quote(name)}.")
         done = span.last + 1
     if done < sources << SOURCE_SHIFT:
-        must = f"side data {quote(name)} must cover all {sources} sources of the dataset"
+        rule = f"side data {quote(name)} must cover all {sources} sources of the dataset"
         found = f"none from source {done >> SOURCE_SHIFT} on"
-        do = "Join the side data of every part, or make one anew from this dataset"
-        raise CompatibilityError(sentence("side data", must, found, do))
+        remedy = "Join the side data of every part, or make one anew from this dataset"
+        raise CompatibilityError(sentence("side data", rule, found, remedy))

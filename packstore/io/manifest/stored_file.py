@@ -51,15 +51,15 @@ def check_stored(location: Location, file: StoredFile) -> None:
 def _check_size(location: Location, file: StoredFile) -> None:
     size = location.size(file.path)  # checked first: a damaged manifest may name any size
     if size != file.bytes:
-        where, must = location.join(file.path).display, f"must have {file.bytes} bytes"
-        raise IntegrityError(sentence(where, must, str(size), _REMEDY))
+        where, rule = location.join(file.path).display, f"must have {file.bytes} bytes"
+        raise IntegrityError(sentence(where, rule, str(size), _REMEDY))
 
 
 def _check_hash(location: Location, file: StoredFile, sha256: str) -> None:
     if sha256 != file.sha256:
         where = location.join(file.path).display
-        must = f"must have sha256 {quote(file.sha256, 80)}, as the manifest says"
-        raise IntegrityError(sentence(where, must, quote(sha256, 80), _REMEDY))
+        rule = f"must have sha256 {quote(file.sha256, 80)}, as the manifest says"
+        raise IntegrityError(sentence(where, rule, quote(sha256, 80), _REMEDY))
 
 
 _COMMON = (OSError, ValueError, ArithmeticError, LookupError, SystemError, MemoryError, EOFError)
@@ -75,9 +75,9 @@ def decoding(where: str) -> Iterator[None]:
     except FormatError as error:
         if where in str(error):
             raise
-        raise IntegrityError(sentence(where, str(error), do=_REMEDY)) from error
+        raise IntegrityError(sentence(where, str(error), remedy=_REMEDY)) from error
     except PackstoreError:
         raise
     except DECODER_ERRORS as error:
-        must = "its bytes must be those that were written"
-        raise IntegrityError(sentence(where, must, str(error), _REMEDY)) from error
+        rule = "its bytes must be those that were written"
+        raise IntegrityError(sentence(where, rule, str(error), _REMEDY)) from error

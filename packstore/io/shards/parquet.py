@@ -104,7 +104,7 @@ def check_group(
     encodings = {name for column in columns for name in column.encodings}
     codecs = {column.compression for column in columns}
     plain = encodings <= _ENCODINGS and not any(column.has_dictionary_page for column in columns)
-    for ok, must, declared in (
+    for ok, rule, declared in (
         (group.num_rows == rows, f"{rows} rows", group.num_rows),
         (0 <= size <= top, f"at most {top} bytes when decompressed", size),
         (most <= limit, f"at most {limit} values a column", most),
@@ -112,7 +112,7 @@ def check_group(
         (codecs <= _CODECS, f"compression among {sorted(_CODECS)}", sorted(codecs)),
     ):
         if not ok:
-            raise IntegrityError(f"must have {must}; its footer declares {declared}")
+            raise IntegrityError(f"must have {rule}; its footer declares {declared}")
 
 
 def check_lists(metadata: pq.FileMetaData, names: Sequence[str]) -> None:

@@ -96,11 +96,11 @@ class SideWriter:
         head = self._manifest
         head.check(self._location.display)
         if later := sorted(columns.keys() - head.known.keys()):
-            must = (
+            rule = (
                 f"columns must begin with a letter, and have a type among: {', '.join(SIDE_TYPES)}"
             )
             found = f"{quote(later[0])} of type {quote(columns[later[0]])}"
-            raise FormatError(sentence(self._location.display, must, found))
+            raise FormatError(sentence(self._location.display, rule, found))
         self._run = fingerprint([head.fingerprint, head.columns, head.provenance])[:12]
         opened = writing(self._location, overwrite, "side data", SIDE)
         with contextlib.ExitStack() as stack:
@@ -152,8 +152,8 @@ class SideWriter:
     def commit(self) -> int:
         """Finishes the last shard and commits the side dataset; returns its version."""
         if self.examples != self._expected:
-            must = f"a side dataset must hold each of {self._expected} examples of its dataset once"
-            raise ConfigError(f"{must}; got {self.examples}.")
+            rule = f"a side dataset must hold each of {self._expected} examples of its dataset once"
+            raise ConfigError(f"{rule}; got {self.examples}.")
         if self._pending_rows:
             self._flush(self._pending_rows)
         manifest = replace(self._manifest, shards=tuple(self._shards))
@@ -229,8 +229,8 @@ class Side:
                 rows, schema = file.metadata.num_rows, file.schema_arrow
                 other = schema_difference(schema, self.manifest.schema)
                 if other or rows != shard.rows:
-                    must = f"it must have {shard.rows} rows of the columns that the manifest tells"
-                    raise IntegrityError(sentence(where, must, other or f"{rows} rows"))
+                    rule = f"it must have {shard.rows} rows of the columns that the manifest tells"
+                    raise IntegrityError(sentence(where, rule, other or f"{rows} rows"))
                 names = ["example_ids", *self.manifest.known]
                 check_lists(file.metadata, names)
                 for group in map(file.metadata.row_group, range(file.num_row_groups)):
@@ -271,8 +271,8 @@ class SideTable:
             self._ids = _settled(ids[order])
             repeated = self._ids[1:][self._ids[1:] == self._ids[:-1]]
             if len(repeated):
-                first = f"{len(repeated)} that repeat, the first of them {repeated[0]}"
-                raise IntegrityError(sentence(self.url, "example ids must be distinct", first))
+                found = f"{len(repeated)} that repeat, the first of them {repeated[0]}"
+                raise IntegrityError(sentence(self.url, "example ids must be distinct", found))
             self._columns: dict[str, Any] = {}
             self._offsets: dict[str, Any] = {}  # of columns with a value for each sequence
             for name, type_name in side.manifest.known.items():
@@ -292,9 +292,9 @@ class SideTable:
         rows[rows == len(self._ids)] = 0
         missing = example_ids[self._ids[rows] != example_ids] if len(self._ids) else example_ids
         if len(missing):
-            lack = f"none for {len(missing)} of {len(example_ids)}, the first of them {missing[0]}"
-            must = "every example must have its values"
-            raise CompatibilityError(sentence(self.url, must, lack, _REMEDY))
+            found = f"none for {len(missing)} of {len(example_ids)}, the first of them {missing[0]}"
+            rule = "every example must have its values"
+            raise CompatibilityError(sentence(self.url, rule, found, _REMEDY))
         return rows
 
     def column(self, name: str, rows: Int64) -> Column:
@@ -313,8 +313,8 @@ class SideTable:
         wrong = np.flatnonzero(counts != num_responses)
         for i in wrong[:1]:
             where = f"{self.url}, example {self._ids[rows[i]]}"
-            must = f"it must have {name} of {num_responses[i]} sequences"
-            raise CompatibilityError(sentence(where, must, str(counts[i]), _REMEDY))
+            rule = f"it must have {name} of {num_responses[i]} sequences"
+            raise CompatibilityError(sentence(where, rule, str(counts[i]), _REMEDY))
         return np.asarray(values[ragged_indices(offsets, rows)])
 
     def _load_lists(self, name: str, arrays: list[Any], order: Int64) -> None:

@@ -219,8 +219,8 @@ class Location:
                     raise
                 fs.invalidate_cache()  # a listing from before the put lacks the file
                 if fs.cat_file(full) != data:
-                    there = self.join(path).display
-                    said = sentence(there, "must not exist yet", "it does")
+                    where = self.join(path).display
+                    said = sentence(where, "must not exist yet", "it does")
                     raise DatasetExistsError(said) from error
 
         self.request("write", path, create)
@@ -342,6 +342,6 @@ class _RetriedFile(io.RawIOBase):
 def check_relative(path: str, where: str) -> str:
     """Returns `path`; raises FormatError if it is no valid path inside a dataset."""
     if not all(_PART.fullmatch(part) for part in path.split("/")):
-        must = "a path must be relative and stay inside the dataset"
-        raise FormatError(sentence(where, must, quote(path)))
+        rule = "a path must be relative and stay inside the dataset"
+        raise FormatError(sentence(where, rule, quote(path)))
     return path

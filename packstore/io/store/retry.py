@@ -41,7 +41,7 @@ def retrying(
             try:
                 return call()
             except StorageError as error:
-                most = {True: policy.attempts, None: refusals, False: 1}[error.passing]
+                most = {True: policy.attempts, None: refusals, False: 1}[error.transient]
                 left = end - time.monotonic()
                 over = left <= 0 or (most is not None and attempt >= most)
                 if not over:

@@ -84,16 +84,16 @@ def as_storage_errors(
             text = (error.strerror if isinstance(error, OSError) else None) or str(error)
             text = secrets.hide(text) or "no further text"
             cause = Cause(f"{type(error).__name__}: {text}")
-        elif cause.what == "no such file or folder" and verb == "write" and scheme in BUCKETS:
+        elif cause.reason == "no such file or folder" and verb == "write" and scheme in BUCKETS:
             cause = NO_BUCKET  # a put needs nothing else to exist
         elif cause is DENIED and EXTRAS.get(scheme) in ("s3", "gcs"):
             payer = "if its bucket lets the requester pay, add requester_pays=true"
-            cause = cause._replace(do=f"{cause.do}; {payer}")
-        what = f"{cause.what} ({code})" if code and cause.do else cause.what
+            cause = cause._replace(remedy=f"{cause.remedy}; {payer}")
+        found = f"{cause.reason} ({code})" if code and cause.remedy else cause.reason
         written = isinstance(error, UnsyncedError)
         rule = "it is written, but its folder cannot be synced" if written else f"cannot {verb}"
-        named = StorageError(sentence(display(url), rule, what, cause.do))
-        named.written, named.passing = written, False if written else cause.passing
+        named = StorageError(sentence(display(url), rule, found, cause.remedy))
+        named.written, named.transient = written, False if written else cause.transient
         raise named from secrets.hide_in(error)
 
 
@@ -179,12 +179,12 @@ def _of_options(options: Any, hide: bool = False) -> Iterator[str]:
 class Cause(NamedTuple):
     """The cause of an error, which completes "found …", and its remedy.
 
-    `passing`: True: a retry within a minute or two helps; False: never; None: perhaps.
+    `transient`: True: a retry within a minute or two helps; False: never; None: perhaps.
     """
 
-    what: str
-    do: str = ""
-    passing: bool | None = None
+    reason: str
+    remedy: str = ""
+    transient: bool | None = None
 
 
 _LATER = "Check the network, or run again later"
@@ -272,8 +272,8 @@ def _cause_of(error: BaseException) -> Cause | None:
     chain = list(_chain(error))
     for link in chain:
         if isinstance(link, socket.gaierror):
-            passing = True if link.errno == socket.EAI_AGAIN else None
-            return _UNREACHABLE._replace(what="no such host", passing=passing)
+            transient = True if link.errno == socket.EAI_AGAIN else None
+            return _UNREACHABLE._replace(reason="no such host", transient=transient)
         for part, cause in _TEXTS.items():
             if part in str(link):
                 return cause
@@ -287,7 +287,7 @@ def _cause_of(error: BaseException) -> Cause | None:
 def is_passing(error: BaseException) -> bool:
     """Returns True if a retry helps: throttling, server errors, lost connections."""
     cause = _cause_of(error)
-    return cause is not None and cause.passing is True
+    return cause is not None and cause.transient is True
 
 
 def _code_of(error: BaseException) -> str | None:

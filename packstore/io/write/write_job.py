@@ -184,10 +184,10 @@ class WriteJob:
         last = past.get("combined_from")
         if last and last[-1].get("lineage") == about.get("lineage"):
             raise AppendedBefore("same input and settings")
-        must = "records that are appended must not be in it yet"
-        same = "these very ones, by the hash of the input"
+        rule = "records that are appended must not be in it yet"
+        found = "these very ones, by the hash of the input"
         remedy = "To have them twice, pack them elsewhere and use concat"
-        raise DatasetExistsError(sentence(self.location.display, must, same, remedy))
+        raise DatasetExistsError(sentence(self.location.display, rule, found, remedy))
 
     def refuse_known(self) -> None:
         """Raises AppendedBefore if a dataset would be extended by records that it has, all."""
@@ -197,8 +197,8 @@ class WriteJob:
     def confirm(self, shards: Iterable[ShardInfo]) -> None:
         """Raises MissingFilesError unless all shards still exist, right before the commit."""
         files = {shard.path: shard.bytes for shard in shards}
-        must = "its shards must stay while a job writes there"
-        require_files(self.location, files, must, "Run it again")
+        rule = "its shards must stay while a job writes there"
+        require_files(self.location, files, rule, "Run it again")
 
     def commit(self, manifest: Manifest) -> None:
         """Writes the manifest under the number of this job, then checks that its files exist."""
@@ -226,7 +226,7 @@ def _refuse_foreign(location: Location) -> None:
     """Refuses a new dataset whose shards would lie among files that packstore did not make."""
     names = [file.path for file in list_folder(location, DATA) if not SHARD.fullmatch(file.path)]
     if foreign := [name for name in names if not name.startswith(f"{DATA}/.")]:
-        must = f"its folder {DATA} must hold only what packstore writes there"
+        rule = f"its folder {DATA} must hold only what packstore writes there"
         others = f" and {len(foreign) - 1} others" if foreign[1:] else ""
         remedy = "Name another folder, e.g. a new one"
-        raise DatasetExistsError(sentence(location.display, must, foreign[0] + others, remedy))
+        raise DatasetExistsError(sentence(location.display, rule, foreign[0] + others, remedy))

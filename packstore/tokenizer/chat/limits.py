@@ -55,8 +55,8 @@ def limited() -> Iterator[None]:
             restart_clock()
             yield
     except MemoryError:
-        must = f"it must render a record in {_memory >> 20} MiB of memory"
-        raise TokenizerError(sentence("chat template", must, "no more of it")) from None
+        rule = f"it must render a record in {_memory >> 20} MiB of memory"
+        raise TokenizerError(sentence("chat template", rule, "no more of it")) from None
     finally:
         _end_after(0)
 
@@ -68,8 +68,8 @@ def restart_clock() -> None:
 
 def too_long() -> TokenizerError:
     """The error of a process that :data:`SIGNAL` ended."""
-    must = f"it must render a record within {SECONDS:g} s of processor time"
-    return TokenizerError(sentence("chat template", must, "no end", "Correct its loops"))
+    rule = f"it must render a record within {SECONDS:g} s of processor time"
+    return TokenizerError(sentence("chat template", rule, "no end", "Correct its loops"))
 
 
 def _end_after(seconds: float) -> None:

@@ -327,8 +327,8 @@ def _is_learned(raw: dict[str, Any], role: str) -> bool:
         learns, reads = LEARNED[name]
         # 1 equals True, but as a mask either may mean that the turn is learned.
         if value not in (learns, reads) or (name == "mask" and type(value) is not bool):
-            must = f"{name} of a turn must be {learns} or {reads}"
-            raise Refused("wrong_type", f"{must}, found {quote(value)}")
+            rule = f"{name} of a turn must be {learns} or {reads}"
+            raise Refused("wrong_type", f"{rule}, found {quote(value)}")
     learned = {value == LEARNED[name][0] for name, value in flags.items()}
     if len(learned) > 1:
         raise Refused("wrong_type", f"{', '.join(flags)} of a turn must agree")

@@ -180,8 +180,8 @@ class ChatTemplate:
     @cached_property
     def _compiled(self) -> Template:
         if len(self.source) > MAX_SOURCE:
-            must = f"it must have at most {MAX_SOURCE} characters"
-            raise TokenizerError(sentence("chat template", must, str(len(self.source))))
+            rule = f"it must have at most {MAX_SOURCE} characters"
+            raise TokenizerError(sentence("chat template", rule, str(len(self.source))))
         environment = Sandbox(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
         )

@@ -53,7 +53,7 @@ ENGINES: Registry[Callable[[bytes, str], Engine]] = Registry(
 
 
 @contextlib.contextmanager
-def inside(where: str, must: str, do: str = "") -> Iterator[None]:
+def inside(where: str, rule: str, remedy: str = "") -> Iterator[None]:
     """Converts any exception of a library to a :class:`TokenizerError`.
 
     The libraries raise no narrower class, and a Rust panic is not even an ``Exception``.
@@ -63,7 +63,7 @@ def inside(where: str, must: str, do: str = "") -> Iterator[None]:
     except (KeyboardInterrupt, SystemExit, PackstoreError):
         raise
     except BaseException as error:
-        raise TokenizerError(sentence(where, must, str(error), do)) from error
+        raise TokenizerError(sentence(where, rule, str(error), remedy)) from error
 
 
 def flatten(rows: Sequence[Sequence[int]]) -> tuple[Int32, Int64]:

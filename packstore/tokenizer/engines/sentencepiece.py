@@ -28,8 +28,8 @@ class SentencePieceEngine:
         try:
             self._model = sentencepiece.SentencePieceProcessor(model_proto=payload)
         except RuntimeError as error:
-            must = "it must be a SentencePiece model"
-            raise TokenizerError(sentence(self._where, must, str(error))) from error
+            rule = "it must be a SentencePiece model"
+            raise TokenizerError(sentence(self._where, rule, str(error))) from error
         self._size = int(self._model.get_piece_size())
         if not self._size:  # of some damaged files the library says nothing
             raise TokenizerError(sentence(where, "it must be a SentencePiece model", "no pieces"))

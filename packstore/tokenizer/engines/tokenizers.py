@@ -91,8 +91,8 @@ class TokenizersEngine:
 
     def encode_batch(self, texts: Sequence[str], *, control: bool) -> tuple[Int32, Int64]:
         """Encodes all texts; returns flat ids and their offsets."""
-        must = "it must encode every text"
-        with inside(self._where, must), self._modes.using(self._tokenizer, control=control):
+        rule = "it must encode every text"
+        with inside(self._where, rule), self._modes.using(self._tokenizer, control=control):
             found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
             return flatten([encoding.ids for encoding in found])
 
@@ -109,8 +109,8 @@ class TokenizersEngine:
         if None in tokens:  # ids with gaps: the library has no other way to tell the highest
             size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
             if size > MAX_IDS:
-                must = f"its ids must be below {MAX_IDS}"
-                raise TokenizerError(sentence(self._where, must, str(size - 1)))
+                rule = f"its ids must be below {MAX_IDS}"
+                raise TokenizerError(sentence(self._where, rule, str(size - 1)))
             tokens = list(map(self._tokenizer.id_to_token, range(size)))
         return size, vocabulary_sha256(tokens)
 
@@ -145,8 +145,8 @@ class TokenizersEngine:
             steps += step.get("normalizers", ())
             growth *= max(len(step.get("content") or ""), 1)
         if growth > MAX_GROWTH:
-            must = f"its normalizer must not make texts more than {MAX_GROWTH} times as long"
-            raise TokenizerError(sentence(self._where, must, f"{growth} times"))
+            rule = f"its normalizer must not make texts more than {MAX_GROWTH} times as long"
+            raise TokenizerError(sentence(self._where, rule, f"{growth} times"))
 
     def _find_specials(self) -> None:
         added = self._tokenizer.get_added_tokens_decoder()

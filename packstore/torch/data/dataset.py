@@ -130,9 +130,9 @@ class PackedDataset(IterableDataset[Packs]):
         given = [each for each in weights if isinstance(each, PackedDataset) and not each._found]
         for each in given:
             if (each.rank, each.world_size) != place:
-                must = "rank and world_size must be those of its sources"
+                rule = "rank and world_size must be those of its sources"
                 found = "{} of {}, and {} of {}".format(*place, each.rank, each.world_size)
-                raise ConfigError(sentence("the mix", must, found))
+                raise ConfigError(sentence("the mix", rule, found))
         if made.rank == 0:
             stream.tell()
         return made
@@ -192,9 +192,9 @@ class PackedDataset(IterableDataset[Packs]):
         if self._found and get_worker_info() is None:
             now, before = placement(None, None), (self.rank, self.world_size)
             if now != before and now[1] > 1:
-                must = "it must be made after the ranks have started, or be given rank, world_size"
+                rule = "it must be made after the ranks have started, or be given rank, world_size"
                 found = "rank {} of {}, after {} of {}".format(*now, *before)
-                raise ConfigError(sentence("PackedDataset", must, found))
+                raise ConfigError(sentence("PackedDataset", rule, found))
         epoch = self.start.new_epoch()
         if epoch is not None and epoch != self.epoch:
             self.epoch = epoch
@@ -300,9 +300,9 @@ def placement(rank: int | None, world_size: int | None) -> tuple[int, int]:
             return distributed.get_rank(), distributed.get_world_size()
         rank, world_size = (int(os.environ.get(n, d)) for n, d in (("RANK", 0), ("WORLD_SIZE", 1)))
         if world_size > 1 and "RANK" not in os.environ:  # all ranks would read the share of one
-            must = "the environment must give RANK beside WORLD_SIZE"
+            rule = "the environment must give RANK beside WORLD_SIZE"
             remedy = "Start the ranks by torchrun, or give rank and world_size"
-            raise ConfigError(sentence("PackedDataset", must, f"WORLD_SIZE={world_size}", remedy))
+            raise ConfigError(sentence("PackedDataset", rule, f"WORLD_SIZE={world_size}", remedy))
     if not 0 <= rank < world_size:
         raise ConfigError(f"rank must lie in 0..{world_size - 1}; found {rank}.")
     return rank, world_size

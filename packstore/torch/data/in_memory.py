@@ -111,8 +111,8 @@ def in_one_pack(records: Sequence[Any], kind: Any, config: PackConfig) -> Packs:
 
 def _whole(record: Record) -> Record:
     if isinstance(record, tuple) and len(record) != len(ROLLOUT):
-        must = "they must be (prompt, responses, rewards), or dicts"
-        raise RecordError(sentence("records", must, f"a tuple of {len(record)}"))
+        rule = "they must be (prompt, responses, rewards), or dicts"
+        raise RecordError(sentence("records", rule, f"a tuple of {len(record)}"))
     return record
 
 
@@ -158,6 +158,6 @@ def _examples(
     if kind != "preference" or not any(given):
         return examples, None, kind
     if not all(given):
-        must = f"it must have {' and '.join(REF_LOGPS)}, or no record may"
-        raise RecordError(sentence(f"record {given.index(False) // 2}", must, "not both"))
+        rule = f"it must have {' and '.join(REF_LOGPS)}, or no record may"
+        raise RecordError(sentence(f"record {given.index(False) // 2}", rule, "not both"))
     return examples, np.array([float(value) for value in logps], np.float32), kind

@@ -187,7 +187,7 @@ def shared_integers(n: int) -> torch.Tensor:
     return torch.zeros(n, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call, no-any-return]
 
 
-def stale(rule: str, value: str) -> CompatibilityError:
+def stale(rule: str, found: str) -> CompatibilityError:
     """Returns the error for a state that does not fit the dataset."""
     remedy = "Load it into the dataset, seed and lanes that it was taken from, or start anew"
-    return CompatibilityError(sentence("loader state", rule, value, remedy))
+    return CompatibilityError(sentence("loader state", rule, found, remedy))

@@ -102,8 +102,8 @@ class SideColumns:
             places = np.concatenate([at for _, at, _ in parts])
             if len(places) < len(ids):
                 other = np.setdiff1d(np.arange(len(ids)), places)
-                must = f"side data {quote(name)} must have every example"
-                raise CompatibilityError(f"{must}; found no part with example {ids[other[0]]}.")
+                rule = f"side data {quote(name)} must have every example"
+                raise CompatibilityError(f"{rule}; found no part with example {ids[other[0]]}.")
             order = np.argsort(places)
             if self.sides[numbers[0]].manifest.known[name] == PER_SEQUENCE:
                 each = [t.of_sequences(name, rows, counts[at]) for t, at, rows in parts]

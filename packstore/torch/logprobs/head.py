@@ -306,5 +306,5 @@ def _gap(model: Any, head: Head) -> float | None:
     return float((expected - logits).abs().max())
 
 
-def _unfit(model: Any, needed: str, given: str, remedy: str = USE_LOGITS) -> CompatibilityError:
-    return CompatibilityError(sentence(f"head of {type(model).__name__}", needed, given, remedy))
+def _unfit(model: Any, rule: str, found: str, remedy: str = USE_LOGITS) -> CompatibilityError:
+    return CompatibilityError(sentence(f"head of {type(model).__name__}", rule, found, remedy))

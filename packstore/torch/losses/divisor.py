@@ -59,6 +59,6 @@ def check_accumulation(batch: PackedBatch, *, divided: bool) -> None:
     if state.num_steps == 1 or (divided and state.sync_gradients == batch.step.last):
         return
     rule = "optimizer steps and the division of losses must be those of the loader"
-    given = f"gradient_accumulation_steps={state.num_steps}, by which it does both"
+    found = f"gradient_accumulation_steps={state.num_steps}, by which it does both"
     remedy = "Make the Accelerator without it, use no_sync until batch.step.last, and step there"
-    raise ConfigError(sentence("Accelerate", rule, given, remedy))
+    raise ConfigError(sentence("Accelerate", rule, found, remedy))

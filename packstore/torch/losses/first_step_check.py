@@ -61,7 +61,7 @@ class FirstStepCheck:
             outputs = [self.loss_fn(x, batch, ref_logps, divisor=UNDIVIDED) for x in sides]
             loss, expected = (float(divide((out.loss_sum, out.count), None)) for out in outputs)
             rule = f"policy and reference must agree at first, and the loss be {expected:.4g}"
-            text = f"{loss:.4g}, sequences {mean:.2g} nats apart ({float(gaps.max()):.2g} at most)"
+            found = f"{loss:.4g}, sequences {mean:.2g} nats apart ({float(gaps.max()):.2g} at most)"
             where = f"first step of {self.loss_fn!r}"
-            logger.warning(sentence(where, rule, text, f"Likely causes: {CAUSES}"))
+            logger.warning(sentence(where, rule, found, f"Likely causes: {CAUSES}"))
         return mean

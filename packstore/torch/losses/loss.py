@@ -292,8 +292,8 @@ class PreferenceLoss(StepLoss):
         """
         if batch.kind == "sft":
             rule, remedy = "an example must have judged responses", "Use PreferenceLoss('sft')"
-            where, value = f"loss {self.terms[0].name!r}", "a dataset of kind 'sft'"
-            raise CompatibilityError(sentence(where, rule, value, remedy))
+            where, found = f"loss {self.terms[0].name!r}", "a dataset of kind 'sft'"
+            raise CompatibilityError(sentence(where, rule, found, remedy))
         if self.single:
             responses = batch.num_responses.long()
             example = owners(responses, batch.num_segments)

@@ -100,7 +100,7 @@ class SequenceSums(NamedTuple):
         return Pairs(*(values[side] for values in self for side in (chosen, rejected)))
 
 
-def check_precision(name: str, logps: Tensor) -> Tensor:
+def check_precision(where: str, logps: Tensor) -> Tensor:
     """Returns log-probs; refuses those in 16 bits."""
     if logps.dtype.itemsize < 4:
         rule = "log-probs must be float32, as 16 bits are off by a nat at 300 nats"
@@ -108,7 +108,7 @@ def check_precision(name: str, logps: Tensor) -> Tensor:
             "Under FSDP2, give fully_shard MixedPrecisionPolicy(param_dtype=torch.bfloat16,"
             " reduce_dtype=torch.float32, output_dtype=None, cast_forward_inputs=False)"
         )
-        raise ConfigError(sentence(name, rule, str(logps.dtype), remedy))
+        raise ConfigError(sentence(where, rule, str(logps.dtype), remedy))
     return logps
 
 

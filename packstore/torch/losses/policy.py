@@ -167,7 +167,7 @@ class PolicyLoss(StepLoss):
         n, S = len(sequences), batch.num_segments
         counts, rows = segment_token_counts(batch).clamp(min=1), sequences.clamp(max=S - 1)
 
-        def per_token(name: str, values: Tensor, parts: Tensor | None = None) -> Tensor:
+        def per_token(where: str, values: Tensor, parts: Tensor | None = None) -> Tensor:
             """Values `[n]`; those `[S]` of sequences are divided by `parts` and spread."""
             shape = tuple(values.shape)
             if shape == (n,) and (parts is None or n != S or bool((counts == 1).all())):
@@ -177,7 +177,7 @@ class PolicyLoss(StepLoss):
             rule = f"must be one number for each of the batch's {n} supervised tokens"
             rule += "" if parts is None else f" or {S} sequences, where they differ"
             remedy = "packed_logps(model, batch, per_token=True) returns such log-probs"
-            raise ConfigError(sentence(name, rule, f"shape {shape}", remedy))
+            raise ConfigError(sentence(where, rule, f"shape {shape}", remedy))
 
         logps = check_precision("logps", per_token("logps", logps))
         old, parts = logps, counts if self.ratio == "sequence" else None

@@ -149,8 +149,8 @@ class StepLoss(ABC):
             return replace(out, metrics=_detached(out.metrics))
         if count is not None and examples is None:
             if not self.by_example(batch):
-                needed = "router losses are divided by the number of examples"
-                raise ConfigError(sentence("divisor", needed, "another count alone", PASS_COUNT))
+                rule = "router losses are divided by the number of examples"
+                raise ConfigError(sentence("divisor", rule, "another count alone", PASS_COUNT))
             examples = count
         coefficient, term = routers
         added = coefficient * divide(term, examples)

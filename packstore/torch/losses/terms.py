@@ -168,11 +168,11 @@ def check_function(
     if fit and (alone := torch.cat(apart)).shape == values.shape:
         if torch.allclose(values, alone, equal_nan=True):
             return
-        rule, value = "a value must not depend on what else is in the batch", "one that does"
+        rule, found = "a value must not depend on what else is in the batch", "one that does"
     else:
-        rule, value = "a function must return one value for each row of its input", "another shape"
+        rule, found = "a function must return one value for each row of its input", "another shape"
     raise ConfigError(
-        sentence(where, rule, value, "Return the losses [n], neither summed nor mean")
+        sentence(where, rule, found, "Return the losses [n], neither summed nor mean")
     )
 
 

@@ -218,5 +218,5 @@ def _warn_unused(uses: list[bool], model: str) -> None:
         )
 
 
-def _unfit(model: str, rule: str, value: str, remedy: str = WITHOUT) -> CompatibilityError:
-    return CompatibilityError(sentence(f"experts of {model}", rule, value, remedy))
+def _unfit(model: str, rule: str, found: str, remedy: str = WITHOUT) -> CompatibilityError:
+    return CompatibilityError(sentence(f"experts of {model}", rule, found, remedy))

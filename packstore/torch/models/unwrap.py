@@ -65,9 +65,9 @@ def check_adapters(*models: Any) -> None:
                 kind += " with alora_invocation_tokens"
             if kind not in ROW_LOCAL:
                 where = f"adapter of {type(model).__name__}"
-                must = "it must change each token of a packed row by that token alone"
+                rule = "it must change each token of a packed row by that token alone"
                 remedy = "Train it unpacked, with batch.model_inputs(style='padded')"
-                raise CompatibilityError(sentence(where, must, kind, remedy))
+                raise CompatibilityError(sentence(where, rule, kind, remedy))
 
 
 def _is_peft(model: Any) -> bool:

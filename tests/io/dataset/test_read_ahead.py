@@ -166,7 +166,7 @@ fetch = Dataset.fetch
 def slowly(self, group):
     if group % 3 == 0 and sys.argv[2] == "interrupt":
         error = StorageError("busy.")
-        error.passing = True
+        error.transient = True
         raise error
     time.sleep(0.02)
     return fetch(self, group)
@@ -210,7 +210,7 @@ def test_an_error_comes_where_its_packs_would(
     def failing(group: int) -> Any:
         if group == groups[-1]:
             error = StorageError("no.")
-            error.passing = False
+            error.transient = False
             raise error
         return fetch(group)
 

@@ -21,7 +21,7 @@ from packstore.errors import (
     FormatError,
     MissingExtraError,
     StorageError,
-    told,
+    message_with_notes,
 )
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
@@ -129,7 +129,7 @@ def test_errors_tell_no_secret() -> None:
         packstore.open("telling://user:hunter2@host/x?sig=abcdef", options)
     assert "in eu at" in str(caught.value)
     for secret in ("hunter2", "abcdef", "s3cr3t", "t0ken"):
-        assert secret not in told(caught.value) + repr(caught.value.__cause__)
+        assert secret not in message_with_notes(caught.value) + repr(caught.value.__cause__)
 
 
 def test_a_filesystem_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,7 +250,7 @@ def test_what_passes_is_asked_again(flaky: Any, caplog: pytest.LogCaptureFixture
 def test_what_lasts_is_not(flaky: Any, error: Exception, text: str) -> None:
     with pytest.raises(StorageError, match=text) as caught:
         flaky(error, error)
-    assert "Tried" not in told(caught.value)
+    assert "Tried" not in message_with_notes(caught.value)
     assert len(Flaky.errors) == 1
 
 
