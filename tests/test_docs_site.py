@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import importlib
 import io
+import json
 import os
 import re
 import runpy
@@ -26,12 +27,15 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import polars as pl
 import pytest
 from children import run_python
+from hub import folder_files, served
 
 from packstore.cli import main, parser
 from packstore.config import PackConfig
 from packstore.errors import PackstoreError, message_with_notes
+from packstore.tokenizer.chat.builtin_templates import BUILTIN
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -88,14 +92,48 @@ def test_code_does_what_the_page_says(
 
 
 def test_the_readme_runs(quickstart: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    """Its commands as they stand, with a hub on this machine; its Python with what they made."""
     folder, names = quickstart
-    shutil.copytree(folder / "prefs-packed", tmp_path / "prefs-8k")
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    (shell,) = re.findall(r"^```sh\n(.*?)^```$", readme, re.M | re.S)
-    commands = [line.split()[1:] for line in shell.splitlines() if line.startswith("packstore ")]
-    assert [command[0] for command in commands if parser().parse_args(command)] == ["pack", "train"]
+    first, job = re.findall(r"^```sh\n(.*?)^```$", readme, re.M | re.S)
+    (kind, *_), *commands = (shlex.split(line) for line in first.splitlines() if line)
+    assert kind == "pip"
+    assert [command[1] for command in commands] == ["pack", "show", "train"]
+    for line in job.splitlines():
+        parser().parse_args(shlex.split(line)[1:])
+    shutil.copy(folder / "tokenizer.json", tmp_path)
+    with served(public_hub(folder, names["model"])) as (env, _):
+        for command in commands:
+            env |= {"HF_HOME": str(tmp_path / "cache"), "ACCELERATE_USE_CPU": "true"}
+            done = run_python("-m", *command, cwd=tmp_path, env=env)
+            assert done.returncode == 0, done.stderr[-3000:]
+            assert "HTTP Request" not in done.stderr
+    assert (tmp_path / "run" / "model.safetensors").exists()
     with inside(tmp_path):
         run_page(ROOT / "README.md", dict(names))
+
+
+def public_hub(folder: Path, model: Any) -> dict[str, dict[str, bytes]]:
+    """The repositories that the README names: the project's own pairs, and a tiny model."""
+    (dataset,) = re.findall(r"hf://(datasets/[\w-]+/\w+)/", (ROOT / "README.md").read_text("utf-8"))
+    lines = (ROOT / "examples" / "sample" / "pairs.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = []
+    for pair in map(json.loads, lines[:50]):
+        chats = {
+            side: [*pair["prompt"], {"role": "assistant", "content": pair[side]}]
+            for side in ("chosen", "rejected")
+        }
+        rows.append({**chats, "score_chosen": 8.0, "score_rejected": 3.0})
+    with io.BytesIO() as file:
+        pl.DataFrame(rows).write_parquet(file)
+        records = file.getvalue()
+    there = folder / "on-the-hub"
+    model.save_pretrained(there)
+    shutil.copy(folder / "tokenizer.json", there)
+    config = {"eos_token": "</s>", "chat_template": BUILTIN["chatml"]}
+    (there / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    splits = {f"data/{split}-00000-of-00001.parquet": records for split in ("train", "test")}
+    return {dataset: splits, "models/Qwen/Qwen3-0.6B": folder_files(there)}
 
 
 def test_a_wrong_output_is_found() -> None:

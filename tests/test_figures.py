@@ -42,9 +42,21 @@ def rows(page: str) -> dict[str, list[str]]:
     return {first: cells for first, *cells in (line.split(" | ") for line in lines)}
 
 
-def test_the_readme_gives_every_baseline() -> None:
-    told = [cells for cells in rows("README.md").values() if len(cells) == 2]
-    (_, tokens, weight, memory, time, training) = told
+def test_the_readme_rounds_what_was_measured() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    padded = span(lambda r: r["over_packs"]["padded_random_16"], 1)
+    assert f"Padded batches of 16 random pairs process {padded} times the tokens" in readme
+    assert f"gives a pair {weights('first_fit_shuffle')} times its fair weight" in readme
+    trl, packed = (result("real_model")["results"][name] for name in ("trl", "trl_packed"))
+    unpacked = f"a pair in {trl['seconds_per_pair']:.1f} s with {trl['peak_gb']:.1f} GB"
+    assert unpacked in readme
+    assert f"{packed['seconds_per_pair']:.1f} s and {packed['peak_gb']:.1f} GB" in readme
+
+
+def test_the_benchmarks_page_gives_every_baseline() -> None:
+    table = rows("docs/benchmarks.md")
+    after = [*table].index("measured on CPUs")
+    (tokens, weight, memory, time, training) = [*table.values()][after + 1 : after + 6]
     over = [span(lambda r, w=w: r["over_packs"][w]) for w in SHORT]
     assert tokens[0] == (
         f"padded, 16 random pairs: {over[0]}; 16 of like length: {over[1]}; padding-free: {over[2]}"

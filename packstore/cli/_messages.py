@@ -15,7 +15,7 @@ from typing import Any
 from packstore.errors import visible, visible_line
 from packstore.progress import Progress
 
-QUIET = ("fsspec", "s3fs", "aiobotocore", "gcsfs", "azure", "urllib3")
+QUIET = ("fsspec", "s3fs", "aiobotocore", "gcsfs", "azure", "httpx", "httpx2", "urllib3")
 """Libraries of which warnings are shown only."""
 
 SECONDS = 5.0

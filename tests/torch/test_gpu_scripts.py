@@ -133,17 +133,13 @@ def test_compiled_layers_that_are_not_compiled_fail(
 
 
 @pytest.mark.slow
-def test_the_pages_give_what_is_counted() -> None:
+def test_the_page_gives_what_is_counted() -> None:
     pytest.importorskip("transformers")
     from gpu.predictions import ratios
     from gpu.sizes import PROFILES
 
-    page, text = (
-        " ".join((BENCHMARKS.parent / name).read_text(encoding="utf-8").split())
-        for name in ("docs/benchmarks.md", "README.md")
-    )
+    page = (BENCHMARKS.parent / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     for profile, medians in PROFILES.items():
         over = [f"{x['triton']:.2f}" for (_, name), x in ratios().items() if name == profile]
-        assert f"{min(over)} to {max(over)}" in text, profile
         row = re.escape("{}, {}, {}".format(*medians)) + r"[^|]*\| " + r" \| ".join(over)
         assert re.search(row, page), profile
