@@ -28,7 +28,7 @@ OTHER_PART = {"train": "for_validation", "validation": "for_training"}
 """Reason under which a part counts the examples of the other part."""
 
 
-def parts_of(config: SelectConfig) -> tuple[str | None, ...]:
+def split_names(config: SelectConfig) -> tuple[str | None, ...]:
     """Returns the names of the datasets that a job makes; None: a single one."""
     return tuple(OTHER_PART) if config.validation_fraction else (None,)
 
@@ -70,7 +70,7 @@ class Selection:
         if not self._config.validation_fraction:
             return [examples]
         # By the prompt: equal ones always share a part.
-        drawn = mixed(_prompts(examples) ^ self._salt)
+        drawn = mixed(_prompt_keys(examples) ^ self._salt)
         held = drawn < np.uint64(int(self._config.validation_fraction * 2.0**63) * 2)
         return [examples.take(np.flatnonzero(~held)), examples.take(np.flatnonzero(held))]
 
@@ -101,7 +101,7 @@ class Seen:
 
 def dedup_keys(examples: Examples, config: SelectConfig) -> U64:
     """Returns uint64 `[E]`, keys that are equal for examples that `dedup` treats as duplicates."""
-    return pair_keys(examples) if config.dedup == "pair" else _prompts(examples)
+    return pair_keys(examples) if config.dedup == "pair" else _prompt_keys(examples)
 
 
 def pair_keys(examples: Examples) -> U64:
@@ -143,6 +143,6 @@ def duplicates(keys: Sequence[U64], ids: Sequence[Int64]) -> list[Int64]:
     return [np.sort(i[again]) for i, again in zip(some_ids, parts, strict=True)]
 
 
-def _prompts(examples: Examples) -> U64:
+def _prompt_keys(examples: Examples) -> U64:
     """Returns uint64 `[E]`: hashes of the prompts."""
     return np.empty(0, np.uint64) if examples.keys is None else examples.keys

@@ -24,7 +24,7 @@ from packstore.etl.estimate import SAMPLE, Estimate, Measured, estimate, estimat
 from packstore.etl.notes import PROBLEMS
 from packstore.etl.sources import RecordExampleReader, open_examples
 from packstore.etl.tokenize import Part, Tokenize
-from packstore.etl.totals import absent_fields, dropped_unasked
+from packstore.etl.totals import absent_fields, count_unrequested_drops
 from packstore.format.arrays import SOURCE_SHIFT, Bool, Examples, Sample, Tally, example_id
 from packstore.io.dataset.dataset import Dataset, find_dataset
 from packstore.io.inputs.files import BLOCK_BYTES, Block
@@ -213,7 +213,7 @@ def _drops(planned: Estimate, config: PackConfig) -> preflight.Trial:
     """Compares the share of dropped records with `max_drop_rate`."""
     tally, (choice,) = planned.tally, planned.choices
     overlong = choice.overlong / max(choice.overlong + choice.examples, 1)
-    rate = (dropped_unasked(tally) + overlong * tally.kept) / max(tally.read, 1)
+    rate = (count_unrequested_drops(tally) + overlong * tally.kept) / max(tally.read, 1)
     text = f"{100 * rate:.3g}% are dropped; max_drop_rate allows {100 * config.max_drop_rate:g}%"
     return preflight.Trial("records", rate <= config.max_drop_rate, text)
 
@@ -276,11 +276,11 @@ class TextLint:
 
     def __call__(self, block: Block) -> Part:
         """Returns the examples of a block, and the tally of its records with the findings."""
-        return self.finish(self.begin(block))
+        return self.check_result(self.run_in_worker(block))
 
-    def finish(self, begun: tuple[Part, list[Encoded]]) -> Part:
+    def check_result(self, unchecked: tuple[Part, list[Encoded]]) -> Part:
         """Compares a sample with the reference; returns the result."""
-        return self._tokenize.finish(begun)
+        return self._tokenize.check_result(unchecked)
 
     @cached_property
     def _markers(self) -> list[str]:
@@ -297,10 +297,10 @@ class TextLint:
         markers = dict.fromkeys(re.findall(r"<[^<>\s]{1,40}>", text))
         return [m for m in markers if tokenizer.engine.token_to_id(m) is None]
 
-    def begin(self, block: Block) -> tuple[Part, list[Encoded]]:
+    def run_in_worker(self, block: Block) -> tuple[Part, list[Encoded]]:
         """Returns the result for a block, and the sample of it to compare."""
         rows = block.parse()
-        (examples, tally), sample = self._tokenize.begin(rows)
+        (examples, tally), sample = self._tokenize.run_in_worker(rows)
         kept = set(examples.example_ids.tolist())
         # Tokenizing may already have counted the same findings.
         known = set(tally.noted)

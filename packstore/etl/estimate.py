@@ -174,7 +174,7 @@ def estimate(
         truncated = reader.sized(pack_size, layout)
         return Measured(("concat", layout), base.pad_to_multiple, truncated)
 
-    made = estimate_of(
+    result = estimate_of(
         reader.kind,
         measured,
         drawn,
@@ -184,13 +184,13 @@ def estimate(
         world_size=world_size,
     )
     if examples_per_step is not None:
-        _warn_of_large_steps(made, examples_per_step, world_size)
-    return made
+        _warn_of_large_steps(result, examples_per_step, world_size)
+    return result
 
 
-def _warn_of_large_steps(made: Estimate, wanted: int, world_size: int) -> None:
-    best = made.best
-    tokens = made.example_tokens[best.layout]
+def _warn_of_large_steps(result: Estimate, wanted: int, world_size: int) -> None:
+    best = result.best
+    tokens = result.example_tokens[best.layout]
     longest = int(tokens[tokens <= best.pack_size].max(initial=0))
     steps = best.examples_per_step, best.largest_step
     if text := too_large(wanted, *steps, world_size, best.pack_size, longest):
@@ -283,37 +283,39 @@ class _Projection:
         tokens, padded = measured.values(layout), measured.values(f"padded {layout}")
         longest = measured.values("longest")
         fits: Bool = (padded <= config.pack_size) & (longest <= config.sequence_limit)
-        made = plan(padded[fits], config=config)
-        made = replace(made, tokens=int(tokens[fits].sum()))
+        packing = plan(padded[fits], config=config)
+        packing = replace(packing, tokens=int(tokens[fits].sum()))
         examples, _ = self._total(fits)
         overlong, overlong_error = self._total(~fits, np.array(measured.overlong))
         stored, stored_error = self._total(tokens * fits)
-        packs_per_token = made.num_packs / max(made.tokens, 1)
+        packs_per_token = packing.num_packs / max(packing.tokens, 1)
         packs = round(stored * packs_per_token)
         # The plan of all records may have fewer packs over the tokens than that of a few.
-        spare = max(made.num_packs - made.aligned_tokens // made.pack_size, 1)
+        spare = max(packing.num_packs - packing.aligned_tokens // packing.pack_size, 1)
         packs_error = round(stored_error * packs_per_token + spare * (self._scale - 1))
         most_overlong = round(max(overlong_error, UNSEEN * (self._scale - 1)))
         from_all = self._drawn.total is not None
-        fullest = made.fill_rate
-        if made.num_packs > 1:
-            by_pack = np.add.reduceat(tokens[fits][made.order], made.offsets[:-1], dtype=np.int64)
-            room = (made.num_packs - 1) * made.pack_size
+        fullest = packing.fill_rate
+        if packing.num_packs > 1:
+            by_pack = np.add.reduceat(
+                tokens[fits][packing.order], packing.offsets[:-1], dtype=np.int64
+            )
+            room = (packing.num_packs - 1) * packing.pack_size
             fullest = float((by_pack.sum() - by_pack.min()) / room)
-        steps, step_mean, largest = _steps(np.diff(made.offsets), packs, batching, world_size)
+        steps, step_mean, largest = _steps(np.diff(packing.offsets), packs, batching, world_size)
         return Choice(
-            pack_size=made.pack_size,
+            pack_size=packing.pack_size,
             layout=layout,
-            strategy=made.strategy,
+            strategy=packing.strategy,
             packs=packs,
             examples=round(examples),
             overlong=round(overlong),
             packs_error=packs_error if from_all else None,
             overlong_error=most_overlong if from_all else None,
-            fill_rate=made.fill_rate,
+            fill_rate=packing.fill_rate,
             fill_but_emptiest=fullest,
-            aligned_fill_rate=made.aligned_fill_rate,
-            examples_per_pack=made.examples_per_pack[1],
+            aligned_fill_rate=packing.aligned_fill_rate,
+            examples_per_pack=packing.examples_per_pack[1],
             tokens_saved=float(1 - tokens.sum() / max(measured.values("concat").sum(), 1)),
             steps=steps,
             examples_per_step=step_mean,

@@ -24,12 +24,12 @@ import numpy as np
 
 from packstore.config import PackConfig
 from packstore.errors import DatasetExistsError, WrongEngineError, sentence
-from packstore.etl.dedup_and_split import duplicates, parts_of, stored_keys
+from packstore.etl.dedup_and_split import duplicates, split_names, stored_keys
 from packstore.etl.engines import ENGINES, local
 from packstore.etl.partitions.resume import Partition, Written, check_growth
 from packstore.etl.partitions.slices import MANY_READS, READERS, read_keys, split
-from packstore.etl.partitions.work import PackPartitions, in_task, warm_up
-from packstore.etl.provenance import finished_before, run_of
+from packstore.etl.partitions.work import PackPartitions, run_as_task, warm_up
+from packstore.etl.provenance import find_committed, run_name
 from packstore.etl.rejects import RejectsFile, identity
 from packstore.etl.sources import ExampleReader, RecordExampleReader, open_examples
 from packstore.etl.totals import RecordTotals
@@ -45,7 +45,7 @@ from packstore.io.write.write_job import WriteJob, writing
 from packstore.pack.algorithms import STRATEGIES
 from packstore.pack.plan import merged_statistics
 from packstore.progress import Progress
-from packstore.tokenizer.fastest import misread
+from packstore.tokenizer.fastest import force_reference_engine
 
 log = logging.getLogger("packstore")
 
@@ -97,22 +97,22 @@ def pack(
     STRATEGIES.check(config.strategy)
     ENGINES.check(config.engine)
     options = dict(storage_options or {})
-    of_source = options if source_storage_options is None else dict(source_storage_options)
+    source_options = options if source_storage_options is None else dict(source_storage_options)
     place = Location(out, options)
-    places = {part: place if part is None else place.join(part) for part in parts_of(config)}
-    there: dict[str | None, Dataset] = {}
+    places = {part: place if part is None else place.join(part) for part in split_names(config)}
+    existing: dict[str | None, Dataset] = {}
     if not config.overwrite:
-        opening = partial(open_examples, source, tokenizer, config, of_source)
-        there = finished_before(places, opening, config)
-    if there and len(there) == len(places):
+        reopen = partial(open_examples, source, tokenizer, config, source_options)
+        existing = find_committed(places, reopen, config)
+    if existing and len(existing) == len(places):
         log.info("%s: already there, same input and settings", place.display)
-        return next(iter(there.values()))
+        return next(iter(existing.values()))
     with contextlib.ExitStack() as stack:
         jobs = {
-            part: stack.enter_context(writing(place, config.overwrite or part in there))
+            part: stack.enter_context(writing(place, config.overwrite or part in existing))
             for part, place in places.items()
         }
-        pack_into(jobs, source, of_source, tokenizer, config, progress)
+        pack_into(jobs, source, source_options, tokenizer, config, progress)
     committed = [job.committed for job in jobs.values()]
     for dataset in committed:
         _log_result(dataset)
@@ -128,15 +128,15 @@ def pack_into(
     progress: Progress | None,
 ) -> None:
     """Packs into open jobs; again with the reference if a faster way to encode gives wrong ids."""
-    opening = partial(open_examples, source, tokenizer, config, dict(source_options))
+    reopen = partial(open_examples, source, tokenizer, config, dict(source_options))
     try:
-        _pack(jobs, opening(), config, progress)
+        _pack(jobs, reopen(), config, progress)
     except WrongEngineError as error:
         if isinstance(source, Iterator):  # read only once
             raise
         log.warning("%s All records are tokenized again, with the reference.", error)
-        misread(error.tokenizer)
-        _pack(jobs, opening(), config, progress)
+        force_reference_engine(error.tokenizer)
+        _pack(jobs, reopen(), config, progress)
 
 
 def _pack(
@@ -145,7 +145,7 @@ def _pack(
     config: PackConfig,
     progress: Progress | None,
 ) -> None:
-    """Packs and commits the dataset of each part, see :func:`parts_of`."""
+    """Packs and commits the dataset of each part, see :func:`split_names`."""
     if reader.is_large:
         warm_up(config)
     config = replace(config, partitions=reader.partitions)
@@ -155,10 +155,10 @@ def _pack(
     base = next(iter(jobs.values())).extends if config.dedup != "none" else None
     after = None if base is None else base.manifest.fingerprint
     notes = [
-        PartitionNotes(_absolute(job.location), run_of(reader, part, after))
+        PartitionNotes(_absolute(job.location), run_name(reader, part, after))
         for part, job in jobs.items()
     ]
-    for others in filter(None, (note.of_others() for note in notes)):
+    for others in filter(None, (note.count_other_runs() for note in notes)):
         log.info("%d finished partitions of other jobs are there: see `packstore clean`", others)
     locations = [job.location for job in jobs.values()]
     shape = PackShape(
@@ -185,7 +185,7 @@ def _pack(
         planning = merged_statistics([w.planning for w in packs if w.planning])
         planning["partitions"] = config.partitions
         shards = [shard for w in packs for shard in w.shards]
-        tally, provenance = totals.of_part(part), totals.provenance(part)
+        tally, provenance = totals.tally_for_split(part), totals.provenance(part)
         manifest = build_manifest(shape, config, shards, tally, planning, provenance)
         sizes = itertools.chain(job.earlier(), (shard.sizes for shard in shards))
         index = put_index(job.location, sizes, job.version)
@@ -213,9 +213,9 @@ def _partitions(
     known: U64 | None,
 ) -> Generator[Partition, None, None]:
     """Yields all partitions in order, each packed and written, or taken over from a note."""
-    totals.read(0)
+    totals.add_records(0)
     if not isinstance(reader, RecordExampleReader) or not reader.inputs:
-        yield from packing(None, known=known).of_parts(reader, totals)
+        yield from packing(None, known=known).pack_examples(reader, totals)
         return
     number = config.partitions or 1
     engine, workers = ENGINES.load(config.engine), config.num_workers
@@ -239,25 +239,25 @@ def _partitions(
     repeated: list[Int64 | None] = [None] * number
     if config.dedup != "none" and number > 1:
         read = partial(read_keys, reader.tokenize(), config)
-        reading = partial(in_task, read)
-        keyed = run(reading, slices) if in_tasks else read(slices, run, totals.keyed)
+        reading = partial(run_as_task, read)
+        keyed = run(reading, slices) if in_tasks else read(slices, run, totals.add_keys)
         keys, ids = zip(*keyed, strict=True)
-        totals.keyed(sum(map(len, keys)) if in_tasks else 0, 0, last=True)
-        there = np.empty(0, np.uint64) if known is None else known
-        before = np.full(len(there), -1)
-        repeated = list(duplicates([there, *keys], [before, *ids])[1:])
+        totals.add_keys(sum(map(len, keys)) if in_tasks else 0, 0, last=True)
+        stored = np.empty(0, np.uint64) if known is None else known
+        before = np.full(len(stored), -1)
+        repeated = list(duplicates([stored, *keys], [before, *ids])[1:])
         known = None
     items = list(zip(range(number), slices, repeated, strict=True))
-    work, taken = packing(reader.tokenize(), known=known), 0
-    done = run(partial(in_task, work), items) if in_tasks else work(items, run, totals)
+    work, reused = packing(reader.tokenize(), known=known), 0
+    done = run(partial(run_as_task, work), items) if in_tasks else work(items, run, totals)
     for partition in done:
         if in_tasks:
             totals.add_finished(partition.contents, partition.packs)
-        taken += partition.resumed
+        reused += partition.resumed
         yield partition
-    totals.wrote(0, 0)
-    if taken:
-        log.info("took over %d of %d partitions of an interrupted run", taken, number)
+    totals.add_packs(0, 0)
+    if reused:
+        log.info("took over %d of %d partitions of an interrupted run", reused, number)
 
 
 def _absolute(location: Location) -> Location:

@@ -27,10 +27,10 @@ _DECIDING_ANSWERS = ("special_tokens", "invalid_unicode")
 """Settings, and answers of the setting `on`, that change the tokens of an example."""
 
 
-def run_of(reader: ExampleReader, part: str | None, after: str | None) -> str:
+def run_name(reader: ExampleReader, part: str | None, after: str | None) -> str:
     """Names a run, from facts known before its input is read: a rerun has the same name.
 
-    `after` is the fingerprint of the dataset whose duplicates it leaves out.
+    `after` is the fingerprint of the dataset whose duplicates it drops.
     """
     sizes = reader.sizes if isinstance(reader, RecordExampleReader) else []
     facts = {**reader.provenance([]), "bytes": sizes, "part": part}
@@ -77,7 +77,7 @@ def without_paths(value: Any) -> Any:
     return [without_paths(v) for v in value] if isinstance(value, list) else value
 
 
-def finished_before(
+def find_committed(
     places: Mapping[str | None, Location],
     open_examples: Callable[[], ExampleReader],
     config: PackConfig,
@@ -87,21 +87,21 @@ def finished_before(
     The input is read only if all else agrees, and then hashed, not tokenized.
     """
     newest = {p: find_dataset(place.url, place.storage_options) for p, place in places.items()}
-    there = {part: dataset for part, dataset in newest.items() if dataset is not None}
-    if not there:
+    existing = {part: dataset for part, dataset in newest.items() if dataset is not None}
+    if not existing:
         return {}
     reader = open_examples()
-    for part, dataset in there.items():
+    for part, dataset in existing.items():
         about = provenance_of(reader, part, config, [])
         _refuse_other(dataset, about, ("sources", "lineage"))
     if isinstance(reader, RecordExampleReader):
-        if len(there) < len(places) and not reader.inputs:  # such an input can be read only once
-            raise _exists(next(iter(there.values())), "only one part of two")
+        if len(existing) < len(places) and not reader.inputs:  # such an input can be read only once
+            raise _exists(next(iter(existing.values())), "only one part of two")
         reader.read_through()
-    for part, dataset in there.items():
+    for part, dataset in existing.items():
         _refuse_other(dataset, provenance_of(reader, part, config, None))
         dataset.require_files()
-    return there
+    return existing
 
 
 def _refuse_other(dataset: Dataset, about: Mapping[str, Any], without: Sequence[str] = ()) -> None:

@@ -33,7 +33,7 @@ from packstore.tokenizer import (
     parse_carry,
     typed_carry,
 )
-from packstore.tokenizer.fastest import EngineWatch, fastest, pays
+from packstore.tokenizer.fastest import EngineWatch, is_worthwhile, with_fastest_engine
 from packstore.tokenizer.records.parse import parse_record
 from packstore.tokenizer.records.shapes import table
 from packstore.tokenizer.refusals import Refused
@@ -92,9 +92,9 @@ class RecordExampleReader:
             self.is_large = first[0].records * sum(self.sizes) > MANY * block_bytes
         self._reference: Tokenizer | None = None
         if tokenizer is not None:  # records of token ids need none
-            pays = partial(_pays, first, blocks)
+            is_worthwhile = partial(_is_worthwhile, first, blocks)
             self._reference = load_tokenizer(
-                tokenizer, chat_template=config.chat_template, pays=pays
+                tokenizer, chat_template=config.chat_template, is_worthwhile=is_worthwhile
             )
         rows = first[0].parse()
         if config.carry:
@@ -115,7 +115,7 @@ class RecordExampleReader:
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer, with the engine that suits the size of the input."""
-        return self._reference and fastest(self._reference)
+        return self._reference and with_fastest_engine(self._reference)
 
     def __iter__(self) -> Iterator[Part]:
         return self.each(self.tokenize())
@@ -208,10 +208,10 @@ def _only_one(config: PackConfig) -> int:
     return 1
 
 
-def _pays(first: list[Block], blocks: Iterator[Block], file: int) -> bool:
+def _is_worthwhile(first: list[Block], blocks: Iterator[Block], file: int) -> bool:
     """Returns True if the input is large enough for a faster engine to pay; adds to `first`."""
     number = size = 0
-    while not pays(file, size):
+    while not is_worthwhile(file, size):
         if number == len(first):
             if (block := next(blocks, None)) is None:
                 return False

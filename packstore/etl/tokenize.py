@@ -25,16 +25,16 @@ class Tokenize:
 
     def __call__(self, block: Block) -> Part:
         """Returns the examples of a block, and the tally of its records."""
-        return self.finish(self.begin(block))
+        return self.check_result(self.run_in_worker(block))
 
-    def begin(self, block: Block | Rows) -> tuple[Part, list[Encoded]]:
+    def run_in_worker(self, block: Block | Rows) -> tuple[Part, list[Encoded]]:
         """Returns the result for a block, and the sample of it to compare."""
         rows = block if isinstance(block, Rows) else block.parse()
         examples, tally, encoded = self._stage(rows, self._watch.sample(rows))
         return (examples, tally), encoded
 
-    def finish(self, begun: tuple[Part, list[Encoded]]) -> Part:
+    def check_result(self, unchecked: tuple[Part, list[Encoded]]) -> Part:
         """Compares the sample with the reference, which no worker loads; returns the result."""
-        part, sample = begun
+        part, sample = unchecked
         self._watch.compare(sample)
         return part

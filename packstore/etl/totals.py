@@ -19,7 +19,7 @@ from packstore.io.write.write_job import WriteJob
 from packstore.progress import Progress
 from packstore.tokenizer.records.fields import check_verdicts, unexplained
 
-ASKED_TO_GO = (*DUPLICATES.values(), "unpaired_feedback", "tie")
+REQUESTED_DROPS = (*DUPLICATES.values(), "unpaired_feedback", "tie")
 """Reasons to drop that a setting requests; they do not count against `max_drop_rate`."""
 
 log = logging.getLogger("packstore")
@@ -29,13 +29,13 @@ log = logging.getLogger("packstore")
 class Contents:
     """The records of a partition."""
 
-    examples: list[int]  # of each dataset, in the order of `parts_of`
+    examples: list[int]  # of each dataset, in the order of `split_names`
     tally: Tally
     sources: dict[int, dict[str, Any]]  # ordinal of a file -> path, bytes, hash and records
     rejects: bytes  # the dropped records, compressed; empty without setting `rejects`
 
 
-class Counting:
+class ProgressCounter:
     """Reports the progress over all partitions: records read, packs written.
 
     `size`: bytes of the input, or its records, if known; each partition has about the same.
@@ -50,11 +50,11 @@ class Counting:
         self._keys = self._read = (0, 0)  # records, and their size
         self._written = 0
 
-    def keyed(self, examples: int, size: int, last: bool = False) -> None:
-        """Adds examples of the pass that reads only keys, like :meth:`read`."""
+    def add_keys(self, examples: int, size: int, last: bool = False) -> None:
+        """Adds examples of the pass that reads only keys, like :meth:`add_records`."""
         self._keys = self._sum("compare", self._keys, examples, size, last)
 
-    def read(self, records: int, size: int = 0, last: bool = False) -> None:
+    def add_records(self, records: int, size: int = 0, last: bool = False) -> None:
         """Adds records, and their size in the input; `last`: no more will follow."""
         self._read = self._sum("read", self._read, records, size, last)
 
@@ -68,7 +68,7 @@ class Counting:
         self._report(stage, records, total, "records")
         return records, size
 
-    def wrote(self, packs: int, left: int | None = None) -> None:
+    def add_packs(self, packs: int, left: int | None = None) -> None:
         """Adds packs; `left`: number of packs still to write, if known."""
         self._written += packs
         total = None if left is None else self._written + left
@@ -81,12 +81,12 @@ class Counting:
 
     def add_finished(self, contents: Contents, packs: int) -> None:
         """Adds a partition that was made elsewhere, or before."""
-        self.read(contents.tally.read, self._each)
+        self.add_records(contents.tally.read, self._each)
         self.add(contents)
-        self.wrote(packs)
+        self.add_packs(packs)
 
 
-class RecordTotals(Counting):
+class RecordTotals(ProgressCounter):
     """Adds up the records of all partitions, and checks them once all are read."""
 
     def __init__(
@@ -119,7 +119,7 @@ class RecordTotals(Counting):
             self._check()
 
     def _check(self) -> None:
-        self.read(0, last=True)
+        self.add_records(0, last=True)
         self._rejects.publish()
         log_shapes(self._tally, self._reader.kind)
         for reason, count in sorted(self._tally.dropped.items()):
@@ -147,7 +147,7 @@ class RecordTotals(Counting):
         for part, job in self._jobs.items():
             job.refuse_again(self.provenance(part))
 
-    def of_part(self, part: str | None) -> Tally:
+    def tally_for_split(self, part: str | None) -> Tally:
         """Returns the tally of the dataset of a part; examples of the other count as dropped."""
         tally = Tally()
         tally.add(self._tally)
@@ -165,16 +165,16 @@ class RecordTotals(Counting):
 def log_shapes(tally: Tally, kind: str) -> None:
     """Says which named shapes the records were taken for, and how they were read."""
     noun = {"preference": "pairs", "scored": "records with scores"}.get(kind, "answers to learn")
-    told = f", {tally.chats:,} as chats" if tally.chats else ""
+    details = f", {tally.chats:,} as chats" if tally.chats else ""
     if ties := tally.dropped["tie"]:
-        told += f", {ties:,} ties dropped"
+        details += f", {ties:,} ties dropped"
     for shape, count in tally.shapes.most_common():
-        log.info("records: %s: %s %s%s", shape, f"{count:,}", noun, told)
+        log.info("records: %s: %s %s%s", shape, f"{count:,}", noun, details)
 
 
-def dropped_unasked(tally: Tally) -> int:
-    """Returns the number of records dropped for reasons that no setting asks for."""
-    return sum(n for reason, n in tally.dropped.items() if reason not in ASKED_TO_GO)
+def count_unrequested_drops(tally: Tally) -> int:
+    """Returns the number of records dropped for reasons that no setting requests."""
+    return sum(n for reason, n in tally.dropped.items() if reason not in REQUESTED_DROPS)
 
 
 def absent_fields(tally: Tally, config: PackConfig) -> list[tuple[str, str]]:
@@ -203,7 +203,7 @@ def _check_fields(tally: Tally, config: PackConfig, job: WriteJob) -> None:
 
 def _check_drops(tally: Tally, config: PackConfig, kind: str) -> None:
     """Raises :class:`DropRateError` if too many records were dropped."""
-    dropped = dropped_unasked(tally)
+    dropped = count_unrequested_drops(tally)
     if tally.kept and dropped <= config.max_drop_rate * tally.read:
         return
     reasons = ", ".join(f"{n:,} {reason}" for reason, n in tally.dropped.most_common())

@@ -58,23 +58,23 @@ PROBES = (
 )  # fmt: skip
 """Texts of the kinds on which engines are known to disagree."""
 
-_misread: set[str] = set()
+_distrusted: set[str] = set()
 """sha256 of tokenizers for which the faster engine gave wrong ids, in this process."""
 
 
-def misread(sha256: str) -> None:
+def force_reference_engine(sha256: str) -> None:
     """Makes the reference read the tokenizer file with this hash, for the rest of this process."""
-    _misread.add(sha256)
+    _distrusted.add(sha256)
 
 
-def pays(file: int, size: int) -> bool:
+def is_worthwhile(file: int, size: int) -> bool:
     """Returns True if a faster engine for a file of `file` bytes saves time with `size` of text."""
     return size * LOADING > file
 
 
-def fastest(tokenizer: Tokenizer) -> Tokenizer:
+def with_fastest_engine(tokenizer: Tokenizer) -> Tokenizer:
     """Returns `tokenizer` with the faster engine that was begun, if its ids are equal on probes."""
-    if getattr(tokenizer.engine, "begun", None) is None or tokenizer.sha256 in _misread:
+    if getattr(tokenizer.engine, "begun", None) is None or tokenizer.sha256 in _distrusted:
         return tokenizer
     with ThreadPoolExecutor(1, "packstore-tokenizer") as pool:
         expected = pool.submit(_probed, tokenizer)

@@ -97,7 +97,10 @@ class _Files:
 
 
 def load_tokenizer(
-    source: object, *, chat_template: str | None = None, pays: Callable[[int], bool] | None = None
+    source: object,
+    *,
+    chat_template: str | None = None,
+    is_worthwhile: Callable[[int], bool] | None = None,
 ) -> Tokenizer:
     """Loads a tokenizer, with the reference library, and its chat template, if it has one.
 
@@ -110,7 +113,7 @@ def load_tokenizer(
         chat_template: ``chatml`` or ``plain``, a Jinja file, Jinja text, or the name of one of the
             tokenizer's templates; None: the tokenizer's default, and for records with tools its
             ``tool_use``, if any.
-        pays: whether a faster library shall load a file of so many bytes at the same time.
+        is_worthwhile: whether a faster library shall load a file of so many bytes at the same time.
     """
     where = "tokenizer"
     if isinstance(source, str | PathLike):
@@ -119,7 +122,11 @@ def load_tokenizer(
         files = _from_object(source)
     engine_name = "tokenizers" if files.payload.lstrip()[:1] == b"{" else "sentencepiece"
     begun = None
-    if engine_name == "tokenizers" and pays is not None and pays(len(files.payload)):
+    if (
+        engine_name == "tokenizers"
+        and is_worthwhile is not None
+        and is_worthwhile(len(files.payload))
+    ):
         with contextlib.suppress(ImportError):  # not every platform has a wheel of it
             begun = ENGINES.load(FAST).begin(files.payload)  # type: ignore[attr-defined]
     engine = ENGINES.load(engine_name)(files.payload, where)

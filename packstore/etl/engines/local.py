@@ -1,7 +1,7 @@
 """Runs work on this machine: in threads, and in worker processes where threads wait for the GIL.
 
 Each worker process loads the work once. Items and results travel through pipes of its own, with
-arrays as buffers beside the pickle. So a process is worked for by one thread here.
+arrays as buffers beside the pickle. So each process has one thread here that serves it.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ def run(work: Callable[[T], R], items: Iterable[T], num_workers: int | None) -> 
     """Yields ``work(item)`` for every item, in order; holds at most two for each worker.
 
     Each worker process gets `work` once and calls ``work.load()``; if it has them, the process runs
-    ``work.begin(item)``, and this one ``work.finish`` on the result. `num_workers` counts this
-    process, which works until `work` raises :class:`NeedsWorkerProcess`: then one works in its
-    place. None: a process per core after ``work.alone`` seconds, or threads if that is None.
+    ``work.run_in_worker(item)``, and this one ``work.check_result`` on the result. `num_workers`
+    counts this process, which works until `work` raises :class:`NeedsWorkerProcess`: then one works
+    in its place. None: a process per core after ``work.alone`` seconds, or threads if that is None.
     """
     alone = getattr(work, "alone", WORTH_SECONDS)
     threads = num_workers is None and alone is None
@@ -87,7 +87,7 @@ def run(work: Callable[[T], R], items: Iterable[T], num_workers: int | None) -> 
 def prepare() -> None:
     """Starts a worker process, for a job that will need one: it loads packages meanwhile."""
     if not _spare:
-        _keep(_Process())
+        _keep_spare(_Process())
 
 
 def cores() -> int:
@@ -116,7 +116,7 @@ class _Workers:
             try:
                 return worker(item)
             except limits.NeedsWorkerProcess:
-                worker = self._started()
+                worker = self._start_process()
                 worker.load(self._work)
                 return worker(item)
         finally:
@@ -130,7 +130,7 @@ class _Workers:
             if self._stopped.wait(seconds):
                 return
             try:
-                process = self._started()
+                process = self._start_process()
             except PackstoreError as error:  # then there are fewer
                 log.warning("%s", error)
                 return
@@ -142,8 +142,8 @@ class _Workers:
         for _ in range(number):
             threading.Thread(target=add, daemon=True).start()
 
-    def _started(self) -> _Process:
-        process = _taken() or _Process()
+    def _start_process(self) -> _Process:
+        process = _take_spare() or _Process()
         process.is_idle = False  # until it has loaded the work
         self._processes.append(process)
         if self._stopped.is_set():  # by another thread, meanwhile
@@ -156,7 +156,7 @@ class _Workers:
         if (idle := next((p for p in self._processes if p.is_idle), None)) and not _spare:
             self._processes.remove(idle)
             idle.load(None)  # frees the memory of the work
-            _keep(idle)
+            _keep_spare(idle)
         for process in self._processes:
             process.end()
         for process in self._processes:
@@ -188,7 +188,7 @@ class _Process:
             raise PackstoreError(f"a worker process cannot be started: {error}") from error
 
     @property
-    def lives(self) -> bool:
+    def is_alive(self) -> bool:
         """True unless the process has ended."""
         return self._process.poll() is None
 
@@ -205,8 +205,8 @@ class _Process:
         if self._error is not None:
             raise self._error
         result = self._answer(item, False)
-        finish = getattr(self._work, "finish", None)
-        return result if finish is None else finish(result)
+        check = getattr(self._work, "check_result", None)
+        return result if check is None else check(result)
 
     def _answer(self, item: Any, is_work: bool) -> Any:
         questions, answers = self._process.stdin, self._process.stdout
@@ -217,13 +217,13 @@ class _Process:
             _send(questions, (is_work, item))
             succeeded, result = _receive(answers)
         except _ENDED as error:
-            raise self._death() from error
+            raise self._death_error() from error
         self.is_idle = True
         if not succeeded:
             raise result
         return result
 
-    def _death(self) -> PackstoreError:
+    def _death_error(self) -> PackstoreError:
         code = self._process.wait()
         cause, remedy = f"exit code {code}; its own error is above", "Run again"
         with contextlib.suppress(ValueError):
@@ -259,7 +259,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_spare.clear)  # they serve the parent
 
 
-def _keep(process: _Process) -> None:
+def _keep_spare(process: _Process) -> None:
     """Lets a process wait for a job, for a minute."""
     global _timer
     _spare.append(process)
@@ -271,16 +271,16 @@ def _keep(process: _Process) -> None:
 
 
 def _end_spare() -> None:
-    if process := _taken():
+    if process := _take_spare():
         process.kill()
 
 
-def _taken() -> _Process | None:
+def _take_spare() -> _Process | None:
     """Takes a process that waits, if there is one."""
     with contextlib.suppress(IndexError):  # another thread may take it first
         while True:
             process = _spare.pop()
-            if process.lives:
+            if process.is_alive:
                 return process
     return None
 
@@ -291,13 +291,13 @@ def serve(seconds: float, memory: int) -> None:
     A record may take so many seconds of processor time and bytes of memory to render.
     """
     questions, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what prints must not print among the answers
+    os.dup2(2, 1)  # anything printed must not end up among the answers
     limits.allow_rendering(seconds, memory)
     signal.signal(signal.SIGTERM, _end)
     work: Any = None
     with contextlib.suppress(*_ENDED):
         while True:
-            item = result = answer = None  # frees those of before
+            item = result = answer = None  # frees the previous ones
             try:
                 is_work, item = _receive(questions)
                 if is_work:
@@ -307,25 +307,25 @@ def serve(seconds: float, memory: int) -> None:
                     gc.freeze()  # what is loaded is not searched for garbage again and again
                 else:
                     if hasattr(signal, "setitimer"):
-                        most = ITEM_SECONDS if hasattr(work, "begin") else 0
+                        most = ITEM_SECONDS if hasattr(work, "run_in_worker") else 0
                         signal.setitimer(signal.ITIMER_PROF, most)  # 0: a partition, any time
-                    result = getattr(work, "begin", work)(item)
+                    result = getattr(work, "run_in_worker", work)(item)
                 answer = True, result
             except Exception as error:
-                answer = False, _portable(error)
-            _send(answers, answer)  # fails if there was no item, as the parent has ended
+                answer = False, _picklable(error)
+            _send(answers, answer)  # fails if there was no item: the parent has ended
 
 
 def _end(*_: Any) -> None:
     """Ends this process, so that it removes its temporary files; a second request changes nothing.
 
-    It would be told on stderr as an exception of the interpreter's end.
+    The interpreter would otherwise report it on stderr as an exception ignored at exit.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.exit(1)
 
 
-def _portable(error: Exception) -> Exception:
+def _picklable(error: Exception) -> Exception:
     """Returns the error, or one with its text if it does not survive a pickle."""
     try:
         pickle.loads(pickle.dumps(error))

@@ -1,7 +1,7 @@
-"""Finished partitions, and the notes by which a rerun takes them over.
+"""Finished partitions, and the notes by which a rerun reuses them.
 
 A note is found by the name of its run: settings, tokenizer, sizes of the inputs and the package's
-version (``provenance.run_of``). Its partition is taken over if its blocks, duplicates and libraries
+version (``provenance.run_name``). Its partition is reused if its blocks, duplicates and libraries
 are the same, and its inputs and shards are unchanged.
 """
 
@@ -35,7 +35,7 @@ class Written:
 
 @dataclass(frozen=True, eq=False)
 class Partition:
-    """A finished partition: `written` has its packs in each dataset, `resumed` if taken over."""
+    """A finished partition: `written` has its packs in each dataset, `resumed` if reused."""
 
     contents: Contents
     written: list[Written]
@@ -71,7 +71,7 @@ def identity(item: Item) -> str:
     return digest.hexdigest()
 
 
-def taken_over(
+def reuse_finished_partition(
     notes: Sequence[PartitionNotes], item: Item, hashes: dict[int, str], rejects: bool
 ) -> Partition | None:
     """Returns the partition of an earlier run; None if it has no note, or anything has changed.

@@ -94,7 +94,7 @@ class ReadFile:
     version: str  # in the store before it was read; empty if the store has none
 
 
-def blocks_of(
+def read_blocks(
     partitions: Iterable[tuple[Owner, Sequence[Slice]]],
     config: PackConfig,
     on_file: Callable[[Owner, ReadFile], None] = lambda *_: None,
@@ -117,7 +117,7 @@ def blocks_of(
             on_file(owner, read)
 
 
-def in_turn(
+def results_with_owners(
     work: Callable[[Block], Any], pairs: Iterable[tuple[Owner, Block]], run: Run
 ) -> Iterator[tuple[Owner, Any, int]]:
     """Yields each owner with the result of `work` on its block, and the bytes of that."""
@@ -143,8 +143,8 @@ def read_keys(
     """Yields the keys that `dedup` compares, uint64 `[n]`, and example ids of each partition."""
     keys = [[np.empty(0, np.uint64)] for _ in partitions]
     ids = [[np.empty(0, np.int64)] for _ in partitions]
-    pairs = blocks_of(enumerate(partitions), config)
-    for number, (examples, _), size in in_turn(tokenize, pairs, run):
+    pairs = read_blocks(enumerate(partitions), config)
+    for number, (examples, _), size in results_with_owners(tokenize, pairs, run):
         keys[number].append(dedup_keys(examples, config))
         ids[number].append(examples.example_ids)
         on_keys(examples.num_examples, size)

@@ -4,7 +4,7 @@
 
 One machine reads a few partitions at once, in one pass over their files, and writes them one after
 another while it reads the next ones. On a cluster, or many cores, each task makes one. Partitions
-with a valid note of an earlier run are taken over.
+with a valid note of an earlier run are reused.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from typing import Any, TypeVar
 import numpy as np
 
 from packstore.config import PackConfig
-from packstore.etl.dedup_and_split import Selection, parts_of
-from packstore.etl.partitions.resume import Partition, Written, taken_over
-from packstore.etl.partitions.slices import Item, ReadFile, Run, blocks_of, in_turn
+from packstore.etl.dedup_and_split import Selection, split_names
+from packstore.etl.partitions.resume import Partition, Written, reuse_finished_partition
+from packstore.etl.partitions.slices import Item, ReadFile, Run, read_blocks, results_with_owners
 from packstore.etl.rejects import compressed
 from packstore.etl.spill import Spill
 from packstore.etl.tokenize import Part
-from packstore.etl.totals import Contents, Counting
+from packstore.etl.totals import Contents, ProgressCounter
 from packstore.format import seeds
 from packstore.format.arrays import Examples, Tally
 from packstore.format.seeds import U64
@@ -61,7 +61,7 @@ class Spilled:
         self.number, self.slices, repeated = self.item = item
         self._config = config
         self._select = Selection(config, repeated, paths, known)
-        self.spills = [Spill() for _ in parts_of(config)]
+        self.spills = [Spill() for _ in split_names(config)]
         self._tally = Tally()
         # Not empty, so that a rerun sees that they were collected.
         self._rejects: list[bytes] = [] if config.rejects is None else [compressed([])]
@@ -82,7 +82,7 @@ class Spilled:
             self._rejects.append(compressed(tally.rejected))
         self._tally.add(tally)
 
-    def read(self, file: ReadFile) -> None:
+    def record_file(self, file: ReadFile) -> None:
         """Records a file that was read to its end."""
         self._sources[file.ordinal] = file.source
         self.versions[file.ordinal] = file.version
@@ -120,12 +120,12 @@ class PackPartitions:
     ) -> None:
         self._tokenize, self._notes, self._known = tokenize, notes, known
         self._shape, self._config, self._paths = shape, config, paths
-        self._hashes, self._begun = dict[int, str](), list[Spilled]()
+        self._hashes, self._started = dict[int, str](), list[Spilled]()
 
     def __call__(
-        self, items: Iterable[Item], run: Run, counting: Counting | None = None
+        self, items: Iterable[Item], run: Run, counter: ProgressCounter | None = None
     ) -> Iterator[Partition]:
-        """Yields the partitions in order; `counting` may refuse one before its writing."""
+        """Yields the partitions in order; `counter` may refuse one before its writing."""
         tokenize = self._tokenize
         assert tokenize is not None
         at_once = -(-(self._config.partitions or 1) // PASSES)
@@ -134,63 +134,66 @@ class PackPartitions:
         def groups() -> Iterator[Group]:
             while batch := list(itertools.islice(remaining, at_once)):
                 group = [
-                    taken_over(self._notes, item, self._hashes, collects) or self._begin(item)
+                    reuse_finished_partition(self._notes, item, self._hashes, collects)
+                    or self._start_partition(item)
                     for item in batch
                 ]
                 reading = [(p, p.slices) for p in group if isinstance(p, Spilled)]
-                blocks = blocks_of(reading, self._config, Spilled.read)
-                yield group, in_turn(tokenize, blocks, run)
+                blocks = read_blocks(reading, self._config, Spilled.record_file)
+                yield group, results_with_owners(tokenize, blocks, run)
 
-        return self._made(groups(), counting or Counting())
+        return self._write_groups(groups(), counter or ProgressCounter())
 
-    def of_parts(self, parts: Iterable[Part], counting: Counting) -> Iterator[Partition]:
+    def pack_examples(self, parts: Iterable[Part], counter: ProgressCounter) -> Iterator[Partition]:
         """Yields the only partition, of examples that come from no files: it cannot be resumed."""
         tokenized = iter(parts)  # refuses settings before there is a folder to remove
-        only = self._begin((0, (), None))
-        return self._made([([only], ((only, part, part[1].read) for part in tokenized))], counting)
+        only = self._start_partition((0, (), None))
+        return self._write_groups(
+            [([only], ((only, part, part[1].read) for part in tokenized))], counter
+        )
 
-    def _made(
+    def _write_groups(
         self,
         groups: Iterable[Group],
-        counting: Counting,
+        counter: ProgressCounter,
     ) -> Iterator[Partition]:
         """Writes the partitions of each group while those of the next one are read."""
         stop = threading.Event()
 
         def read() -> Iterator[list[Spilled | Partition]]:
             for group, parts in groups:
-                with contextlib.closing(ahead(parts)) as tokenized:
+                with contextlib.closing(prefetch(parts)) as tokenized:
                     for partition, part, size in tokenized:
                         if stop.is_set():
                             return
                         if not partition.number and partition.is_new:  # not after hours
                             check_verdicts(part[1], self._shape.kind, self._config)
                         partition.add(part)
-                        counting.read(part[1].read, size)
+                        counter.add_records(part[1].read, size)
                 yield group
 
         try:
-            with contextlib.closing(ahead(read(), stop=stop)) as ready:
+            with contextlib.closing(prefetch(read(), stop=stop)) as ready:
                 for partition in itertools.chain.from_iterable(ready):
                     if isinstance(partition, Spilled):
                         contents = partition.contents()
-                        counting.add(contents)
-                        yield self._write(partition, contents, counting)
+                        counter.add(contents)
+                        yield self._write(partition, contents, counter)
                     else:
-                        counting.add_finished(partition.contents, partition.packs)
+                        counter.add_finished(partition.contents, partition.packs)
                         yield partition
         finally:
-            while self._begun:
-                self._begun.pop().close()
+            while self._started:
+                self._started.pop().close()
 
-    def _begin(self, item: Item) -> Spilled:
-        self._begun.append(Spilled(item, self._config, self._paths, self._known))
-        return self._begun[-1]
+    def _start_partition(self, item: Item) -> Spilled:
+        self._started.append(Spilled(item, self._config, self._paths, self._known))
+        return self._started[-1]
 
-    def _write(self, spilled: Spilled, contents: Contents, counting: Counting) -> Partition:
+    def _write(self, spilled: Spilled, contents: Contents, counter: ProgressCounter) -> Partition:
         """Plans, fills and writes a partition, and puts its note."""
         written = [
-            self._write_packs(spilled.number, spill, notes, counting)
+            self._write_packs(spilled.number, spill, notes, counter)
             for spill, notes in zip(spilled.spills, self._notes, strict=True)
         ]
         spilled.close()
@@ -200,7 +203,7 @@ class PackPartitions:
         return partition
 
     def _write_packs(
-        self, number: int, spill: Spill, notes: PartitionNotes, counting: Counting
+        self, number: int, spill: Spill, notes: PartitionNotes, counter: ProgressCounter
     ) -> Written:
         if not spill.num_examples:
             return Written([])
@@ -212,13 +215,13 @@ class PackPartitions:
         run = f"{notes.run}-p{number:05d}"
         with (
             ShardWriter(notes.location, self._shape, config, run) as writer,
-            contextlib.closing(ahead(spill.packs(packing, config), 2)) as made,
+            contextlib.closing(prefetch(spill.packs(packing, config), 2)) as filled,
         ):
             left = packing.num_packs
-            for packs in made:
+            for packs in filled:
                 writer.write(packs)
                 left -= len(packs)
-                counting.wrote(len(packs), left if last else None)
+                counter.add_packs(len(packs), left if last else None)
             shards = writer.finish()
         # The plan counts padded lengths; only the writer counts the tokens.
         planning = replace(packing, tokens=sum(part.shard.tokens for part in shards)).statistics()
@@ -226,14 +229,14 @@ class PackPartitions:
         return Written(shards, planning)
 
 
-def in_task(work: Callable[[Any, Run], Iterator[Any]], item: Any) -> Any:
+def run_as_task(work: Callable[[Any, Run], Iterator[Any]], item: Any) -> Any:
     """Returns the result of `work` on one item, in this process, which can be ended meanwhile."""
     limits.require_worker()
-    with contextlib.closing(iter(work([item], map))) as made:  # type: ignore[type-var]
-        return next(made)
+    with contextlib.closing(iter(work([item], map))) as results:  # type: ignore[type-var]
+        return next(results)
 
 
-def ahead(
+def prefetch(
     items: Iterable[T], depth: int = 1, stop: threading.Event | None = None
 ) -> Generator[T, None, None]:
     """Yields the items, which another thread computes at most `depth` ahead; raises its errors.

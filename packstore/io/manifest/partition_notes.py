@@ -87,7 +87,7 @@ class PartitionNotes:
         with ThreadPoolExecutor(_CHECKS) as pool:
             return all(pool.map(is_whole, (s.shard for s in shards)))
 
-    def of_others(self) -> int:
+    def count_other_runs(self) -> int:
         """Counts the notes of other runs."""
         return sum(run != self.run for run, _ in self._listed())
 
