@@ -139,8 +139,8 @@ class SizeTable:
         if self._index is not None and first not in self._compared:
             shard = int(np.searchsorted(self._starts, first, side="right")) - 1
             start = first - int(self._starts[shard])
-            told = self.shard(shard).take(slice(start, start + len(packs)))
-            require_same(told, sizes_of(packs, self._manifest.kind), self._index.where, where)
+            recorded = self.shard(shard).take(slice(start, start + len(packs)))
+            require_same(recorded, sizes_of(packs, self._manifest.kind), self._index.where, where)
             self._compared.add(first)
 
     def all(self) -> PackSizes:
@@ -177,10 +177,10 @@ class SizeTable:
         return sizes
 
 
-def require_same(told: PackSizes, real: PackSizes, index: str, where: str) -> None:
-    """Raises IntegrityError unless `index` tells the `real` sizes of the packs at `where`."""
+def require_same(recorded: PackSizes, real: PackSizes, index: str, where: str) -> None:
+    """Raises IntegrityError unless `index` has recorded the real sizes of the packs at `where`."""
     for name in (*_SIZES, "counts"):
-        a, b = getattr(told, name), getattr(real, name)
+        a, b = getattr(recorded, name), getattr(real, name)
         if a is not None and not np.array_equal(a, b):
             pack = int(np.argmax((a != b).reshape(len(a), -1).any(axis=1)))
             rule = f"must have the {name} of each pack of {where}"

@@ -89,8 +89,8 @@ _REMEDY = "The file was damaged or replaced: copy the dataset again, or run `pac
 _REWRITTEN = "Files that other programs wrote are no version 1: pack them anew by packstore"
 
 
-class _AnotherWriter(IntegrityError):
-    """The footer is the one that the manifest tells, and not of packstore's making."""
+class _ForeignFooter(IntegrityError):
+    """The footer is the one that the manifest names, but another program wrote it."""
 
 
 class ShardReader:
@@ -117,18 +117,18 @@ class ShardReader:
 
     def read_columns(self, group: int, names: Sequence[str]) -> pa.RecordBatch:
         """Returns columns as stored, verified page by page; of an Arrow shard all of them."""
-        with self.naming(f"row group {group}"):
+        with self.error_context(f"row group {group}"):
             file = self.footer()
             if isinstance(file, ParquetShard):
                 return file.columns(group, names, self._read)
-            return self._batch(group, self._fetched(group))
+            return self._batch(group, self._fetch(group))
 
     def fetch(self, group: int) -> Fetched:
         """Returns the bytes of row group `group`, not yet verified."""
-        with self.naming(f"row group {group}"):
-            return self._fetched(group)
+        with self.error_context(f"row group {group}"):
+            return self._fetch(group)
 
-    def _fetched(self, group: int) -> Fetched:
+    def _fetch(self, group: int) -> Fetched:
         file = self.footer()
         start, end = file.range(group)
         if isinstance(file, ArrowFile) and self._path and not (self._stream or self._cache):
@@ -151,7 +151,7 @@ class ShardReader:
 
     def decode(self, group: int, fetched: Fetched) -> Packs:
         """Verifies and decodes the bytes of row group `group`."""
-        with self.naming(f"row group {group}"):
+        with self.error_context(f"row group {group}"):
             manifest, groups = self._manifest, self.shard.row_groups
             packs = from_arrow(
                 self._batch(group, fetched),
@@ -163,8 +163,8 @@ class ShardReader:
             sizes = (len(packs), len(packs.example_ids), len(packs.signed_ids))
             expected = tuple(int(c[group]) for c in (groups.rows, groups.examples, groups.tokens))
             if sizes != expected:
-                what = "(rows, examples, tokens)"
-                raise IntegrityError(f"must have {what} {expected}; found {sizes}")
+                rule = f"must have (rows, examples, tokens) {expected}"
+                raise IntegrityError(f"{rule}; found {sizes}")
             segments = check_structure(packs, manifest.layout, manifest.pack_size, self.where)
             longest, most = int(groups.longest[group]), manifest.statistics.longest_sequence
             found = int(segments.max()), int(packs.lengths.max())
@@ -213,7 +213,7 @@ class ShardReader:
                 kind = ArrowFile if self._manifest.file_format == "arrow" else ParquetShard
                 file = kind(footer, self.shard, names)
                 if other := schema_difference(file.schema, expected):
-                    raise _AnotherWriter(f"its schema must be that of the manifest; found {other}")
+                    raise _ForeignFooter(f"its schema must be that of the manifest; found {other}")
                 if file.num_groups != groups:
                     raise IntegrityError(f"must have {groups} row groups; found {file.num_groups}")
                 self._opened = file
@@ -242,16 +242,16 @@ class ShardReader:
         return data
 
     @contextlib.contextmanager
-    def naming(self, what: str) -> Iterator[None]:
+    def error_context(self, part: str) -> Iterator[None]:
         """Adds shard and row group to errors; turns decoder errors into :class:`IntegrityError`."""
-        place = f"{self.where}, {what}"
+        where = f"{self.where}, {part}"
         try:
             yield
         except FormatError as error:
-            remedy = _REWRITTEN if isinstance(error, _AnotherWriter) else _REMEDY
-            raise IntegrityError(sentence(place, str(error).rstrip("."), "", remedy)) from error
+            remedy = _REWRITTEN if isinstance(error, _ForeignFooter) else _REMEDY
+            raise IntegrityError(sentence(where, str(error).rstrip("."), "", remedy)) from error
         except StorageError as error:
-            add_place(error, place)
+            add_place(error, where)
             raise
         except PackstoreError:
             raise
@@ -260,7 +260,7 @@ class ShardReader:
                 with self._location.guard("read", self.shard.path):
                     raise
             rule = "its bytes must be those that were written"
-            raise IntegrityError(sentence(place, rule, str(error), _REMEDY)) from error
+            raise IntegrityError(sentence(where, rule, str(error), _REMEDY)) from error
 
 
 def _has_sha256(sha256: str, data: bytes) -> bool:
@@ -273,7 +273,7 @@ KEPT_BYTES = 32 << 20
 """Maximum bytes of decoded row groups kept for reuse."""
 _UNIT = 64 << 10
 
-_waiting: list[mmap.mmap] = []
+_free_buffers: list[mmap.mmap] = []
 
 
 def pooled_array(n: int) -> Int32:
@@ -281,18 +281,18 @@ def pooled_array(n: int) -> Int32:
     size = max(-(-4 * n // _UNIT), 1) * _UNIT
     memory = None
     with contextlib.suppress(IndexError):  # another thread may take the last one
-        memory = _waiting.pop()
+        memory = _free_buffers.pop()
     if memory is None or len(memory) < size:
         memory = mmap.mmap(-1, size, **_PRIVATE)
     array = np.frombuffer(memory, np.int32, n)
     # The base of all views is `array`, not the mmap, so it is finalized after the last view.
-    weakref.finalize(array, _give_back, memory).atexit = False
+    weakref.finalize(array, _recycle, memory).atexit = False
     return array
 
 
-def _give_back(memory: mmap.mmap) -> None:
-    if (len(_waiting) + 1) * len(memory) <= KEPT_BYTES:
-        _waiting.append(memory)
+def _recycle(memory: mmap.mmap) -> None:
+    if (len(_free_buffers) + 1) * len(memory) <= KEPT_BYTES:
+        _free_buffers.append(memory)
 
 
 _PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}

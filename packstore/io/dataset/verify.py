@@ -65,7 +65,7 @@ class _Checked:
     longest: Int64 | None = None
 
     @contextlib.contextmanager
-    def noting(self) -> Iterator[None]:
+    def collecting_errors(self) -> Iterator[None]:
         """Turns errors in this context into problems."""
         try:
             yield
@@ -90,10 +90,10 @@ def verify(
         raise ConfigError(f"jobs must be at least 1; found {jobs}.")
     where, whole, index = location.display, _Checked(), None
     if manifest.pack_index is not None:
-        with whole.noting():
+        with whole.collecting_errors():
             index = PackIndex(location, manifest, manifest.pack_index)
     for file in manifest.further_files:
-        with whole.noting():
+        with whole.collecting_errors():
             check_stored(location, file)
     numbers, check = range(len(manifest.shards)), partial(_check_shard, location, manifest, index)
     with ThreadPoolExecutor(jobs or min(JOBS, os.cpu_count() or 1)) as pool:
@@ -127,18 +127,18 @@ def _check_shard(
 ) -> _Checked:
     shard, checked = manifest.shards[number], _Checked()
     where = location.join(shard.path).display
-    with checked.noting():
+    with checked.collecting_errors():
         checked.bytes, stream = location.size(shard.path), ShardStream(location, shard)
     if checked.problems:
         return checked
     checked.compare(where, shard, checked, ("bytes",))
     reader, figures, first_row = ShardReader(location, manifest, shard, stream), list[Int64](), 0
-    with checked.noting(), reader.naming("footer"):
+    with checked.collecting_errors(), reader.error_context("footer"):
         reader.footer()  # also of a shard without row groups
     if checked.problems:  # each row group would say the same
         return checked
     for group, rows in enumerate(shard.row_groups.rows.tolist()):
-        with checked.noting():
+        with checked.collecting_errors():
             packs = reader.read_packs(group)
             limits = {"pack_size": manifest.pack_size, "vocab_size": manifest.vocab_size}
             check_packs(packs, layout=manifest.layout, where=where, first_row=first_row, **limits)
@@ -153,7 +153,7 @@ def _check_shard(
                 rule = f"example ids must be of the {sources} sources of the manifest"
                 found = f"{last}, of source {last >> SOURCE_SHIFT}"
                 checked.problems.append(sentence(where, rule, found))
-    with checked.noting():
+    with checked.collecting_errors():
         checked.sha256 = stream.sha256()  # reads the rest
         checked.compare(where, shard, checked, ("sha256",))
     if checked.problems:
@@ -164,6 +164,6 @@ def _check_shard(
     checked.compare(where, shard, checked, ("sequences", "supervised_tokens"))
     checked.compare(where, shard.row_groups, checked, ("longest",))
     if index is not None and not checked.problems:
-        with checked.noting():
+        with checked.collecting_errors():
             require_same(index.shard(number), pack_sizes(every), index.where, where)
     return checked

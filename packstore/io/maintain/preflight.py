@@ -66,7 +66,7 @@ def check(url: str, *, storage_options: Mapping[str, Any] | None = None) -> list
 def preflight(location: Location) -> Iterator[Trial]:
     """Yields the lines of :func:`check`, each as soon as it is known."""
     yield Trial("versions", True, _versions(location))
-    listed = _tried("list", lambda: _list(location))
+    listed = _run_trial("list", lambda: _list(location))
     yield listed
     if not listed.ok:
         yield Trial("read", None, "what cannot be listed is not tried further")
@@ -78,7 +78,7 @@ def preflight(location: Location) -> Iterator[Trial]:
     yield from _trial(location)
 
 
-def _tried(what: str, try_it: Callable[[], str]) -> Trial:
+def _run_trial(what: str, try_it: Callable[[], str]) -> Trial:
     try:
         return Trial(what, True, try_it())
     except PackstoreError as error:
@@ -118,7 +118,7 @@ def _read(location: Location) -> Iterator[Trial]:
     yield Trial("dataset", True, f"version {dataset.version}, {len(shards)} shards")
     ends = {"first shard": 0, "last shard": len(dataset.row_groups) - 1}
     for what, group in ends.items() if shards else ():
-        yield _tried(what, lambda group=group: _read_group(dataset, group))  # type: ignore[misc]
+        yield _run_trial(what, lambda group=group: _read_group(dataset, group))  # type: ignore[misc]
 
 
 def _read_group(dataset: Dataset, group: int) -> str:
@@ -131,10 +131,10 @@ def _read_group(dataset: Dataset, group: int) -> str:
 def _trial(location: Location) -> Iterator[Trial]:
     """Tests permissions, conditional puts, speed, and removal, with two files."""
     small = f".packstore-check-{uuid.uuid4().hex}"
-    large, made = f"{small}-large", list[str]()
+    large, created = f"{small}-large", list[str]()
     folder = location.local_path
     while folder and not os.path.exists(folder):
-        made.append(folder)
+        created.append(folder)
         folder = os.path.dirname(folder)
 
     def write() -> str:
@@ -161,14 +161,14 @@ def _trial(location: Location) -> Iterator[Trial]:
         return "nothing is left"
 
     try:
-        written = _tried("write", write)
+        written = _run_trial("write", write)
         yield written
         if written.ok:
-            yield _tried("commit", write_again)
-            yield _tried("speed", lambda: _measure(location, large))
+            yield _run_trial("commit", write_again)
+            yield _run_trial("speed", lambda: _measure(location, large))
     finally:
-        removed = _tried("clean up", clean_up)
-        for folder in made:
+        removed = _run_trial("clean up", clean_up)
+        for folder in created:
             with contextlib.suppress(OSError):
                 os.rmdir(folder)
     yield removed

@@ -268,7 +268,7 @@ class SideTable:
         with decoding(self.url):
             ids = np.concatenate([as_numpy(b.column("example_ids")) for b in batches] or [_NO_IDS])
             order = np.argsort(ids, kind="stable")
-            self._ids = _settled(ids[order])
+            self._ids = _memmap_if_large(ids[order])
             repeated = self._ids[1:][self._ids[1:] == self._ids[:-1]]
             if len(repeated):
                 found = f"{len(repeated)} that repeat, the first of them {repeated[0]}"
@@ -284,7 +284,7 @@ class SideTable:
                     self._columns[name] = whole.take(pa.array(order))
                 else:
                     values = np.concatenate([as_numpy(a) for a in arrays] or [_NO_IDS])
-                    self._columns[name] = _settled(values[order])
+                    self._columns[name] = _memmap_if_large(values[order])
 
     def find(self, example_ids: Int64) -> Int64:
         """Returns the rows of these examples, int64 `[E]`; CompatibilityError if one has none."""
@@ -323,11 +323,11 @@ class SideTable:
         values, counts = (np.concatenate(x or [_NO_IDS]) for x in (flat, lengths))
         if not np.isfinite(values).all():
             raise IntegrityError(sentence(self.url, f"{name} must be finite", "NaN or infinity"))
-        self._columns[name] = _settled(values[ragged_indices(to_offsets(counts), order)])
-        self._offsets[name] = _settled(to_offsets(counts[order]))
+        self._columns[name] = _memmap_if_large(values[ragged_indices(to_offsets(counts), order)])
+        self._offsets[name] = _memmap_if_large(to_offsets(counts[order]))
 
 
-def _settled(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def _memmap_if_large(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Returns `values`, moved to a mapped temporary file if they are large."""
     if values.nbytes <= MAPPED_BYTES:
         return values
