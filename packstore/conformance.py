@@ -37,7 +37,7 @@ KIT = Path("schemas", "conformance", "v1")
 TIMEOUT = 120
 """Seconds that a reader may take for a case."""
 
-OK, LEFT_OUT, WRONG = "ok", "left out", "WRONG"
+OK, UNSUPPORTED, WRONG = "ok", "left out", "WRONG"
 """Verdicts: right; refused as ``unsupported``, as the case allows; anything else."""
 
 Case = Mapping[str, Any]
@@ -75,7 +75,7 @@ def judge(kit: Path, case: Case, answer: Any) -> tuple[str, str]:
         if "expected" not in case:
             return OK, ""
         rule = f"refused; must be {_wanted(case)}"
-        return (LEFT_OUT, "") if name == "unsupported" else (WRONG, rule)
+        return (UNSUPPORTED, "") if name == "unsupported" else (WRONG, rule)
     if "expected" not in case:
         return WRONG, f"read; must be {_wanted(case)}"
     packs = json.loads((kit / case["expected"]).read_text(encoding="utf-8"))["packs"]
@@ -133,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (OSError, IntegrityError) as error:  # no kit, or no such command
         print(f"packstore.conformance: {error}", file=sys.stderr)
         return 2
-    print(", ".join(f"{counts[v]} {v}" for v in (OK, LEFT_OUT, WRONG)), f"of {len(cases)} cases")
+    print(", ".join(f"{counts[v]} {v}" for v in (OK, UNSUPPORTED, WRONG)), f"of {len(cases)} cases")
     return 1 if counts[WRONG] else 0
 
 

@@ -23,7 +23,7 @@ from torch.nn.functional import pad
 
 from packstore.errors import BackendError
 from packstore.torch.attention import Settings
-from packstore.torch.batch.layout import AttentionLayout, owners
+from packstore.torch.batch.layout import AttentionLayout, segment_ids
 
 BLOCK = 128
 """Block size of the mask: the kernel skips or computes this many queries and keys together."""
@@ -97,7 +97,7 @@ def _runs(
     starts_q, starts_k = layout.cu_seqlens_q.long(), layout.cu_seqlens_k.long()
     tokens = layout.num_queries
     keys = tokens if layout.kv_index is None else len(layout.kv_index)
-    segment = owners(starts_q.diff(), tokens)
+    segment = segment_ids(starts_q.diff(), tokens)
     query = torch.arange(tokens, device=starts_q.device)
     last = starts_k[segment + 1] - (starts_q[segment + 1] - query)
     first = starts_k[segment]

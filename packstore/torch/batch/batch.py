@@ -30,7 +30,7 @@ from packstore.torch.batch.layout import (
     Targets,
     computed_once,
     outside_inference_mode,
-    owners,
+    segment_ids,
 )
 
 Style = Literal["hf", "flash", "megatron", "padded"]
@@ -170,7 +170,7 @@ class PackedBatch:
         if starts.device.type == "cpu":
             lengths = np.diff(starts.numpy())
             return torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths))
-        return owners(starts.diff(), self.num_tokens)
+        return segment_ids(starts.diff(), self.num_tokens)
 
     @computed_once
     def target_index(self) -> Tensor:
@@ -212,7 +212,7 @@ class PackedBatch:
         responses = self.num_responses.long()
         firsts = starts[responses.cumsum(0) - responses]
         first = firsts.repeat_interleave(responses, output_size=self.num_segments)
-        sequence = owners(self.lengths, size)
+        sequence = segment_ids(self.lengths, size)
         place = torch.arange(size, device=starts.device) - keys[sequence]
         physical = place - left_out[sequence]
         return torch.where(physical < 0, first[sequence] + place, starts[sequence] + physical)

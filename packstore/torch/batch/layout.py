@@ -41,7 +41,7 @@ def offsets(lengths: Tensor) -> Tensor:
     return pad(lengths.cumsum(0), (1, 0))
 
 
-def owners(lengths: Tensor, size: int | None = None) -> Tensor:
+def segment_ids(lengths: Tensor, size: int | None = None) -> Tensor:
     """Returns the run of each element, int64 `[sum of lengths]`; waits for the sum unless given."""
     runs = torch.arange(len(lengths), device=lengths.device)
     return runs.repeat_interleave(lengths, output_size=size)

@@ -48,7 +48,7 @@ class Fetched:
         return self._values
 
 
-def one_late(started: Iterable[T]) -> Iterator[T]:
+def delay_by_one(started: Iterable[T]) -> Iterator[T]:
     """Yields each item after the next one was taken from `started`."""
     return (item for item, _ in pairwise(chain(started, [None])) if item is not None)
 

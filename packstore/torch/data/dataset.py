@@ -22,7 +22,7 @@ from packstore.io.dataset.order import LANES
 from packstore.io.side.side import Side
 from packstore.torch.data.mix import MixedPacks
 from packstore.torch.data.position import Position, SharedStart, Unseen, stale
-from packstore.torch.data.steps import StepPlan, plan_steps, settled
+from packstore.torch.data.steps import StepPlan, plan_steps, to_resumable_position
 from packstore.torch.data.stream import Identity, PackStream, Shuffle, SideColumns, StoredPacks
 from packstore.torch.frameworks import check_dealt_once
 
@@ -161,7 +161,7 @@ class PackedDataset(IterableDataset[Packs]):
 
     def __len__(self) -> int:
         """Packs that the next iteration yields on this rank, over all its workers."""
-        left = len(Unseen(self.num_packs, settled(self.stream, self.start.peek())))
+        left = len(Unseen(self.num_packs, to_resumable_position(self.stream, self.start.peek())))
         return len(range(self.rank, left, self.world_size))
 
     def __iter__(self) -> Iterator[Packs]:
@@ -174,7 +174,7 @@ class PackedDataset(IterableDataset[Packs]):
         worker = get_worker_info()
         number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
         begun = self.begin()
-        start = settled(self.stream, begun)
+        start = to_resumable_position(self.stream, begun)
         self.record(begun, start)
         return self._packs(copy.copy(self.stream), begun, start, number, workers)
 
@@ -257,7 +257,7 @@ class PackedDataset(IterableDataset[Packs]):
         self.stream.set_epoch(epoch)
         try:
             position = Position.from_state(state, self.num_packs)
-            settled(self.stream, position)
+            to_resumable_position(self.stream, position)
         except BaseException:
             self.stream.set_epoch(before)
             raise

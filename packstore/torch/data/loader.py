@@ -30,8 +30,8 @@ from packstore.torch.data.steps import (
     StepPlan,
     assign_ranks,
     check_fits,
-    settled,
     tell,
+    to_resumable_position,
 )
 from packstore.torch.data.stream import PackStream, StoredPacks
 
@@ -311,7 +311,11 @@ class _Batches(IterableDataset[_Planned]):
 
     def expressed(self, position: Position) -> Position:
         """Converts `position` to the step boundaries of these settings."""
-        return position if position.cut == self.cut else settled(self.data.stream, position)
+        return (
+            position
+            if position.cut == self.cut
+            else to_resumable_position(self.data.stream, position)
+        )
 
     def _cutter(self, start: Position, stream: PackStream | None = None) -> StepCutter:
         stream = stream or self.data.stream

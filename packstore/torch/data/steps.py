@@ -220,7 +220,7 @@ def spread(work: Int64, ranks: int) -> list[Int64]:
     return [np.array(part, np.int64) for part in parts]
 
 
-def settled(stream: PackStream, position: Position) -> Position:
+def to_resumable_position(stream: PackStream, position: Position) -> Position:
     """Converts `position` to the set of yielded packs, from which any settings can resume."""
     if not position.batches:
         return position

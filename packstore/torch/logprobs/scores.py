@@ -8,7 +8,7 @@ from torch.nn.functional import linear
 
 from packstore.errors import CompatibilityError, sentence
 from packstore.torch.batch.batch import PackedBatch
-from packstore.torch.batch.layout import owners
+from packstore.torch.batch.layout import segment_ids
 from packstore.torch.logprobs.fused_head import exact_dtype
 from packstore.torch.models.unwrap import (
     SCORE,
@@ -81,7 +81,7 @@ def last_tokens(batch: PackedBatch, pad_token_id: int | None) -> Tensor:
     """
     starts, kv_index = batch.cu_seqlens_k.long(), batch.kv_index
     rows = torch.arange(batch.num_tokens, device=starts.device) if kv_index is None else kv_index
-    sequence = owners(starts.diff(), len(rows))
+    sequence = segment_ids(starts.diff(), len(rows))
     place = torch.arange(len(rows), device=starts.device) - starts[sequence]
     counts = place < batch.lengths[sequence]
     if pad_token_id is not None:

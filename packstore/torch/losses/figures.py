@@ -77,7 +77,7 @@ class GroupedMetrics:
 
     def figures(self, device: torch.device) -> Figures:
         """Means over all ranks, which may have seen different groups; collective, from `device`."""
-        seen = dict.fromkeys(key for keys in of_all_ranks([list(self._sums)]) for key in keys)
+        seen = dict.fromkeys(key for keys in all_gather_lists([list(self._sums)]) for key in keys)
         keys = sorted(seen, key=lambda key: key[0] or "")  # a stable order, the same on each rank
         zero = torch.zeros(2, dtype=wide_dtype(device), device=device)
         flat = [x for key in keys for x in self._sums.get(key, zero)]
@@ -141,7 +141,7 @@ class ExampleRows:
 
     def table(self) -> pa.Table:
         """Returns the rows of all ranks; a collective call."""
-        rows = of_all_ranks([self._rows(fetched, batch) for fetched, batch in self._parts])
+        rows = all_gather_lists([self._rows(fetched, batch) for fetched, batch in self._parts])
         tables = [pa.table(part) for part in rows if len(part["example_id"])]
         joined = pa.concat_tables(tables, promote_options="default")
         _, first = np.unique(joined["example_id"].to_numpy(), return_index=True)
@@ -167,7 +167,7 @@ class ExampleRows:
         return columns
 
 
-def of_all_ranks(values: list[T]) -> list[T]:
+def all_gather_lists(values: list[T]) -> list[T]:
     """Gathers the lists of all ranks, in rank order; a collective call."""
     if not distributed():
         return values

@@ -3,7 +3,7 @@
 In the formulas: u, v log-ratios of policy and reference on the chosen and the rejected response
 (sums over tokens), d = u - v, n_w and n_l their numbers of tokens, dr the gap between their
 ground-truth rewards, s the sigmoid, b beta. Losses that couple the pairs of a batch are omitted
-(``LEFT_OUT`` of ``terms.py``), as they would depend on the packing. All losses are in
+(``UNSUPPORTED_LOSSES`` of ``terms.py``), as they would depend on the packing. All losses are in
 ``docs/losses.md``. A new loss is one function here, and one formula in
 ``tests/torch/losses/test_losses.py``.
 """

@@ -12,7 +12,7 @@ from torch import Tensor
 from packstore.errors import CompatibilityError, ConfigError, sentence
 from packstore.io.dataset.dataset import Dataset
 from packstore.torch.batch.batch import PackedBatch
-from packstore.torch.batch.layout import owners
+from packstore.torch.batch.layout import segment_ids
 from packstore.torch.logprobs.logprobs import segment_token_counts
 from packstore.torch.losses.divisor import StepDivisor
 from packstore.torch.losses.formulas import Rows, sft
@@ -296,7 +296,7 @@ class PreferenceLoss(StepLoss):
             raise CompatibilityError(sentence(where, rule, found, remedy))
         if self.single:
             responses = batch.num_responses.long()
-            example = owners(responses, batch.num_segments)
+            example = segment_ids(responses, batch.num_segments)
             answer = torch.arange(len(example), device=example.device)
             weights = batch.weights.to(like.dtype) / responses
             return answer, answer, example, weights[example]

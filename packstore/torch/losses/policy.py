@@ -12,7 +12,7 @@ from torch import Tensor
 
 from packstore.errors import ConfigError, sentence
 from packstore.torch.batch.batch import PackedBatch
-from packstore.torch.batch.layout import owners
+from packstore.torch.batch.layout import segment_ids
 from packstore.torch.logprobs.logprobs import by_segment, segment_token_counts
 from packstore.torch.losses.divisor import StepDivisor
 from packstore.torch.losses.formulas import Variant, between, bounded_exp
@@ -224,7 +224,7 @@ class PolicyLoss(StepLoss):
         sums, counts = by_segment(batch, losses), segment_token_counts(batch)
         of_units = sequence_weights(batch)
         if self.average == "group":
-            example = owners(batch.num_responses.long(), batch.num_segments)
+            example = segment_ids(batch.num_responses.long(), batch.num_segments)
             zeros = torch.zeros_like(batch.example_ids)
             sums = sums.new_zeros(len(zeros)).index_add(0, example, sums)
             counts, of_units = zeros.index_add(0, example, counts), batch.weights

@@ -14,7 +14,7 @@ from torch import Tensor
 from packstore.errors import ConfigError, quote, sentence
 from packstore.format.schema import KINDS
 from packstore.torch.batch.batch import PackedBatch
-from packstore.torch.batch.layout import owners
+from packstore.torch.batch.layout import segment_ids
 from packstore.torch.logprobs.logprobs import segment_token_counts
 from packstore.torch.losses.divisor import StepDivisor, check_accumulation
 from packstore.torch.losses.terms import is_number
@@ -235,7 +235,7 @@ def count_step(
 
 def sequence_weights(batch: PackedBatch) -> Tensor:
     """Returns the weight of each sequence, `[S]`: 1, or 0 of a filler."""
-    return batch.weights[owners(batch.num_responses.long(), batch.num_segments)]
+    return batch.weights[segment_ids(batch.num_responses.long(), batch.num_segments)]
 
 
 def divide(term: SumAndCount, divisor: Tensor | float | None) -> Tensor:
@@ -283,7 +283,7 @@ def _router_term(
     if not coefficient:
         return None
     responses = batch.num_responses.long()
-    example = owners(responses, batch.num_segments)
+    example = segment_ids(responses, batch.num_segments)
     sums = losses.values.new_zeros(len(responses)).index_add(0, example, losses.values)
     weights = batch.weights.to(sums)
     return coefficient, ((sums / responses * weights).sum(), weights.sum())

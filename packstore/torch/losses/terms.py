@@ -25,7 +25,7 @@ Names = Name | Mapping[Any, float | Mapping[str, float]]
 _COUPLES = "it couples the pairs of a batch, so it would depend on which pairs share a pack"
 _TOKENS = "it needs more of each token than its log-prob summed over the sequence"
 
-LEFT_OUT: dict[str, str] = {
+UNSUPPORTED_LOSSES: dict[str, str] = {
     "aot": f"{_COUPLES} (it sorts their log-ratios)",
     "aot_unpaired": f"{_COUPLES} (it sorts their log-ratios)",
     "beta_dpo": f"{_COUPLES} (its beta follows the margins of the batch)",
@@ -34,7 +34,7 @@ LEFT_OUT: dict[str, str] = {
 }
 """Omitted losses -> reason, for error messages."""
 
-OTHER_NAMES: dict[str, str] = {
+LOSS_ALIASES: dict[str, str] = {
     "sigmoid": "'dpo' ('cdpo' with label smoothing)",
     "sigmoid_norm": "'dpo_norm'",
     "dpo_avg": "'dpo_norm'",
@@ -111,13 +111,13 @@ def make_terms(
 
 def _variant(name: str) -> Variant:
     """Loads a loss; refuses omitted losses and other libraries' names, with a hint."""
-    if name in LEFT_OUT:
+    if name in UNSUPPORTED_LOSSES:
         raise UnknownNameError(
-            f"loss {name!r} is left out on purpose: {LEFT_OUT[name]}; "
+            f"loss {name!r} is left out on purpose: {UNSUPPORTED_LOSSES[name]}; "
             f"choose one of: {', '.join(LOSSES)}."
         )
-    if name in OTHER_NAMES:
-        raise UnknownNameError(f"unknown loss {name!r}; here it is {OTHER_NAMES[name]}.")
+    if name in LOSS_ALIASES:
+        raise UnknownNameError(f"unknown loss {name!r}; here it is {LOSS_ALIASES[name]}.")
     return LOSSES.load(name)
 
 

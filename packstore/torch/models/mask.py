@@ -26,7 +26,7 @@ LAYOUT: ContextVar[AttentionLayout | None] = ContextVar("packed_layout", default
 
 
 @contextmanager
-def computing(layout: AttentionLayout | None) -> Iterator[None]:
+def using_layout(layout: AttentionLayout | None) -> Iterator[None]:
     """Sets :data:`LAYOUT` while a block runs."""
     token = LAYOUT.set(layout)
     try:

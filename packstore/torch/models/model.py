@@ -99,9 +99,9 @@ def use_packed_attention(
         )
     text = config.get_text_config()
     # Imported late, as they load torch's compiler, which takes a second.
-    from packstore.torch.models.row import enter, run_mixers_per_sequence
+    from packstore.torch.models.row import install_packed_forward, run_mixers_per_sequence
 
-    serving = enter(inner, config._attn_implementation)
+    state = install_packed_forward(inner, config._attn_implementation)
     reason = "you asked for it" if backend == PER_SEQUENCE else _unserved(inner, text)
     if not reason:
         name = _register(backend)
@@ -109,7 +109,7 @@ def use_packed_attention(
         if text._attn_implementation != name:
             reason = "its attention does not come from transformers' attention registry"
     if reason:
-        serving.run_whole(reason)
+        state.run_whole(reason)
     else:
         run_mixers_per_sequence(inner, text)
     if disable_dropout:

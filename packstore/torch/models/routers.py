@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from packstore.errors import CompatibilityError, sentence
 from packstore.torch.batch.batch import PackedBatch
-from packstore.torch.batch.layout import owners
+from packstore.torch.batch.layout import segment_ids
 from packstore.torch.models.probe import few_tokens
 from packstore.torch.models.unwrap import evaluating, text_config, unwrapped
 
@@ -145,7 +145,7 @@ def router_losses(
         chances_TE = chances_TE + chance.to(dtype)
     keys = batch.cu_seqlens_k.long()
     size = batch.num_tokens if batch.kv_index is None else len(batch.kv_index)
-    sequence = owners(keys.diff(), size)
+    sequence = segment_ids(keys.diff(), size)
     place = torch.arange(size, device=keys.device) - keys[sequence]
     # Padding is at the end of a sequence; it goes to one row more.
     sequence = torch.where(place < batch.lengths[sequence], sequence, batch.num_segments)

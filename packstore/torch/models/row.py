@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from packstore.errors import BackendError
 from packstore.torch.batch.layout import AttentionLayout
-from packstore.torch.models.mask import LAYOUT, PREFIX, UnservedError, computing, layout_of
+from packstore.torch.models.mask import LAYOUT, PREFIX, UnservedError, layout_of, using_layout
 from packstore.torch.models.unwrap import backbone_of, check_adapters, evaluating
 
 logger = logging.getLogger("packstore")
@@ -45,7 +45,7 @@ OTHER_INPUTS = ("pixel_values", "pixel_values_videos", "input_features", "mm_enc
 ONLY = "Call the model with **batch.model_inputs(), and nothing else"
 
 
-class _Replaced:
+class _ReplacedForward:
     """The forward call of one module, in place of its own; copied and pickled with the module.
 
     Not a hook, as PEFT calls `forward` directly, past the hooks. `before` is a forward call that
@@ -55,8 +55,8 @@ class _Replaced:
     def __init__(self, module: nn.Module) -> None:
         self.module, self.before = module, vars(module).get("forward")
 
-    def own(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the forward without ours; of the module's present class, which FSDP2 replaces."""
+    def original_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the forward of before; of the module's present class, which FSDP2 replaces."""
         if args and args[0] is self.module:  # Accelerate makes a method of what it finds
             args = args[1:]
         if self.before is not None:
@@ -68,7 +68,7 @@ class _Replaced:
         return inspect.signature(self.before or type(self.module).forward.__get__(self.module))
 
 
-def run_each(
+def run_run_per_sequence(
     forward: Callable[..., Any],
     layout: AttentionLayout,
     args: tuple[Any, ...],
@@ -148,12 +148,12 @@ def run_mixers_per_sequence(model: nn.Module, config: Any) -> None:
         code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
         attends = code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names  # by the registry
         innermost = not any(other.startswith(f"{path}.") for other in takers)
-        replaced = isinstance(vars(module).get("forward"), _Mixer)
+        replaced = isinstance(vars(module).get("forward"), _PerSequenceForward)
         if innermost and not attends and not replaced:
-            module.forward = _Mixer(module, config)
+            module.forward = _PerSequenceForward(module, config)
 
 
-class _Mixer(_Replaced):
+class _PerSequenceForward(_ReplacedForward):
     """The forward call of a mixer."""
 
     def __init__(self, module: nn.Module, config: Any) -> None:
@@ -163,7 +163,7 @@ class _Mixer(_Replaced):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, packed_layout: Any = None, **kwargs: Any) -> Any:
         if not _is_ours(self.config):
-            return self.own(*args, **kwargs)
+            return self.original_forward(*args, **kwargs)
         layout = layout_of(packed_layout)
         if layout is None:
             raise BackendError(
@@ -172,7 +172,7 @@ class _Mixer(_Replaced):
                 "gradient_checkpointing_enable(); to generate, give the model back its own "
                 "attention: model.set_attn_implementation('sdpa')."
             )
-        return run_each(self.own, layout, args, kwargs)
+        return run_run_per_sequence(self.original_forward, layout, args, kwargs)
 
 
 def _is_ours(config: Any) -> bool:
@@ -181,7 +181,7 @@ def _is_ours(config: Any) -> bool:
 
 
 @dataclass
-class Serving:
+class PackedForwardState:
     """How a prepared model computes packed rows."""
 
     model: Any
@@ -200,61 +200,61 @@ class Serving:
         logger.warning(text, type(self.model).__name__, reason)
 
 
-def enter(model: Any, attention: str) -> Serving:
+def install_packed_forward(model: Any, attention: str) -> PackedForwardState:
     """Replaces the forward calls of a model and of what `find_head` calls, in place."""
     current = vars(model).get("forward")
-    if isinstance(current, _Entry):
-        current.serving.reason = ""
-        return current.serving
-    serving, backbone = Serving(model, attention), backbone_of(model)
+    if isinstance(current, _PackedForward):
+        current.state.reason = ""
+        return current.state
+    state, backbone = PackedForwardState(model, attention), backbone_of(model)
     for module in {model, backbone, getattr(backbone, "decoder", backbone)}:
-        module.forward = _Entry(module, serving)
-    return serving
+        module.forward = _PackedForward(module, state)
+    return state
 
 
-class _Entry(_Replaced):
+class _PackedForward(_ReplacedForward):
     """The forward call of a model or backbone."""
 
-    def __init__(self, module: nn.Module, serving: Serving) -> None:
+    def __init__(self, module: nn.Module, state: PackedForwardState) -> None:
         super().__init__(module)
-        self.serving = serving
+        self.state = state
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         layout = kwargs.get("packed_layout")
         if layout is None:
-            return self.own(*args, **kwargs)
+            return self.original_forward(*args, **kwargs)
         for name in OTHER_INPUTS:
             if kwargs.get(name) is not None:
                 raise BackendError(f"packed row: inputs must be text; found {name}. {ONLY}.")
         if not torch.compiler.is_compiling():
-            check_adapters(self.serving.model)  # PEFT leaves its configs there
-        if self.serving.reason:
-            return self._each(layout, args, kwargs)
+            check_adapters(self.state.model)  # PEFT leaves its configs there
+        if self.state.reason:
+            return self._run_per_sequence(layout, args, kwargs)
         # In a graph, a variable of the thread would break it.
-        config = self.serving.model.config.get_text_config()
+        config = self.state.model.config.get_text_config()
         if torch.compiler.is_compiling() or not _is_ours(config):
-            return self.own(*args, **kwargs)
+            return self.original_forward(*args, **kwargs)
         if self.module.training and LAYOUT.get() is None:
-            _carry_layouts(self.module)
+            _wrap_checkpoints(self.module)
         try:
-            with computing(layout):
-                return self.own(*args, **kwargs)
+            with using_layout(layout):
+                return self.original_forward(*args, **kwargs)
         except UnservedError as error:
             if kwargs.get("attention_mask") is not None or LAYOUT.get() is not None:
                 raise
-            self.serving.run_whole(str(error).partition(". ")[0])
-            return self._each(layout, args, kwargs)
+            self.state.run_whole(str(error).partition(". ")[0])
+            return self._run_per_sequence(layout, args, kwargs)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _each(self, layout: AttentionLayout, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _run_per_sequence(self, layout: AttentionLayout, args: Any, kwargs: dict[str, Any]) -> Any:
         # Without positions, so that the model counts them itself; and with all logits, as the rows
         # to keep are those of the packed row.
         dropped = ("packed_layout", "position_ids", "logits_to_keep")
         kwargs = {name: value for name, value in kwargs.items() if name not in dropped}
-        if not self.serving.causal and "input_ids" in kwargs:
-            _check_causal(self.own, self.serving.model, kwargs["input_ids"])
-            self.serving.causal = True
-        return run_each(self.own, layout, args, kwargs)
+        if not self.state.causal and "input_ids" in kwargs:
+            _check_causal(self.original_forward, self.state.model, kwargs["input_ids"])
+            self.state.causal = True
+        return run_run_per_sequence(self.original_forward, layout, args, kwargs)
 
 
 @torch.no_grad()
@@ -274,23 +274,28 @@ def _check_causal(forward: Callable[..., Any], model: nn.Module, ids_1T: Tensor)
         )
 
 
-def _carry_layouts(model: nn.Module) -> None:
+def _wrap_checkpoints(model: nn.Module) -> None:
     """Wraps the checkpoint functions that were set since the last call."""
     for module in model.modules():
         for name in CHECKPOINTS:
             checkpoint = vars(module).get(name)
-            if checkpoint is not None and getattr(checkpoint, "func", None) is not _carrying:
-                setattr(module, name, partial(_carrying, checkpoint))
+            if (
+                checkpoint is not None
+                and getattr(checkpoint, "func", None) is not _checkpoint_with_layout
+            ):
+                setattr(module, name, partial(_checkpoint_with_layout, checkpoint))
 
 
-def _carrying(checkpoint: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _checkpoint_with_layout(
+    checkpoint: Any, function: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
     """Calls a checkpoint function so that the second run has the layout of the first."""
     if torch.compiler.is_compiling():  # the layout is an input of the graph that holds both runs
         return checkpoint(function, *args, **kwargs)
     layout = LAYOUT.get()
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with computing(layout):
+        with using_layout(layout):
             return function(*args, **kwargs)
 
     return checkpoint(run, *args, **kwargs)

@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from packstore.errors import ConfigError, quote
 from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.batch.inputs import hf
-from packstore.torch.batch.layout import AttentionLayout, Targets, offsets, owners
+from packstore.torch.batch.layout import AttentionLayout, Targets, offsets, segment_ids
 
 How = Literal["zigzag", "contiguous"]
 
@@ -226,7 +226,7 @@ def context_shard(batch: PackedBatch, group: Any = None, how: How = "zigzag") ->
 
 def _ranges(starts: Tensor, lengths: Tensor) -> Tensor:
     """Concatenates the runs ``starts[i] .. + lengths[i]``: int64 `[sum of lengths]`."""
-    run = owners(lengths)
+    run = segment_ids(lengths)
     places = torch.arange(len(run), device=run.device)
     return places + (starts - offsets(lengths)[:-1])[run]
 

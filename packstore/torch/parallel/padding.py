@@ -24,7 +24,7 @@ from packstore.format.arrays import IGNORE_INDEX, Column
 from packstore.format.schema import KINDS
 from packstore.io.manifest.manifest import Manifest
 from packstore.torch.batch.batch import PackedBatch
-from packstore.torch.batch.layout import offsets, owners
+from packstore.torch.batch.layout import offsets, segment_ids
 
 Size = TypeVar("Size", int, Tensor)
 
@@ -75,13 +75,13 @@ def pad_segments(batch: PackedBatch, multiple: int) -> PackedBatch:
     left_out = keys_before.diff() - before.diff()
     padded = round_up(before.diff(), multiple)
     starts, keys = offsets(padded), offsets(left_out + padded)
-    segment = owners(padded)
+    segment = segment_ids(padded)
     tokens = torch.arange(len(segment), device=segment.device)
     moved = torch.arange(batch.num_tokens, device=segment.device)
     moved += (starts - before)[batch.segment_ids]
     kv_index = None
     if batch.kv_index is not None:
-        run = owners(left_out + padded)
+        run = segment_ids(left_out + padded)
         place = torch.arange(len(run), device=run.device) - keys[run]
         own = place - left_out[run]
         shared = moved[batch.kv_index[(keys_before[run] + place).clamp(max=keys_before[-1] - 1)]]
@@ -191,7 +191,7 @@ def _add_segments(batch: PackedBatch, lengths: Tensor, tail: int) -> PackedBatch
     if not len(lengths):
         return batch
     T, S = batch.num_tokens + tail, batch.num_segments + len(lengths)
-    segment, bounds = owners(lengths, tail), offsets(lengths)
+    segment, bounds = segment_ids(lengths, tail), offsets(lengths)
     place = torch.arange(tail, device=lengths.device) - bounds[segment]
     k = _responses(batch) if batch.kind != "scored" else len(lengths)
     E = batch.num_examples + len(lengths) // k

@@ -48,7 +48,7 @@ from packstore.io.store.location import Location
 from packstore.io.store.operations import remove_all, remove_empty
 from packstore.progress import Progress
 from packstore.torch.batch.batch import PackedBatch, collate
-from packstore.torch.batch.transfer import Fetched, inference_batching, one_late, to_device
+from packstore.torch.batch.transfer import Fetched, delay_by_one, inference_batching, to_device
 from packstore.torch.data.position import Position, Unseen
 from packstore.torch.data.steps import StepCutter
 from packstore.torch.data.stream import StoredPacks
@@ -193,7 +193,7 @@ def _computed(
             yield number, int(places[-1]) + 1, batch, Fetched(logps.float())
 
     with evaluating(policy.model):
-        for number, group in groupby(one_late(started()), itemgetter(0)):
+        for number, group in groupby(delay_by_one(started()), itemgetter(0)):
             values = []
             for _, done, batch, fetched in group:
                 ids, counts = batch.example_ids.numpy(), batch.num_responses.numpy()
