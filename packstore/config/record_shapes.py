@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from importlib.resources import files
 from typing import Any
 
@@ -27,6 +28,13 @@ def read_yaml(text: str, path: str) -> list[Any]:
     return found
 
 
+HARMLESS = "harmless"
+"""The group of names of fields that say nothing of an answer's worth."""
+
+_JOINT = re.compile(r"[-\s]+|(?<=[a-z0-9])(?=[A-Z])")
+"""Where words of a name are joined."""
+
+
 class Known:
     """The names of fields, from the table.
 
@@ -36,10 +44,9 @@ class Known:
         spellings: our name -> accepted names, in order of precedence, unless `fields` maps it.
         id_spellings: the same of fields that hold ids: a record may have its texts as well.
         not_text: fields whose values are never text: their CSV cells are parsed as JSON.
-        groups: group of further fields -> their names.
-        feedback: names of fields that judge, weigh or add an answer: such an answer is no SFT.
-        unread: name of a field that changes a record's meaning -> what to do if nothing reads it.
-        harmless: names of fields that say nothing of an answer's worth.
+        remedies: group of further fields, which change a record's meaning -> what to do if nothing
+            reads one.
+        feedback: the groups that judge, weigh or add an answer: such an answer is no SFT.
         good, bad: what a label says of an answer.
     """
 
@@ -61,11 +68,23 @@ class Known:
             for name in ("prompt", "chosen", "rejected", "response")
         }
         further = names["further"]
-        self.groups = {group: frozenset(entry["names"]) for group, entry in further.items()}
-        self.feedback = frozenset[str]().union(*(self.groups[group] for group in names["feedback"]))
-        self.unread = {name: e["remedy"] for e in further.values() for name in e["names"]}
-        self.harmless = frozenset(names["harmless"])
+        self.remedies = {group: entry["remedy"] for group, entry in further.items()}
+        self.feedback = frozenset(names["feedback"])
         self.labels, self.good, self.bad = names["labels"], names["good"], names["bad"]
+        self._groups = dict.fromkeys(names["harmless"], HARMLESS)
+        self._groups |= {n: group for group, entry in further.items() for n in entry["names"]}
+        self._patterns = [(group, re.compile(text)) for group, text in names["patterns"]]
+
+    def group(self, name: str) -> str:
+        """Returns the group of a further field, :data:`HARMLESS`, or nothing."""
+        *_, last = name.removesuffix("[]").rpartition(".")
+        plain = _JOINT.sub("_", last).lower()
+        found = self._groups.get(plain)
+        if found is None:
+            found = next((group for group, of in self._patterns if of.fullmatch(plain)), "")
+            if len(self._groups) < 10_000:
+                self._groups[plain] = found
+        return found
 
 
 known = functools.cache(Known)
@@ -75,8 +94,3 @@ known = functools.cache(Known)
 def __getattr__(name: str) -> Any:
     """Returns a constant: an attribute of :class:`Known` in capital letters."""
     return getattr(known(), name.lower())
-
-
-def plain_name(name: str) -> str:
-    """Returns a name as the tables of names have it: small letters, with underscores."""
-    return name.lower().replace("-", "_").replace(" ", "_")

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from packstore.config import RunConfig, SelectConfig, TokenizeConfig
-from packstore.config.record_shapes import known, plain_name
+from packstore.config.record_shapes import known
 from packstore.errors import TokenizerError, sentence
 from packstore.format.arrays import Examples, Int64, Rows, Tally, example_id, to_offsets
 from packstore.tokenizer.chat.limits import limited, restart_clock
@@ -20,10 +20,10 @@ from packstore.tokenizer.chat.messages import is_empty
 from packstore.tokenizer.encode import assemble
 from packstore.tokenizer.records.fields import (
     carried,
-    check_feedback,
     check_read,
     count_unused,
     names_of,
+    opened,
     parse_carry,
     to_columns,
 )
@@ -75,13 +75,17 @@ class RecordTokenizer:
         self.carry = parse_carry(config)
         self._keeps_rejects = isinstance(config, RunConfig) and config.rejects is not None
         self._wants_keys = isinstance(config, SelectConfig) and config.selects
-        self._judging: Collection[str] = ()
-        if kind == "sft" and config.on["unpaired_feedback"] != "keep":
-            chosen = "response" in config.fields or "messages" in config.fields
-            self._judging = known().feedback - (known().groups["adds"] if chosen else set())
-        self._needed_names: Collection[str] = ()
+        names = known()
+        feedback = names.feedback if kind == "sft" else frozenset[str]()
+        checked = {*feedback} if config.on["unpaired_feedback"] != "keep" else set[str]()
         if config.on["unread_field"] != "keep":
-            self._needed_names = known().unread.keys() - (known().feedback if kind == "sft" else ())
+            checked |= names.remedies.keys() - feedback
+        mapped = kind == "sft" and not config.fields.keys().isdisjoint(("response", "messages"))
+        self._checked = checked - ({"adds"} if mapped or config.shape else set())
+        self._mapped = {*self.carry, *config.fields.values()}
+        self._mapped.update(*(names.spellings[name] for name in config.fields))
+        spelled = itertools.chain(names.spellings.values(), names.id_spellings.values())
+        self._own_names = self._mapped.union(*spelled)
         templated = tokenizer is not None and tokenizer.chat_template is not None
         self._how = {"templated": templated, "ids": tokenizer is None}
         self._is_raw = templated and config.as_chat is None
@@ -98,17 +102,19 @@ class RecordTokenizer:
         block, config = _Block(), self.config
         given, values = self._canonical(rows.values, block)
         names = names_of(given)
-        judged, unread = self._named(names, self._judging), self._named(names, self._needed_names)
+        if others := names - self._own_names.union(*(s.known for s in {*block.shapes.values()})):
+            given = opened(given, others)
+            names = names_of(given)
+        groups = {n: known().group(n) for n in sorted(names - self._mapped)}
+        groups = {name: group for name, group in groups.items() if group in self._checked}
         parsed: dict[int, Parsed] = {}
-        if self.tokenizer is not None and not judged:
+        if self.tokenizer is not None:
             hint = self.tokenizer.control_hint
             parsed = straight_texts(values, self.kind, config, hint)
         for i, value in enumerate(values):
             try:
                 if i in parsed or i in block.refused:
                     continue
-                if judged:
-                    check_feedback(given[i], judged)
                 record = parse_canonical(value, self.kind, config, ids=self.tokenizer is None)
                 parsed[i] = check_responses(record, config)
             except Refused as error:
@@ -118,9 +124,14 @@ class RecordTokenizer:
             if i in parsed:
                 fields = used_fields(shape, parsed[i].fields, (*given[i],))
                 parsed[i] = parsed[i]._replace(fields=fields)
-        for i, record in [*parsed.items()] if unread else ():
+        unread: dict[tuple[str, ...], dict[str, str]] = {}
+        for i, record in [*parsed.items()] if groups else ():
+            if (left := unread.get(record.fields)) is None:
+                left = {n: group for n, group in groups.items() if n not in record.fields}
+                unread[record.fields] = left
             try:
-                check_read(given[i], unread, record.fields)
+                if left:
+                    check_read(given[i], left, self.kind, isinstance(record.prompt, np.ndarray))
             except Refused as error:
                 block.refused[i] = error.with_traceback(None)
                 del parsed[i]
@@ -144,7 +155,8 @@ class RecordTokenizer:
         counts = np.array([len(record.responses) for record in block.parsed], np.int64)
         firsts = to_offsets(counts)
         sequences = self._judge(block, sequences.with_rows(block.ids, insert=True), firsts)
-        tally = self._tally(rows, given, block, names.difference(judged))
+        judged = {n for n, g in groups.items() if self.kind == "sft" and g in known().feedback}
+        tally = self._tally(rows, given, block, names - judged)
         return self._examples(rows, block, sequences, counts), tally, encoded
 
     def _canonical(self, values: Sequence[Any], block: _Block) -> tuple[list[Any], list[Any]]:
@@ -157,19 +169,13 @@ class RecordTokenizer:
                 record, shape = canonical(record, self.config, self.kind, **self._how)
                 if shape is not None:
                     block.shapes[i] = shape
-                    shown = {k: v for k, v in shown.items() if k not in shape.passes}
+                    shown = {k: v for k, v in shown.items() if not shape.passes(k)}
             except Refused as error:
                 block.refused[i] = error.with_traceback(None)
                 record = None
             given.append(shown)
             found.append(record)
         return given, found
-
-    def _named(self, names: set[str], table: Collection[str]) -> list[str]:
-        """Returns the names of a table, in order, but for those that are carried or mapped."""
-        mapped = {*self.carry, *self.config.fields.values()}
-        mapped.update(*(known().spellings[name] for name in self.config.fields))
-        return sorted(name for name in names - mapped if plain_name(name) in table)
 
     def _tally(self, rows: Rows, given: list[Any], block: _Block, names: set[str]) -> Tally:
         """The tally of a block; of its fields, `names` are counted."""
@@ -186,7 +192,7 @@ class RecordTokenizer:
         count_unused(tally, [given[i] for i in block.records], names)
         for i, shape in block.shapes.items():  # also what judges, where the table says so
             full: Any = rows.values[i] if i not in block.refused else {}
-            tally.unused.update(n for n in shape.passes & full.keys() if not is_empty(full[n]))
+            tally.unused.update(n for n in full if shape.passes(n) and not is_empty(full[n]))
         pairs = zip(block.records, block.parsed, strict=True)
         kept = [parsed for i, parsed in pairs if i not in block.refused]
         shapes = (block.shapes.get(i) for i in block.records if i not in block.refused)

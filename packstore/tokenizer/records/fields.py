@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from packstore.config import TokenizeConfig
-from packstore.config.record_shapes import known, plain_name
+from packstore.config.record_shapes import HARMLESS, known
 from packstore.errors import ConfigError, RecordError, quote, sentence
 from packstore.format.arrays import FEW_VALUES, MAX_FIELDS, Column, Tally
 from packstore.format.schema import COLUMN_NAME, COLUMNS
@@ -34,6 +35,8 @@ SHORT = 40
 """Characters above which a value is no verdict."""
 
 _IGNORE = 'say that it means something else (on={"unpaired_feedback": "keep"})'
+
+_CHANGES_NOTHING = 'say that it changes nothing (on={"unread_field": "keep"})'
 
 _TURNS = ("messages", "rejected_messages", "prompt", "chosen", "rejected", "response")
 """Fields that may be JSON text of messages."""
@@ -121,7 +124,7 @@ class Fields:
         if chosen is not None and rejected is not None:
             if margin is not None and not math.isclose(chosen - rejected, margin, rel_tol=1e-3):
                 detail = f"margin {quote(margin)} beside rewards {chosen} and {rejected}"
-                raise Refused("unread_field", detail, known().unread["margin"])
+                raise Refused("unread_field", detail, known().remedies["margin"])
             return chosen, rejected
         if chosen is None and rejected is None:
             return None if margin is None else (margin, 0.0)
@@ -144,11 +147,40 @@ def names_of(values: Iterable[object]) -> set[str]:
     return set().union(*(value for value in values if type(value) is dict))
 
 
+def opened(records: Sequence[Any], names: Iterable[str]) -> list[Any]:
+    """Returns records with what stands in the objects of the fields `names`, under its paths."""
+    found = []
+    for record in records:
+        inner: dict[str, Any] = {}
+        for name in names if type(record) is dict else ():
+            _open(record.get(name), name, inner)
+        found.append({**record, **inner} if inner else record)
+    return found
+
+
+def _open(value: Any, path: str, inner: dict[str, Any], depth: int = 6) -> None:
+    """Collects what stands in a value by path, but for what is harmless."""
+    if type(value) is str and value[:1] in ("{", "["):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return
+    if type(value) is list and type((*value, 0)[0]) in (dict, list):
+        for item in value:
+            _open(item, f"{path}[]", inner, depth)
+    for key, item in value.items() if type(value) is dict and depth else ():
+        at = f"{path}.{key}"
+        if isinstance(item, dict) or (isinstance(item, list) and not known().group(at)):
+            _open(item, at, inner, depth - 1)
+        elif known().group(at) != HARMLESS and len(inner) < MAX_FIELDS and not is_empty(item):
+            inner[at] = [*inner[at], item] if path.endswith("[]") and at in inner else item
+
+
 def count_unused(tally: Tally, records: Sequence[Any], names: Collection[str]) -> None:
     """Counts by field the records with a non-empty value that was not used, and their values."""
     # Field names may be data that differ in each record; those with a meaning come first.
-    unread = known().unread
-    for name in sorted(names, key=lambda name: (plain_name(name) not in unread, name))[:MAX_FIELDS]:
+    groups = known().remedies
+    for name in sorted(names, key=lambda n: (known().group(n) not in groups, n))[:MAX_FIELDS]:
         count = sum(not is_empty(record.get(name)) for record in records) - tally.used[name]
         if count > 0:
             told = name.encode(errors="replace").decode()
@@ -187,8 +219,8 @@ def unexplained(tally: Tally) -> list[str]:
     return sorted(
         name
         for name, values in few.items()
-        if plain_name(name) in known().unread
-        or (plain_name(name) not in known().harmless and len(values) > 1)
+        if known().group(name) in known().remedies.keys() - {"masks"}
+        or (known().group(name) != HARMLESS and len(values) > 1)
     )
 
 
@@ -214,30 +246,38 @@ def check_verdicts(tally: Tally, kind: str, config: TokenizeConfig) -> None:
         raise RecordError(sentence("input", rule, found + ", ".join(map(quote, values)), remedy))
 
 
-def check_feedback(record: object, names: Iterable[str]) -> None:
-    """Refuses a single answer unless every verdict in the fields `names` says that it is good."""
-    neutral_names = {*known().labels, *known().groups["weighs"]}
-    for name in names if isinstance(record, Mapping) else ():
-        verdict = unwrapped(record.get(name))  # type: ignore[attr-defined]
-        neutral = _verdict(verdict) == 1.0 and plain_name(name) in neutral_names
-        if neutral or is_empty(verdict):
+def check_read(record: Any, groups: Mapping[str, str], kind: str, is_ids: bool) -> None:
+    """Refuses a record with a field that changes its meaning: name of such a field -> its group.
+
+    Beside a single answer, a verdict that says that it is good changes nothing; nor do texts and
+    labels that ids may stand for.
+    """
+    for name, group in groups.items():
+        value = unwrapped(record.get(name))
+        if is_empty(value) or (group == "masks" and _is_flat(value)):
             continue
-        remedy = f"Pack good and bad ones (--kind scored --field score={name}), carry it "
-        remedy += f"(--carry {name}), {_IGNORE}"
-        raise Refused("unpaired_feedback", f"{name} {quote(verdict)}", remedy)
+        if is_ids and group == "adds" and isinstance(value, str):
+            continue
+        if name == "labels" and record.get("input_ids") is not None:
+            continue
+        feedback = kind == "sft" and group in known().feedback
+        labels = name in known().labels or group == "weighs"
+        if value == 1 if group == "weighs" and not feedback else labels and _verdict(value) == 1.0:
+            continue
+        if feedback:
+            ways = [f"Pack good and bad ones (--kind scored --field score={name})"]
+        else:
+            ways = [known().remedies[group].format(name)]
+        if COLUMN_NAME.fullmatch(name) and (feedback or group != "weighs"):
+            ways.append(f"carry it (--carry {name})")
+        ways.append(_IGNORE if feedback else _CHANGES_NOTHING)
+        reason = "unpaired_feedback" if feedback else "unread_field"
+        raise Refused(reason, f"{name} {quote(value)}", ", ".join(ways))
 
 
-def check_read(record: Any, names: Iterable[str], used: Collection[str]) -> None:
-    """Refuses a record with a field of `names`, which change its meaning, that nothing reads."""
-    for name in names:
-        if name in used or is_empty(value := unwrapped(record.get(name))):
-            continue
-        weighs = plain_name(name) in known().groups["weighs"]
-        if not weighs or value != 1:
-            remedy = known().unread[plain_name(name)].format(name) + ", "
-            remedy += "" if weighs else f"carry it (--carry {name}), "
-            remedy += 'say that it changes nothing (on={"unread_field": "keep"})'
-            raise Refused("unread_field", f"{name} {quote(value)}", remedy)
+def _is_flat(mask: object) -> bool:
+    """Returns True for a mask that leaves nothing out, and for what is none."""
+    return not isinstance(mask, list | np.ndarray) or all(item in (1, True) for item in mask)
 
 
 def is_score(value: object) -> bool:

@@ -82,7 +82,7 @@ def _read(shape: Shape, record: dict[str, Any], as_chat: bool) -> dict[str, Any]
     for text, values in shape.entry.get("drops", {}).items():
         if (value := follow(record, parse_path(text))) in values:
             raise Refused("tie", f"{text} {quote(value)}")
-    found = {n: v for n, v in record.items() if n in _beside() and n not in shape.passes}
+    found = {n: v for n, v in record.items() if n in _beside() and not shape.passes(n)}
     for name, paths in shape.reads.items():
         parts = [v for path in paths if (v := follow(record, path)) is not None]
         if keys := shape.entry.get("turns"):

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path as File
 from typing import Any
 
@@ -59,7 +60,10 @@ class Shape:
             name: [parse_path(path) for path in ([paths] if isinstance(paths, str) else paths)]
             for name, paths in entry.get("reads", {}).items()
         }
-        self.passes = frozenset(entry.get("passes", ()))
+        self._passes = frozenset(entry.get("passes", ()))
+        self._patterns = [name for name in self._passes if "*" in name]
+        read = [path for paths in self.reads.values() for path in paths]
+        self.known = {str(path[0]) for path in (*read, *self.fields)}
 
     def __str__(self) -> str:
         return self._title
@@ -68,6 +72,10 @@ class Shape:
     def refusal(self) -> str:
         """Why a record of this shape cannot be read."""
         return f"a record of {self}: {self.refuse}"
+
+    def passes(self, name: str) -> bool:
+        """Returns True if a field is rightly left."""
+        return name in self._passes or any(fnmatchcase(name, text) for text in self._patterns)
 
     def is_told_by(self, fields: Fields) -> bool:
         """Returns True if a field of a record tells that it is of the kind of this shape."""

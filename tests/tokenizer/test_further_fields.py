@@ -1,0 +1,145 @@
+"""What judges, weighs or adds an answer is read or refused, beside records of every kind."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import pytest
+
+from packstore.config import PackConfig
+from packstore.config.record_shapes import HARMLESS, known
+from packstore.errors import RecordError
+from packstore.format.arrays import Rows
+from packstore.tokenizer import RecordTokenizer, load_tokenizer
+from packstore.tokenizer.chat import limits
+from packstore.tokenizer.records.fields import unexplained
+from tests.tokenizer.test_shapes import TEMPLATE
+
+Q, A = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "x"}
+BASES = {
+    "text pairs": ("preference", {"prompt": "Q", "chosen": "x", "rejected": "y"}),
+    "chat pairs": ("preference", {"prompt": [Q], "chosen": [A], "rejected": "y"}),
+    "id pairs": ("preference", {"prompt_ids": [81], "chosen_ids": [87], "rejected_ids": [88]}),
+    "Orca pairs": ("preference", {"question": "Q", "chosen": "x", "rejected": "y"}),
+    "scored texts": ("scored", {"prompt": "Q", "responses": ["x", "y"], "scores": [2, 1]}),
+    "judged text": ("scored", {"prompt": "Q", "completion": "x", "label": True}),
+    "answers": ("sft", {"prompt": "Q", "completion": "x"}),
+    "dialogues": ("sft", {"messages": [Q, A]}),
+    "alpaca": ("sft", {"instruction": "Q", "output": "x"}),
+}  # fmt: skip
+NUMBERS = (0.5, 0, 3, -1.5, True, False, "0.5", "bad", {"mean": 0.5}, {"by": {"a": 1}}, [0.5, 1])
+TEXTS = ("z", ["z"], [{"role": "assistant", "content": "z"}], {"text": "z"})
+JUDGES = """
+    quality helpful confidence pass_rate judge verdict correctness human_score answer_rating
+    is_correct preferred winner_model scoreB passRate Judge-Score toxicity is_safe critique
+    vote_count best_index answer_accuracy wins elo feedback_a response_score pass@1 evaluation
+""".split()  # noqa: SIM905
+ADDS = """
+    negative response_b answer_b output_2 responseB answer2 completion_1 chosen_2 rejected_alt
+    bad_answer better_response alternatives all_responses rejected_text hard_negatives
+    model_output full_rejected messages_2 negatives second_answer edited_response answers
+""".split()  # noqa: SIM905
+WEIGHTS = ["weight", "loss_weight", "sample_weights", "weight_b", "importance", "coefficient"]
+MASKS = ["loss_mask", "mask", "completion_mask", "response_mask", "lossMask"]
+CASES = [
+    *itertools.product(JUDGES, NUMBERS),
+    *itertools.product(ADDS, TEXTS),
+    *itertools.product(WEIGHTS, (0.5, 0, 3)),
+    *itertools.product(MASKS, ([0, 1], [1, 1, 0])),
+    *itertools.product(
+        ["metadata", "extra_info", "info", "Meta", "annotations", "anything"],
+        (
+            {"score": 0.5},
+            {"by": {"quality": 1}},
+            {"all": [{"pass_rate": 0.5}]},
+            [{"rating": 5}],
+            '{"judge": {"verdict": "bad"}}',
+            {"response_b": "z"},
+        ),
+    ),
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def render_here(monkeypatch):
+    """Templates are rendered in this process."""
+    monkeypatch.setattr(limits, "_seconds", limits.SECONDS)
+    monkeypatch.setattr(limits, "_memory", limits.MEMORY)
+
+
+@pytest.fixture(scope="module")
+def said(byte_level):
+    """What becomes of records: reasons of those refused, fields that are warned of."""
+    file = byte_level(template=TEMPLATE).library
+    tokenizer = load_tokenizer(file, chat_template=TEMPLATE)
+
+    @functools.cache
+    def stage(kind, is_text):
+        config = PackConfig(on={"unread_field": "drop", "unpaired_feedback": "drop"})
+        return RecordTokenizer(tokenizer if is_text else None, config, kind)
+
+    def go(kind, *records):
+        is_text = "prompt_ids" not in records[0]
+        _, tally, _ = stage(kind, is_text)(Rows(0, "", "item", range(len(records)), records))
+        return dict(tally.dropped), unexplained(tally)
+
+    return go
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_what_judges_weighs_or_adds_is_read_or_refused(base, said):
+    kind, record = BASES[base]
+    assert said(kind, record) == ({}, [])
+    silent = []
+    for name, value in CASES:
+        is_text = "z" in (value, *(value.values() if isinstance(value, dict) else ()))
+        if base == "id pairs" and (
+            is_text or (known().group(name) == "adds" and type(value) is str)
+        ):
+            continue  # text that its ids may stand for
+        given = [{**record, name: value}] * 3  # the same in all of them
+        dropped, _ = said(kind, *given)
+        if dropped not in ({"unread_field": 3}, {"unpaired_feedback": 3}):
+            silent.append((name, value))
+    assert silent == []
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_what_is_harmless_is_passed_over(base, said):
+    kind, record = BASES[base]
+    harmless = {
+        "id": 3, "conversationId": "c", "Prompt-ID": "p", "source": "s", "model": "m", "lang": "en",
+        "metadata": {"source": "s", "url": "u", "by": {"model": "m"}, "turns": 3},
+        "info": '{"language": "en"}', "extra_info": {"index": 3, "split": "train"}, "score": None,
+        "meta": "text", "loss_mask": [1, 1, 1], "mask": "User", "response_b": "",
+    }  # fmt: skip
+    unknown = {
+        "reward_model": "m", "chosen_model": "m", "judge_prompt": "j", "chosen_tokens": 3,
+        "response_length": 4, "attention_mask": [0, 1], "passage": "p", "ratio": 0.5,
+        "context": "c", "ground_truth": "g", "answer": "a", "options": ["a", "b"],
+    }  # fmt: skip
+    for name, value in {**harmless, **unknown}.items():
+        if not (name == "weight" and kind == "sft"):
+            assert said(kind, {**record, name: value}) == ({}, []), name
+    for name, value in harmless.items():
+        other = {"source": "t", "url": "v"} if isinstance(value, dict) else value
+        if name != "mask" and not isinstance(value, list):
+            assert said(kind, {**record, name: value}, {**record, name: other})[1] == [], name
+    varied = [{**record, "metadata": {"x": i, "source": i}} for i in range(3)]
+    assert said(kind, *varied) == ({}, ["metadata.x"])
+
+
+def test_names_are_compared_by_their_words():
+    groups = {"ratings": "judges", "a.b[].passRate": "judges", "generation": "adds", "ID": HARMLESS}
+    assert {name: known().group(name) for name in groups} == groups
+
+
+def test_the_remedy_reads_it(pack, byte_level):
+    record = {"prompt": "Q", "completion": "x", "metadata": {"quality": 0.5}}
+    with pytest.raises(RecordError, match=r"--field score=metadata\.quality") as caught:
+        pack(byte_level(), record)
+    assert "--carry" not in str(caught.value)
+    packed = pack(byte_level(), record, fields={"score": "metadata.quality"})
+    assert packed.dataset.manifest.kind == "scored"
+    assert "metadata.quality" in packed.dataset.manifest.records.fields_used
