@@ -34,14 +34,14 @@ class Command:
 
 
 FILES = {
-    "append": "grow",
-    "concat": "grow",
+    "append": "append",
+    "concat": "append",
     "view": "show",
     "ref-logps": "evaluate",
     "doctor": "estimate",
-    "clean": "keep",
-    "verify": "keep",
-    "check": "keep",
+    "clean": "maintenance",
+    "verify": "maintenance",
+    "check": "maintenance",
     "inspect": "stats",
 }
 """Command -> its file here, if that has another name."""

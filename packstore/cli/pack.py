@@ -93,7 +93,7 @@ def _job(args: argparse.Namespace) -> dict[str, Any]:
 
 def _dry_run(args: argparse.Namespace, job: dict[str, Any]) -> int:
     from packstore.cli.estimate import print_diagnosis, print_estimate
-    from packstore.cli.keep import print_findings
+    from packstore.cli.maintenance import print_findings
     from packstore.etl.doctor import dry_run
 
     with progress_of("dry run", args) as progress:
