@@ -73,8 +73,8 @@ def is_worthwhile(file: int, size: int) -> bool:
 
 
 def with_fastest_engine(tokenizer: Tokenizer) -> Tokenizer:
-    """Returns `tokenizer` with the faster engine that was begun, if its ids are equal on probes."""
-    if getattr(tokenizer.engine, "begun", None) is None or tokenizer.sha256 in _distrusted:
+    """Returns `tokenizer` with the faster engine that is loading, if probes give equal ids."""
+    if getattr(tokenizer.engine, "loading", None) is None or tokenizer.sha256 in _distrusted:
         return tokenizer
     with ThreadPoolExecutor(1, "packstore-tokenizer") as pool:
         expected = pool.submit(_probed, tokenizer)

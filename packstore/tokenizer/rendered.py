@@ -13,16 +13,16 @@ from packstore.config import TokenizeConfig
 from packstore.errors import TokenizerError, sentence
 from packstore.tokenizer.chat.assistant_spans import (
     after_empty_thinking,
+    find_missing_part,
     is_plain,
-    left_out,
     quotes_arguments,
     render_turns,
     shows_tools,
 )
 from packstore.tokenizer.chat.messages import (
     SKIPPED,
+    has_content,
     map_strings,
-    says_something,
     strip_thinking,
     text_arguments,
     without_thinking,
@@ -69,7 +69,7 @@ def draft_record(
     if rendered:
         events = ["rendered_text"]
     elif not parsed.is_straight:
-        parsed, guard, events = _handle_specials(parsed, tokenizer, config)
+        parsed, guard, events = _apply_special_tokens(parsed, tokenizer, config)
     prompt = parsed.prompt
     if isinstance(prompt, str):
         literal = config.on["special_tokens"] == "keep" and not rendered
@@ -107,7 +107,7 @@ def _check_separable(drafts: list[Draft], tokenizer: Tokenizer) -> None:
         raise Refused("special_tokens", detail)
 
 
-def _handle_specials(
+def _apply_special_tokens(
     parsed: Parsed, tokenizer: Tokenizer, config: TokenizeConfig
 ) -> tuple[Parsed, str, list[str]]:
     """Answers control strings in the record's own text; returns a guard inserted into them."""
@@ -136,8 +136,8 @@ def _handle_specials(
     def protect(text: str) -> str:
         return tokenizer.controls.sub(lambda match: guard.join(match[0]), text)
 
-    prompt, responses, tools, own = map_strings(value, protect)
-    parsed = parsed._replace(prompt=prompt, responses=responses, tools=tools, variables=own)
+    prompt, responses, tools, variables = map_strings(value, protect)
+    parsed = parsed._replace(prompt=prompt, responses=responses, tools=tools, variables=variables)
     return parsed, guard, events
 
 
@@ -175,10 +175,10 @@ def _draft_messages(
     drafts: list[Draft] = []
     events: list[str] = []
     written = template.written_prompt
-    prompt = _as_taken(template, list(parsed.prompt))  # type: ignore[arg-type]
+    prompt = _template_messages(template, list(parsed.prompt))  # type: ignore[arg-type]
     prompts: dict[int, str] = {}
     for response in parsed.responses:
-        messages = [*prompt, *_as_taken(template, list(response))]  # type: ignore[arg-type]
+        messages = [*prompt, *_template_messages(template, list(response))]  # type: ignore[arg-type]
         turns = [i for i, m in enumerate(response, len(prompt)) if m["role"] == "assistant"]
         learned = turns[-1:] if config.supervised_turns == "last" else turns
         learned = [i for i in learned if SKIPPED not in response[i - len(prompt)]]
@@ -195,7 +195,7 @@ def _draft_messages(
                 learned = [i for i in learned if i not in empty]
                 text, spans = render(learned=learned, prompts={})
         except Refused as refused:
-            raise _explained(refused, template, messages, parsed.tools, config) from None
+            raise _refusal_with_cause(refused, template, messages, parsed.tools, config) from None
         events += ["empty_turn"] * bool(empty)
         bare = [after_empty_thinking(text, span) for span in spans]
         if bare != spans:
@@ -203,7 +203,7 @@ def _draft_messages(
             events.append("empty_thinking")
         tools = None if drafts else parsed.tools  # checking one side for shown tools suffices
         checked = [] if _is_empty(response) else learned
-        events += _remarks(template, messages, checked, tools, text, config)
+        events += _check_rendering(template, messages, checked, tools, text, config)
         if written and text.endswith(written):
             events.append("generation_prompt_always")
             if config.append_eos:  # it follows the answer
@@ -220,7 +220,7 @@ def _empty_turns(
     response: Any, messages: list[Message], learned: list[int], config: TokenizeConfig
 ) -> list[int]:
     """Returns the turns to learn that are empty, unless all are; refuses them by the settings."""
-    empty = [i for i in learned if not says_something(messages[i])]
+    empty = [i for i in learned if not has_content(messages[i])]
     if not empty or _is_empty(response):
         return []
     if config.on["empty_turn"] != "keep":
@@ -228,8 +228,8 @@ def _empty_turns(
     return empty
 
 
-def _as_taken(template: ChatTemplate, messages: list[Message]) -> list[Message]:
-    """Removes marks of our own, and replaces null content if the template needs text."""
+def _template_messages(template: ChatTemplate, messages: list[Message]) -> list[Message]:
+    """Removes packstore's own marks, and replaces null content if the template needs text."""
     if all(len(message) == 2 for message in messages):
         return messages
     messages = [{k: v for k, v in m.items() if k != SKIPPED} for m in messages]
@@ -238,7 +238,7 @@ def _as_taken(template: ChatTemplate, messages: list[Message]) -> list[Message]:
     return [{**m, "content": ""} if m["content"] is None else m for m in messages]
 
 
-def _explained(
+def _refusal_with_cause(
     refused: Refused,
     template: ChatTemplate,
     messages: list[Message],
@@ -249,7 +249,7 @@ def _explained(
     if refused.reason != "template_refused":
         return refused
     try:
-        missing = left_out(template, messages, tools, template.render(messages, tools))
+        missing = find_missing_part(template, messages, tools, template.render(messages, tools))
     except Refused:
         if any(text_arguments(messages)):
             detail = f"{refused.detail}; arguments that are JSON text may have to be objects"
@@ -262,7 +262,7 @@ def _unrendered(name: str) -> Refused:
     return Refused("unrendered", f"{name} cannot be found in the rendered text")
 
 
-def _remarks(
+def _check_rendering(
     template: ChatTemplate,
     messages: list[Message],
     learned: list[int],
@@ -277,7 +277,7 @@ def _remarks(
     if not tools and is_plain(template, messages, text):
         return []
     events = []
-    missing = left_out(template, messages, tools, text)
+    missing = find_missing_part(template, messages, tools, text)
     if missing is None and not shows_tools(template, messages, tools, text):
         missing = "the tools"
     if missing is not None:
@@ -335,4 +335,4 @@ def _is_empty(response: Any) -> bool:
     if _is_ids(response):
         return len(response) == 0
     said = [m for m in response if m["role"] == "assistant"]
-    return bool(said) and not any(map(says_something, said))
+    return bool(said) and not any(map(has_content, said))

@@ -121,16 +121,16 @@ def load_tokenizer(
     else:
         files = _from_object(source)
     engine_name = "tokenizers" if files.payload.lstrip()[:1] == b"{" else "sentencepiece"
-    begun = None
+    loading = None
     if (
         engine_name == "tokenizers"
         and is_worthwhile is not None
         and is_worthwhile(len(files.payload))
     ):
         with contextlib.suppress(ImportError):  # not every platform has a wheel of it
-            begun = ENGINES.load(FAST).begin(files.payload)  # type: ignore[attr-defined]
+            loading = ENGINES.load(FAST).start_loading(files.payload)  # type: ignore[attr-defined]
     engine = ENGINES.load(engine_name)(files.payload, where)
-    engine.begun = begun  # type: ignore[attr-defined]
+    engine.loading = loading  # type: ignore[attr-defined]
     if dropout := getattr(engine, "dropout", 0.0):
         text = "%s: its BPE dropout of %g is switched off: the same text always gets the same ids"
         log.warning(text, where, dropout)

@@ -40,7 +40,7 @@ def render_turns(
     others = [i for i in turns if i not in learned]
     if template.marks_generation:
         text, spans = template.render_spans(messages, tools)
-        finder = Finder(template, messages, tools, text, prompts)
+        finder = TurnFinder(template, messages, tools, text, prompts)
         begin = finder.start(first, 0) if first else 0
         spans = [(max(a, begin), b) for a, b in spans if b > begin]
         if others == turns[:-1]:
@@ -50,7 +50,7 @@ def render_turns(
                 spans = [(a, b) for a, b in spans if b <= start or a >= end]
     else:
         text = template.render(messages, tools)
-        spans = Finder(template, messages, tools, text, prompts).spans(learned)
+        spans = TurnFinder(template, messages, tools, text, prompts).spans(learned)
     if not spans:
         raise Refused("unsupervised", "the template marks no words of the assistant")
     return text, spans
@@ -68,7 +68,7 @@ def after_empty_thinking(text: str, span: Span) -> Span:
     return span
 
 
-class Finder:
+class TurnFinder:
     """Finds turns in the text of a dialogue by rendering parts of it."""
 
     def __init__(
@@ -117,7 +117,7 @@ class Finder:
             size = shared_characters(header, self._text[len(before) :])
             shared = _OPEN_MARKER.sub("", header[:size])
         if not shared:
-            raise _lost(i)
+            raise _turn_not_found(i)
         return len(before) + len(shared)
 
     def _before(self, i: int) -> str:
@@ -141,7 +141,7 @@ class Finder:
             return len(alone)
         end = self._content(i)[1]
         opens, closes = self._marks[i]
-        last = _mark(self._messages[i], opens, closes)
+        last = _mark_content(self._messages[i], opens, closes)
         alone = self._template.render([*self._messages[:i], last], self._tools)
         tail = alone.rpartition(closes)[2].removesuffix(self._template.written_prompt)
         return end + shared_characters(tail, self._text[end:])
@@ -160,7 +160,7 @@ class Finder:
         The start is None if the template drops the mark there, or writes something before it.
         """
         marked = [
-            _mark(message, *marks) if message["role"] == "assistant" else message
+            _mark_content(message, *marks) if message["role"] == "assistant" else message
             for message, marks in zip(self._messages, self._marks, strict=True)
         ]
         text = self._template.render(marked, self._tools)
@@ -181,11 +181,11 @@ class Finder:
 
     def _content(self, i: int) -> tuple[int | None, int]:
         if i not in self._contents:
-            raise _lost(i)
+            raise _turn_not_found(i)
         return self._contents[i]
 
 
-def _mark(message: Message, opens: str, closes: str) -> Message:
+def _mark_content(message: Message, opens: str, closes: str) -> Message:
     """Puts marks around a message's content, or around the name of its last function call."""
     content = message["content"] or ""
     core = content.strip()
@@ -200,7 +200,7 @@ def _mark(message: Message, opens: str, closes: str) -> Message:
     return {**message, "tool_calls": [*calls, {**last, "function": {**function, "name": name}}]}
 
 
-def _lost(i: int) -> Refused:
+def _turn_not_found(i: int) -> Refused:
     return Refused("template_refused", f"message {i + 1} cannot be found in the rendered text")
 
 
@@ -226,7 +226,7 @@ def is_plain(template: ChatTemplate, messages: list[Message], text: str) -> bool
     return True
 
 
-def left_out(
+def find_missing_part(
     template: ChatTemplate, messages: list[Message], tools: Tools, text: str
 ) -> str | None:
     """Names the first turn or call that is not in `text`; None if all are.
@@ -234,12 +234,12 @@ def left_out(
     A part is in the text, the rendering of the dialogue, if changing it changes the text: templates
     may render it in another form.
     """
-    parts = list(_changes(messages))
+    parts = list(_parts_to_render(messages))
     marks = free_characters(template.source + text + as_json([messages, tools]), len(parts))
     changes = [(*change, mark) for change, mark in zip(parts, marks, strict=True)]
     changed = list(messages)
     for i, part, _, mark in changes:
-        changed[i] = _marked(changed[i], part, mark)
+        changed[i] = _mark_part(changed[i], part, mark)
     try:
         shown = set(template.render(changed, tools))
     except Refused:
@@ -247,7 +247,7 @@ def left_out(
     for i, part, name, mark in changes:
         if mark in shown:
             continue
-        alone = [*messages[:i], _marked(messages[i], part, mark), *messages[i + 1 :]]
+        alone = [*messages[:i], _mark_part(messages[i], part, mark), *messages[i + 1 :]]
         try:
             if template.render(alone, tools) == text:
                 return name
@@ -269,7 +269,7 @@ def quotes_arguments(messages: list[Message], text: str) -> bool:
     return any(as_json(arguments) in text for arguments in text_arguments(messages))
 
 
-def _changes(messages: list[Message]) -> Iterator[tuple[int, tuple[str, int], str]]:
+def _parts_to_render(messages: list[Message]) -> Iterator[tuple[int, tuple[str, int], str]]:
     """Yields each part that must be rendered: message, part and number of the call, name."""
     for i, message in enumerate(messages):
         where = f"message {i + 1}, of role {message['role']}"
@@ -282,7 +282,7 @@ def _changes(messages: list[Message]) -> Iterator[tuple[int, tuple[str, int], st
                 yield i, ("arguments", n), f"the arguments of {name} in message {i + 1}"
 
 
-def _marked(message: Message, part: tuple[str, int], mark: str) -> Message:
+def _mark_part(message: Message, part: tuple[str, int], mark: str) -> Message:
     kind, n = part
     if kind == "content":
         core = message["content"].rstrip()

@@ -47,7 +47,7 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 CALLS = ("tool_calls", "function_call")
 """Names of an assistant's calls: a list, or one call in OpenAI's first form."""
 
-LEARNED: dict[str, tuple[object, object]] = {
+LEARNED_FLAGS: dict[str, tuple[object, object]] = {
     "weight": (1, 0),  # OpenAI
     "loss_weight": (1, 0),  # LLaMA-Factory
     "train": (True, False),  # axolotl
@@ -57,7 +57,9 @@ LEARNED: dict[str, tuple[object, object]] = {
 }
 """Names of a flag of a turn -> its values for a turn to learn, and for one to read only."""
 
-MESSAGE_KEYS = frozenset(("role", "from", "content", "value", *KEPT, *REASONING, *CALLS, *LEARNED))
+MESSAGE_KEYS = frozenset(
+    ("role", "from", "content", "value", *KEPT, *REASONING, *CALLS, *LEARNED_FLAGS)
+)
 """Every key of a message that is read; others are of the reason ``unknown_key``."""
 
 PARTS: dict[str, tuple[str, dict[str, str]]] = {
@@ -123,7 +125,7 @@ def _spread(raw: Any) -> list[Any]:
     if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
         return [raw]
     results: list[Message] = []
-    of: dict[str, list[Any]] = {"thought": [], "call": [], "text": []}
+    by_kind: dict[str, list[Any]] = {"thought": [], "call": [], "text": []}
     for part in parts:
         kind = part.get("type") or next((key for key in part if key in PARTS and part[key]), "text")
         name, fields = PARTS.get(kind, ("text", {}))
@@ -131,37 +133,37 @@ def _spread(raw: Any) -> list[Any]:
         value = {ours: held[theirs] for ours, theirs in fields.items() if held.get(theirs)}
         if name == "result":
             said = value.get("content", "")
-            told = said if isinstance(said, str | list) else as_json(said)
-            results.append({"role": "tool", **value, "content": told})
+            content = said if isinstance(said, str | list) else as_json(said)
+            results.append({"role": "tool", **value, "content": content})
         else:
-            of[name].append(value if fields else part)
-    if not (results or of["thought"] or of["call"]):
+            by_kind[name].append(value if fields else part)
+    if not (results or by_kind["thought"] or by_kind["call"]):
         return [raw]
     rest = {key: value for key, value in raw.items() if key != "content"}
-    if of["thought"]:
+    if by_kind["thought"]:
         if rest.get("role") != "assistant":
             raise Refused("bad_role", f"only the assistant has reasoning, found {quote(raw)}")
         thoughts = [
             {"text": thought} if isinstance(thought, str) else thought
-            for part in of["thought"]
-            for thought in _listed(part.get("text"))
+            for part in by_kind["thought"]
+            for thought in _as_list(part.get("text"))
         ]
         results.append({**rest, "role": "assistant_reasoning", "content": thoughts})
-    if of["call"]:
-        calls = [call.pop("json", call) for call in of["call"]]
+    if by_kind["call"]:
+        calls = [call.pop("json", call) for call in by_kind["call"]]
         rest["tool_calls"] = [_json(c, "a tool call") if isinstance(c, str) else c for c in calls]
-    if of["text"] or of["call"]:
-        results.append({**rest, "content": of["text"] or None})
+    if by_kind["text"] or by_kind["call"]:
+        results.append({**rest, "content": by_kind["text"] or None})
     return results
 
 
-def _listed(value: Any) -> list[Any]:
+def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
 def _check_alike(one: Message, other: Message) -> None:
     if one.get(SKIPPED) != other.get(SKIPPED):
-        raise Refused("wrong_type", f"parts of one turn must agree on {', '.join(LEARNED)}")
+        raise Refused("wrong_type", f"parts of one turn must agree on {', '.join(LEARNED_FLAGS)}")
 
 
 def parsed_json(value: object) -> object:
@@ -204,8 +206,8 @@ def _tool(tool: Any) -> Any:
     if not isinstance(tool, dict):
         return tool
     if "input_schema" in tool:  # Anthropic
-        own = {("parameters" if k == "input_schema" else k): v for k, v in tool.items()}
-        return {"type": "function", "function": own}
+        function = {("parameters" if k == "input_schema" else k): v for k, v in tool.items()}
+        return {"type": "function", "function": function}
     if isinstance(tool.get("function"), dict):
         return {**tool, "function": _tool(tool["function"])}
     parameters = tool.get("parameters")
@@ -250,7 +252,7 @@ def without_thinking(messages: list[Message]) -> list[Message]:
     ]
 
 
-def says_something(message: Message) -> bool:
+def has_content(message: Message) -> bool:
     """Returns True if a turn has text, calls or reasoning."""
     content = message["content"] or ""
     return bool(content.strip() or message.get("tool_calls") or message.get("reasoning_content"))
@@ -322,14 +324,14 @@ def _one_of(raw: dict[str, Any], names: tuple[str, ...]) -> Any:
 
 def _is_learned(raw: dict[str, Any], role: str) -> bool:
     """Returns True unless a flag says that a turn is not to be learned."""
-    flags = {name: raw[name] for name in LEARNED if raw.get(name) is not None}
+    flags = {name: raw[name] for name in LEARNED_FLAGS if raw.get(name) is not None}
     for name, value in flags.items():
-        learns, reads = LEARNED[name]
+        learns, reads = LEARNED_FLAGS[name]
         # 1 equals True, but as a mask either may mean that the turn is learned.
         if value not in (learns, reads) or (name == "mask" and type(value) is not bool):
             rule = f"{name} of a turn must be {learns} or {reads}"
             raise Refused("wrong_type", f"{rule}, found {quote(value)}")
-    learned = {value == LEARNED[name][0] for name, value in flags.items()}
+    learned = {value == LEARNED_FLAGS[name][0] for name, value in flags.items()}
     if len(learned) > 1:
         raise Refused("wrong_type", f"{', '.join(flags)} of a turn must agree")
     if True in learned and role in ("system", "user", "tool"):
@@ -367,11 +369,11 @@ def _calls(value: object) -> list[dict[str, Any]]:
         value = _json(value, "a tool call")
     calls = []
     for raw in value if isinstance(value, list) else [value]:
-        own = raw.get("function", raw) if isinstance(raw, dict) else None
-        if not isinstance(own, dict) or not isinstance(own.get("name"), str):
+        described = raw.get("function", raw) if isinstance(raw, dict) else None
+        if not isinstance(described, dict) or not isinstance(described.get("name"), str):
             raise Refused("wrong_type", f"a tool call must name a function, found {quote(raw)}")
-        function = {"arguments": {}, **_without_nulls(own)}
-        call = _without_nulls(raw) if isinstance(raw, dict) and own is not raw else {}
+        function = {"arguments": {}, **_without_nulls(described)}
+        call = _without_nulls(raw) if isinstance(raw, dict) and described is not raw else {}
         calls.append({"type": "function", **call, "function": function})
     return calls
 
@@ -380,11 +382,11 @@ def _without_nulls(value: dict[str, Any]) -> dict[str, Any]:
     return {key: item for key, item in value.items() if item is not None}
 
 
-def _json(text: str, what: str) -> Any:
+def _json(text: str, noun: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise Refused("wrong_type", f"{what} must be JSON: {error}") from None
+        raise Refused("wrong_type", f"{noun} must be JSON: {error}") from None
 
 
 def split_messages(dialogues: Sequence[list[Message]]) -> tuple[list[Message], list[list[Message]]]:

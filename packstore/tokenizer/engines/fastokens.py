@@ -35,14 +35,14 @@ class FastokensEngine(TokenizersEngine):
         return np.frombuffer(ids, np.int32), np.frombuffer(offsets, np.int64)
 
     @staticmethod
-    def begin(payload: bytes) -> Future[fastokens.Tokenizer] | None:
+    def start_loading(payload: bytes) -> Future[fastokens.Tokenizer] | None:
         """Begins to load a file, while the reference loads it; not one that may have huge ids."""
         if re.search(rb":\s*\d{8}", payload):
             return None
         thread = ThreadPoolExecutor(1, "packstore-tokenizer")
-        begun = thread.submit(lambda: fastokens.Tokenizer.from_json_str(payload.decode()))
+        loading = thread.submit(lambda: fastokens.Tokenizer.from_json_str(payload.decode()))
         thread.shutdown(wait=False)
-        return begun
+        return loading
 
     def _load(self) -> None:
         self.__dict__.pop("_fast", None)
@@ -51,8 +51,8 @@ class FastokensEngine(TokenizersEngine):
     @cached_property
     def _fast(self) -> fastokens.Tokenizer:
         with inside(self._where, "fastokens must know this kind of tokenizer"):
-            if self.begun is not None and self._is_file:
-                fast, added = self.begun.result(), self._tokenizer.get_added_tokens_decoder()
+            if self.loading is not None and self._is_file:
+                fast, added = self.loading.result(), self._tokenizer.get_added_tokens_decoder()
                 # The reference gives some added tokens other ids than their file.
                 if all(fast.token_to_id(token.content) == i for i, token in added.items()):
                     return fast
@@ -64,7 +64,7 @@ class FastokensEngine(TokenizersEngine):
         return tokenizers.Tokenizer.from_str(self.__dict__["_text"])
 
     def __getstate__(self) -> dict[str, Any]:
-        loaded = {"_fast", "_tokenizer", "_modes", "begun"}
+        loaded = {"_fast", "_tokenizer", "_modes", "loading"}
         state = {name: value for name, value in self.__dict__.items() if name not in loaded}
         return {**state, "_text": self._tokenizer.to_str()}
 

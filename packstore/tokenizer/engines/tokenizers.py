@@ -51,7 +51,7 @@ class TokenizersEngine:
     """See :class:`packstore.tokenizer.engines.Engine`."""
 
     version = tokenizers.__version__
-    begun: Any = None  # future of the file, loaded by a faster library
+    loading: Any = None  # future of the file, loaded by a faster library
 
     def __init__(self, payload: bytes, where: str) -> None:
         self._where = where
