@@ -15,7 +15,7 @@ MOST_EXCESS = 1.25
 """A step may hold so many times `examples_per_step` without a warning."""
 
 
-def too_large(
+def large_steps_warning(
     wanted: int, mean: float, largest: int, ranks: int, pack_size: int, longest: int
 ) -> str:
     """Returns a warning if steps are far larger than `wanted` examples; else an empty text.

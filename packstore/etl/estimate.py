@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from packstore.config import BatchConfig, PackConfig
-from packstore.config.reading import too_large
+from packstore.config.reading import large_steps_warning
 from packstore.errors import ConfigError, InputError, sentence
 from packstore.etl.sources import RecordExampleReader, open_examples
 from packstore.format import seeds
@@ -193,7 +193,7 @@ def _warn_of_large_steps(result: Estimate, wanted: int, world_size: int) -> None
     tokens = result.example_tokens[best.layout]
     longest = int(tokens[tokens <= best.pack_size].max(initial=0))
     steps = best.examples_per_step, best.largest_step
-    if text := too_large(wanted, *steps, world_size, best.pack_size, longest):
+    if text := large_steps_warning(wanted, *steps, world_size, best.pack_size, longest):
         log.warning("pack size %d, layout %s: %s", best.pack_size, best.layout, text)
 
 

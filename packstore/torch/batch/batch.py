@@ -28,7 +28,7 @@ from packstore.registry import Registry
 from packstore.torch.batch.layout import (
     AttentionLayout,
     Targets,
-    computed_once,
+    cached_outside_inference_mode,
     outside_inference_mode,
     segment_ids,
 )
@@ -142,17 +142,17 @@ class PackedBatch:
             raise KeyError(f"a batch has no field {name!r}; it has: {', '.join(names)}")
         return getattr(self, name)
 
-    @computed_once
+    @cached_outside_inference_mode
     def input_ids(self) -> Tensor:
         """int64 `[T]`."""
         return _wide(ids_of, self._signed_ids)
 
-    @computed_once
+    @cached_outside_inference_mode
     def labels(self) -> Tensor:
         """int64 `[T]`, unshifted: the token id where supervised, -100 elsewhere."""
         return _wide(labels_of, self._signed_ids)
 
-    @computed_once
+    @cached_outside_inference_mode
     def position_ids(self) -> Tensor:
         """int64 `[T]`, of each token in its logical sequence."""
         ends, lengths = self.cu_seqlens[1:], self.lengths
@@ -163,7 +163,7 @@ class PackedBatch:
         tokens = torch.arange(self.num_tokens, device=ends.device)
         return tokens.add_((lengths - ends).long().index_select(0, self.segment_ids))
 
-    @computed_once
+    @cached_outside_inference_mode
     def segment_ids(self) -> Tensor:
         """int64 `[T]`, the segment of each token."""
         starts = self.cu_seqlens
@@ -172,7 +172,7 @@ class PackedBatch:
             return torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths))
         return segment_ids(starts.diff(), self.num_tokens)
 
-    @computed_once
+    @cached_outside_inference_mode
     def target_index(self) -> Tensor:
         """int64 `[n]`, the supervised tokens; each is predicted by the token before it.
 
@@ -187,7 +187,7 @@ class PackedBatch:
         supervised[starts.long()] = False
         return supervised.nonzero().flatten()
 
-    @computed_once
+    @cached_outside_inference_mode
     def cu_seqlens_k(self) -> Tensor:
         """int32 `[S + 1]`, offsets of the logical sequences laid end to end.
 
@@ -198,7 +198,7 @@ class PackedBatch:
             return self.cu_seqlens
         return torch.nn.functional.pad(self.lengths.cumsum(0, dtype=torch.int32), (1, 0))
 
-    @computed_once
+    @cached_outside_inference_mode
     def kv_index(self) -> Tensor | None:
         """int64 `[sum of lengths]`, the token of the row at each place of the logical sequences.
 
@@ -208,21 +208,21 @@ class PackedBatch:
         if size == self.num_tokens:
             return None
         starts, keys = self.cu_seqlens.long(), self.cu_seqlens_k.long()
-        left_out = self.lengths - starts.diff()
+        shared_tokens = self.lengths - starts.diff()
         responses = self.num_responses.long()
         firsts = starts[responses.cumsum(0) - responses]
         first = firsts.repeat_interleave(responses, output_size=self.num_segments)
         sequence = segment_ids(self.lengths, size)
         place = torch.arange(size, device=starts.device) - keys[sequence]
-        physical = place - left_out[sequence]
+        physical = place - shared_tokens[sequence]
         return torch.where(physical < 0, first[sequence] + place, starts[sequence] + physical)
 
-    @computed_once
+    @cached_outside_inference_mode
     def pack_ids(self) -> Tensor:
         """int64 `[E]`, the pack of each example."""
         return torch.from_numpy(np.repeat(np.arange(self.num_packs), self._pack_examples))
 
-    @computed_once
+    @cached_outside_inference_mode
     def weights(self) -> Tensor:
         """float32 `[E]`, 1; or 0 for a pack that only pads the last batch."""
         weights = np.ones(self.num_examples, np.float32)
@@ -230,7 +230,7 @@ class PackedBatch:
             weights[np.isin(self.pack_ids.numpy(), self._unweighted_packs)] = 0
         return torch.from_numpy(weights)
 
-    @computed_once
+    @cached_outside_inference_mode
     def sources(self) -> Tensor:
         """int64 `[E]`, the index of each example's source in the mix, else 0."""
         if self._pack_sources is None:
@@ -253,7 +253,7 @@ class PackedBatch:
         """E, including fillers of weight 0."""
         return len(self.example_ids)
 
-    @computed_once
+    @cached_outside_inference_mode
     def ranks(self) -> tuple[Float32, Int32]:
         """`rewards` and `num_responses` on the CPU, by which scored responses are compared.
 
@@ -272,7 +272,7 @@ class PackedBatch:
             segments=self.segment_ids[self.target_index].masked_fill(fills, self.num_segments),
         )
 
-    @computed_once
+    @cached_outside_inference_mode
     def layout(self) -> AttentionLayout:
         """The keys that each query may see; one object, on which backends cache their masks."""
         return AttentionLayout(

@@ -22,16 +22,16 @@ def outside_inference_mode(make: Callable[P, T]) -> Callable[P, T]:
     """
 
     @wraps(make)
-    def made(*args: P.args, **kwargs: P.kwargs) -> T:
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
         if not torch.is_inference_mode_enabled():
             return make(*args, **kwargs)
         with torch.inference_mode(False):
             return make(*args, **kwargs)
 
-    return made
+    return wrapper
 
 
-def computed_once(make: Callable[[Any], T]) -> cached_property[T]:
+def cached_outside_inference_mode(make: Callable[[Any], T]) -> cached_property[T]:
     """Makes a cached property of a function, :func:`outside_inference_mode`."""
     return cached_property(outside_inference_mode(make))
 
@@ -76,7 +76,7 @@ class AttentionLayout:
     kv_index: Tensor | None = None
     lengths: Tensor | None = None
 
-    @computed_once
+    @cached_outside_inference_mode
     def sizes(self) -> tuple[list[int], list[int]]:
         """Lengths of the query segments and key runs; synchronises the device once per batch."""
         queries: list[int] = self.cu_seqlens_q.diff().tolist()
@@ -84,7 +84,7 @@ class AttentionLayout:
             return queries, queries
         return queries, self.cu_seqlens_k.diff().tolist()
 
-    @computed_once
+    @cached_outside_inference_mode
     def real_sizes(self) -> list[int]:
         """Lengths of the key runs without padding; synchronises the device once per batch."""
         if self.lengths is None:

@@ -21,7 +21,7 @@ from packstore.io.dataset.dataset import open as open_dataset
 from packstore.io.dataset.order import LANES
 from packstore.io.side.side import Side
 from packstore.torch.data.mix import MixedPacks
-from packstore.torch.data.position import Position, SharedStart, Unseen, stale
+from packstore.torch.data.position import Position, SharedStart, Unseen, stale_state_error
 from packstore.torch.data.steps import StepPlan, plan_steps, to_resumable_position
 from packstore.torch.data.stream import Identity, PackStream, Shuffle, SideColumns, StoredPacks
 from packstore.torch.frameworks import check_dealt_once
@@ -84,10 +84,10 @@ class PackedDataset(IterableDataset[Packs]):
         self.stream: PackStream = source
         self.stream.set_epoch(0)
         self.rank, self.world_size = placement(rank, world_size)
-        self._found = rank is None
+        self._rank_is_detected = rank is None
         self.epoch = 0
         self.position = Position()
-        self._newest: Position | None = None  # the start of the iteration begun last
+        self._newest: Position | None = None  # the start of the iteration started last
         self.start = SharedStart()
 
     @classmethod
@@ -125,17 +125,21 @@ class PackedDataset(IterableDataset[Packs]):
             for each in weights
         ]
         stream = MixedPacks(sources, list(weights.values()), until)
-        made = cls(stream, rank=rank, world_size=world_size)
-        place = made.rank, made.world_size
-        given = [each for each in weights if isinstance(each, PackedDataset) and not each._found]
-        for each in given:
+        mixed = cls(stream, rank=rank, world_size=world_size)
+        place = mixed.rank, mixed.world_size
+        explicit = [
+            each
+            for each in weights
+            if isinstance(each, PackedDataset) and not each._rank_is_detected
+        ]
+        for each in explicit:
             if (each.rank, each.world_size) != place:
                 rule = "rank and world_size must be those of its sources"
                 found = "{} of {}, and {} of {}".format(*place, each.rank, each.world_size)
                 raise ConfigError(sentence("the mix", rule, found))
-        if made.rank == 0:
-            stream.tell()
-        return made
+        if mixed.rank == 0:
+            stream.log_proportions()
+        return mixed
 
     @property
     def sampler(self) -> PackedDataset:
@@ -168,28 +172,28 @@ class PackedDataset(IterableDataset[Packs]):
         """Yields packs, each as :class:`Packs` of one row; in a worker, that worker's share.
 
         Iterators are independent of each other, and of a later :meth:`set_epoch`. The position is
-        that of the one begun last; others that still run do not move it.
+        that of the one started last; others that still run do not move it.
         """
         check_dealt_once(self.world_size)
         worker = get_worker_info()
         number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        begun = self.begin()
-        start = to_resumable_position(self.stream, begun)
-        self.record(begun, start)
-        return self._packs(copy.copy(self.stream), begun, start, number, workers)
+        started = self.start_iteration()
+        start = to_resumable_position(self.stream, started)
+        self.move_on(started, start)
+        return self._packs(copy.copy(self.stream), started, start, number, workers)
 
     def set_epoch(self, epoch: int) -> None:
         """Moves to the beginning of `epoch`; does nothing for the current epoch."""
         if epoch != self.epoch:
             self._move(epoch, Position())
 
-    def begin(self) -> Position:
+    def start_iteration(self) -> Position:
         """Begins an iteration: returns its position, and rewinds the next one.
 
         Raises:
             ConfigError: the ranks started after the dataset was made; all would read all packs.
         """
-        if self._found and get_worker_info() is None:
+        if self._rank_is_detected and get_worker_info() is None:
             now, before = placement(None, None), (self.rank, self.world_size)
             if now != before and now[1] > 1:
                 rule = "it must be made after the ranks have started, or be given rank, world_size"
@@ -202,9 +206,9 @@ class PackedDataset(IterableDataset[Packs]):
         self.position = self._newest = self.start.take()
         return self.position
 
-    def record(self, begun: Position, position: Position) -> None:
-        """Moves to `position`, if the iteration that `begun` came from is still the newest."""
-        if self._newest is begun:
+    def move_on(self, started: Position, position: Position) -> None:
+        """Moves to `position`, if the iteration that `started` came from is still the newest."""
+        if self._newest is started:
             self.position = position
 
     def plan(self, *, world_size: int | None = None, epochs: int = 1, **batching: Any) -> StepPlan:
@@ -220,9 +224,9 @@ class PackedDataset(IterableDataset[Packs]):
         Raises:
             ConfigError: a setting is out of range, or a pack alone is over `tokens_per_batch`.
         """
-        return self.planned(BatchConfig.of(**batching), world_size or self.world_size, epochs)
+        return self.plan_from(BatchConfig.of(**batching), world_size or self.world_size, epochs)
 
-    def planned(
+    def plan_from(
         self, config: BatchConfig, world_size: int, epochs: int, start: Position | None = None
     ) -> StepPlan:
         """Plans `epochs` as :meth:`plan` does, from `start` on in the first."""
@@ -249,10 +253,10 @@ class PackedDataset(IterableDataset[Packs]):
         for name, expected in self._identity().items():
             if state.get(name) != expected:
                 value = quote(state[name]) if name in state else "none"
-                raise stale(f"{name} must be {quote(expected)}", value)
+                raise stale_state_error(f"{name} must be {quote(expected)}", value)
         epoch = state.get("epoch")
         if not isinstance(epoch, int):
-            raise stale("epoch must be a whole number", quote(epoch))
+            raise stale_state_error("epoch must be a whole number", quote(epoch))
         before = self.epoch
         self.stream.set_epoch(epoch)
         try:
@@ -269,7 +273,7 @@ class PackedDataset(IterableDataset[Packs]):
         self.start.set(epoch, position)
 
     def _packs(
-        self, stream: PackStream, begun: Position, start: Position, number: int, workers: int
+        self, stream: PackStream, started: Position, start: Position, number: int, workers: int
     ) -> Iterator[Packs]:
         """The share of worker `number` of a stream, from `start` on."""
         unseen = Unseen(len(stream), start)
@@ -278,13 +282,13 @@ class PackedDataset(IterableDataset[Packs]):
         # The first pack alone, so that it does not wait for others.
         cuts = [0, *range(1, len(share), _TOGETHER), len(share)] if share else []
         places = (np.array(share[a:b]) for a, b in pairwise(cuts))
-        given = 0
+        yielded = 0
         for packs in stream.read(map(unseen.__getitem__, places)):
             for pack in packs:
-                given += 1
-                self.record(begun, unseen.after(given * step, turn))
+                yielded += 1
+                self.move_on(started, unseen.after(yielded * step, turn))
                 yield pack
-        self.record(begun, unseen.after(len(unseen), turn))
+        self.move_on(started, unseen.after(len(unseen), turn))
 
     def _identity(self) -> Identity:
         return {"version": 1, **self.stream.identity}

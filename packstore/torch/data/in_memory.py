@@ -83,10 +83,10 @@ def pack_in_memory(
             f"record {longest}: it must fit pack_size {pack_size}; found {tokens[longest]} tokens. "
             "Raise pack_size, or leave the record out."
         )
-    made = plan(tokens, pack_size=pack_size, shuffle=False)
-    packs = fill(examples, made.offsets, layout, made.order)
+    packing = plan(tokens, pack_size=pack_size, shuffle=False)
+    packs = fill(examples, packing.offsets, layout, packing.order)
     if ref_logps is not None:
-        packs = replace(packs, ref_logps=ref_logps.reshape(-1, 2)[made.order].reshape(-1))
+        packs = replace(packs, ref_logps=ref_logps.reshape(-1, 2)[packing.order].reshape(-1))
     counts = dict(zip(COUNTS, count_packs(packs, kind).sum(0).tolist(), strict=True))
     counts |= {"tokens": int(packs.supervised.sum()), "sequences": len(packs.lengths)}
     batches = -(-len(packs) // world_size)
@@ -109,7 +109,7 @@ def in_one_pack(records: Sequence[Any], kind: Any, config: PackConfig) -> Packs:
     return packs if ref_logps is None else replace(packs, ref_logps=ref_logps)
 
 
-def _whole(record: Record) -> Record:
+def _check_rollout(record: Record) -> Record:
     if isinstance(record, tuple) and len(record) != len(ROLLOUT):
         rule = "they must be (prompt, responses, rewards), or dicts"
         raise RecordError(sentence("records", rule, f"a tuple of {len(record)}"))
@@ -126,7 +126,7 @@ def _examples(
         raise ConfigError("records to pack must be one at least; found none.")
     values = [
         dict(zip(ROLLOUT, record, strict=True) if isinstance(record, tuple) else record)
-        for record in map(_whole, records)
+        for record in map(_check_rollout, records)
     ]
     config = replace(
         config,
@@ -154,10 +154,10 @@ def _examples(
             sentence(bad.where, f"it must be an example [{bad.reason}]", bad.detail, "Correct it")
         )
     logps: list[Any] = [record.get(name) for record in values for name in REF_LOGPS]
-    given = [value is not None for value in logps]
-    if kind != "preference" or not any(given):
+    present = [value is not None for value in logps]
+    if kind != "preference" or not any(present):
         return examples, None, kind
-    if not all(given):
+    if not all(present):
         rule = f"it must have {' and '.join(REF_LOGPS)}, or no record may"
-        raise RecordError(sentence(f"record {given.index(False) // 2}", rule, "not both"))
+        raise RecordError(sentence(f"record {present.index(False) // 2}", rule, "not both"))
     return examples, np.array([float(value) for value in logps], np.float32), kind

@@ -30,7 +30,7 @@ from packstore.torch.data.steps import (
     StepPlan,
     assign_ranks,
     check_fits,
-    tell,
+    log_steps,
     to_resumable_position,
 )
 from packstore.torch.data.stream import PackStream, StoredPacks
@@ -43,7 +43,7 @@ _LONGEST_FOLDER = 70
 """Characters of TMPDIR up to which torch's Unix sockets there have names that Linux takes (108):
 beyond about 75 its workers wait for ever."""
 
-_OF_TORCH = ("dataset", "batch_size", "collate_fn", "drop_last")
+_TORCH_ATTRIBUTES = ("dataset", "batch_size", "collate_fn", "drop_last")
 """Attributes of torch's DataLoader that frameworks look for."""
 
 
@@ -120,7 +120,7 @@ class PackedDataLoader:
         self._batches = _Batches(data, self.config)
         self._loader: DataLoader[Any] | None = None
         self._length: tuple[object, int] = (None, 0)
-        self._told = data.rank > 0 or (
+        self._is_logged = data.rank > 0 or (
             self.config.examples_per_step is None and self.config.tail == "pad"
         )
         if self.config.tokens_per_batch is not None:
@@ -143,19 +143,19 @@ class PackedDataLoader:
 
         :meth:`set_epoch` or :meth:`load_state_dict` still takes effect until the first batch.
         """
-        return self._give(self.data.begin(), self.data.start.times_set)
+        return self._iterate(self.data.start_iteration(), self.data.start.times_set)
 
-    def _give(self, start: Position, moves: int) -> Iterator[PackedBatch]:
+    def _iterate(self, start: Position, moves: int) -> Iterator[PackedBatch]:
         data, cut = self.data, self._batches.cut
         if data.start.times_set != moves:  # frameworks may load a state after making the iterator
-            start = data.begin()
-        begun = start
-        if not self._told:
-            self._told = True
-            tell(self.plan(), data.stream, self.config, data.world_size)
-        start = self._batches.begin(start)
+            start = data.start_iteration()
+        started = start
+        if not self._is_logged:
+            self._is_logged = True
+            log_steps(self.plan(), data.stream, self.config, data.world_size)
+        start = self._batches.start_at(start)
         unseen, steps = Unseen(data.num_packs, start), start.step
-        for batch, first, stop in self._running(bool(len(start.given))):
+        for batch, first, stop in self._running(bool(len(start.yielded))):
             step = batch.step
             assert step is not None
             steps = step.index + 1
@@ -163,9 +163,9 @@ class PackedDataLoader:
             if not step.last:
                 before = unseen.after(first, step.index)
                 after = replace(before, batches=step.batch + 1, cut=cut)
-            data.record(begun, after)
+            data.move_on(started, after)
             yield batch
-        data.record(begun, unseen.after(len(unseen), steps))
+        data.move_on(started, unseen.after(len(unseen), steps))
 
     def _running(self, once: bool) -> Iterable[_Planned]:
         """The batches of this process, or of workers; with `once`, not of persistent ones."""
@@ -187,7 +187,7 @@ class PackedDataLoader:
         return _watched(loader)
 
     def __getattr__(self, name: str) -> Any:
-        if name not in _OF_TORCH:
+        if name not in _TORCH_ATTRIBUTES:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         rule = f"it batches, orders and deals packs itself, so it has no {name}"
         remedy = "To skip what was trained on, load_state_dict(state); to the dataset, loader.data"
@@ -207,8 +207,8 @@ class PackedDataLoader:
 
         A step that was interrupted counts whole.
         """
-        start = self._batches.expressed(self.data.start.peek()) if left else None
-        return self.data.planned(self.config, self.data.world_size, epochs, start)
+        start = self._batches.convert_position(self.data.start.peek()) if left else None
+        return self.data.plan_from(self.config, self.data.world_size, epochs, start)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position after the batches yielded so far; prefetched ones do not count."""
@@ -236,14 +236,14 @@ class _Batches(IterableDataset[_Planned]):
         # Epoch, next, step and batches, in memory shared with persistent workers.
         self._cells = shared_integers(4)
 
-    def begin(self, position: Position) -> Position:
+    def start_at(self, position: Position) -> Position:
         """Starts the next iteration at `position`; returns it as these settings express it."""
-        self._start = start = self.expressed(position)
+        self._start = start = self.convert_position(position)
         self._cells[:] = torch.tensor([self.data.epoch, start.next, start.step, start.batches])
         return start
 
     def detached(self) -> _Batches:
-        """Returns a copy that :meth:`begin` of this one does not move."""
+        """Returns a copy that :meth:`start_at` of this one does not move."""
         other = copy.copy(self)
         other._cells = shared_integers(4)
         other._cells.copy_(self._cells)
@@ -251,7 +251,7 @@ class _Batches(IterableDataset[_Planned]):
 
     def count(self, position: Position) -> int:
         """Counts the batches of this rank from `position` on."""
-        start = self.expressed(position)
+        start = self.convert_position(position)
         cutter = self._cutter(start)
         if cutter.fixed is None:
             return sum(len(step.edges) - 1 for step in cutter) - start.batches
@@ -262,7 +262,7 @@ class _Batches(IterableDataset[_Planned]):
         number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
         epoch, first, steps, done = self._cells.tolist()
         start = self._start
-        if not len(start.given):
+        if not len(start.yielded):
             start = Position(first, steps, batches=done)
         if self.data.epoch != epoch:
             self.data.epoch = epoch
@@ -309,7 +309,7 @@ class _Batches(IterableDataset[_Planned]):
                 yield indices[part]
             size = _CHUNK
 
-    def expressed(self, position: Position) -> Position:
+    def convert_position(self, position: Position) -> Position:
         """Converts `position` to the step boundaries of these settings."""
         return (
             position

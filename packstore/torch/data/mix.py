@@ -82,7 +82,7 @@ class MixedPacks:
     def __len__(self) -> int:
         return self._length
 
-    def tell(self) -> None:
+    def log_proportions(self) -> None:
         """Logs what an epoch takes of each source, and which columns only some of them have."""
         for dataset, rate in zip(self.datasets, self._rates, strict=True):
             text = "an epoch of the mix takes about %.0f packs from the %d of %s"

@@ -20,7 +20,7 @@ from packstore.format.arrays import Int64
 
 _NONE = np.empty(0, np.int64)
 _MAX_WORKERS = 1024
-_TIMES_SET, _EPOCH, _NEXT, _GIVEN = range(4)  # cells of a shared start
+_TIMES_SET, _EPOCH, _NEXT, _YIELDED = range(4)  # cells of a shared start
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,7 +30,7 @@ class Position:
     Attributes:
         next: all packs before this global index were yielded.
         step: number of optimizer steps yielded.
-        given: int64, ascending, all above `next`: further packs yielded. Non-empty only after a
+        yielded: int64, ascending, all above `next`: further packs that were. Non-empty only after a
             balanced step was interrupted and resumed with other settings.
         batches: batches yielded on every rank of the step that begins here.
         cut: the settings and number of ranks that define that step's batches; empty without
@@ -39,16 +39,16 @@ class Position:
 
     next: int = 0
     step: int = 0
-    given: Int64 = field(default_factory=lambda: _NONE)
+    yielded: Int64 = field(default_factory=lambda: _NONE)
     batches: int = 0
     cut: Mapping[str, Any] = field(default_factory=dict)
 
     def to_state(self) -> dict[str, Any]:
         """Returns JSON values; fields at their default are omitted."""
         state: dict[str, Any] = {"next": self.next, "step": self.step}
-        if len(self.given):
-            mask = np.zeros(int(self.given[-1]) - self.next + 1, np.bool_)
-            mask[self.given - self.next] = True
+        if len(self.yielded):
+            mask = np.zeros(int(self.yielded[-1]) - self.next + 1, np.bool_)
+            mask[self.yielded - self.next] = True
             state["given"] = np.packbits(mask).tobytes().hex()
         if self.batches:
             state |= {"batches": self.batches, "cut": dict(self.cut)}
@@ -60,32 +60,36 @@ class Position:
         position, step, batches = state.get("next"), state.get("step", 0), state.get("batches", 0)
         cut, mask = state.get("cut", {}), state.get("given", "")
         if not all(isinstance(x, int) and x >= 0 for x in (step, batches)):
-            raise stale("step and batches must be whole numbers from 0", f"{step} and {batches}")
+            raise stale_state_error(
+                "step and batches must be whole numbers from 0", f"{step} and {batches}"
+            )
         if not isinstance(position, int) or not 0 <= position <= packs:
-            raise stale(f"next must lie in 0..{packs}", str(position))
+            raise stale_state_error(f"next must lie in 0..{packs}", str(position))
         if not isinstance(cut, Mapping) or bool(cut) != bool(batches):
-            raise stale("cut must be the settings of a step that is partly out", repr(cut))
+            raise stale_state_error(
+                "cut must be the settings of a step that is partly out", repr(cut)
+            )
         try:
             bits = np.unpackbits(np.frombuffer(bytes.fromhex(mask), np.uint8))
         except (TypeError, ValueError) as error:
-            raise stale("given must be bits in hexadecimal", repr(mask)) from error
-        given = position + np.flatnonzero(bits)
-        if len(given) and (given[0] == position or given[-1] >= packs):
-            raise stale(f"given must name packs between next and {packs}", repr(mask))
-        return cls(position, step, given, batches, cut)
+            raise stale_state_error("given must be bits in hexadecimal", repr(mask)) from error
+        yielded = position + np.flatnonzero(bits)
+        if len(yielded) and (yielded[0] == position or yielded[-1] >= packs):
+            raise stale_state_error(f"given must name packs between next and {packs}", repr(mask))
+        return cls(position, step, yielded, batches, cut)
 
 
 class Unseen:
     """The packs of an epoch not yet yielded, in order, and those of an incomplete step."""
 
     def __init__(self, packs: int, position: Position) -> None:
-        self.packs, self.first, self._given = packs, position.next, position.given
-        end = int(self._given[-1]) + 1 if len(self._given) else self.first
-        self._gaps = np.setdiff1d(np.arange(self.first, end), self._given) if end else _NONE
+        self.packs, self.first, self._yielded = packs, position.next, position.yielded
+        end = int(self._yielded[-1]) + 1 if len(self._yielded) else self.first
+        self._gaps = np.setdiff1d(np.arange(self.first, end), self._yielded) if end else _NONE
         self._shift = end - len(self._gaps)
 
     def __len__(self) -> int:
-        return self.packs - self.first - len(self._given)
+        return self.packs - self.first - len(self._yielded)
 
     def __getitem__(self, places: Int64) -> Int64:
         """Returns the global indices of the packs at `places`."""
@@ -102,13 +106,13 @@ class Unseen:
         if place >= len(self._gaps):
             return Position(place + self._shift, step)
         first = int(self._gaps[place])
-        return Position(first, step, self._given[self._given > first])
+        return Position(first, step, self._yielded[self._yielded > first])
 
     def without(self, places: Int64, step: int) -> Position:
         """Returns the position after the packs at `places` and `step` steps were yielded."""
-        given = np.union1d(self._given, self[places])
-        run = int((given == self.first + np.arange(len(given))).sum())
-        return Position(self.first + run, step, given[run:])
+        yielded = np.union1d(self._yielded, self[places])
+        run = int((yielded == self.first + np.arange(len(yielded))).sum())
+        return Position(self.first + run, step, yielded[run:])
 
 
 class SharedStart:
@@ -133,7 +137,7 @@ class SharedStart:
         self._position, self._of_worker = position, get_worker_info() is not None
         if not self._of_worker:
             self._cells[_EPOCH], self._cells[_NEXT] = epoch, position.next
-            self._cells[_GIVEN] = len(position.given)
+            self._cells[_YIELDED] = len(position.yielded)
             self._used_by[:] = 0
             self._cells[_TIMES_SET] += 1
         self._seen = self.times_set
@@ -157,7 +161,7 @@ class SharedStart:
             return Position()
         if not self._is_news():
             return self._position
-        if int(self._cells[_GIVEN]):
+        if int(self._cells[_YIELDED]):
             raise CompatibilityError(
                 "loader state: workers that live on cannot take up a balanced step in its middle. "
                 "Make a new DataLoader after load_state_dict."
@@ -187,7 +191,7 @@ def shared_integers(n: int) -> torch.Tensor:
     return torch.zeros(n, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call, no-any-return]
 
 
-def stale(rule: str, found: str) -> CompatibilityError:
+def stale_state_error(rule: str, found: str) -> CompatibilityError:
     """Returns the error for a state that does not fit the dataset."""
     remedy = "Load it into the dataset, seed and lanes that it was taken from, or start anew"
     return CompatibilityError(sentence("loader state", rule, found, remedy))

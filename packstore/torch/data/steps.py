@@ -16,11 +16,11 @@ from itertools import pairwise
 import numpy as np
 
 from packstore.config import BatchConfig
-from packstore.config.reading import too_large
+from packstore.config.reading import large_steps_warning
 from packstore.errors import ConfigError
 from packstore.format.arrays import COUNTS, Int64, PackSizes, to_offsets
 from packstore.torch.batch.batch import StepInfo
-from packstore.torch.data.position import Position, Unseen, stale
+from packstore.torch.data.position import Position, Unseen, stale_state_error
 from packstore.torch.data.stream import PackStream
 
 logger = logging.getLogger("packstore")
@@ -229,13 +229,13 @@ def to_resumable_position(stream: PackStream, position: Position) -> Position:
     try:
         config = BatchConfig.of(**settings)
     except ConfigError as error:
-        raise stale("cut must be the settings of a loader", str(error)) from error
+        raise stale_state_error("cut must be the settings of a loader", str(error)) from error
     if not isinstance(world_size, int) or world_size < 1:
-        raise stale("cut must name the number of ranks", repr(world_size))
+        raise stale_state_error("cut must name the number of ranks", repr(world_size))
     unseen = Unseen(len(stream), position)
     step = next(iter(StepCutter(stream, unseen, config, world_size)), None)
     if step is None or position.batches >= len(step.edges):
-        raise stale("batches must be fewer than its step has", str(position.batches))
+        raise stale_state_error("batches must be fewer than its step has", str(position.batches))
     out = [np.empty(0, np.int64)]
     for rank in range(world_size):
         shares = assign_ranks(step, rank, world_size, config)[: position.batches]
@@ -306,7 +306,7 @@ def plan_steps(
     )
 
 
-def tell(plan: StepPlan, stream: PackStream, config: BatchConfig, world_size: int) -> None:
+def log_steps(plan: StepPlan, stream: PackStream, config: BatchConfig, world_size: int) -> None:
     """Logs how large the steps are, if the settings limit them, and what they leave out."""
     _, mean, largest = plan.examples_per_step
     if wanted := config.examples_per_step:
@@ -314,7 +314,7 @@ def tell(plan: StepPlan, stream: PackStream, config: BatchConfig, world_size: in
         logger.info(text, plan.examples, plan.steps, mean, largest, wanted)
         pack_size = min((data.manifest.pack_size for data in stream.datasets), default=0)
         longest = max((int(data.row_groups.longest.max()) for data in stream.datasets), default=0)
-        if text := too_large(wanted, mean, largest, world_size, pack_size, longest):
+        if text := large_steps_warning(wanted, mean, largest, world_size, pack_size, longest):
             logger.warning(text)
     if plan.dropped_examples:
         text = "tail=drop leaves out %d of %d examples of the epoch, in its last %d packs"

@@ -157,10 +157,10 @@ class StoredPacks:
         self.seed, self.shuffle, self.lanes, self.side = seed, shuffle, lanes, side
         self.quarantined: set[int] = set()
         self._epoch = 0
-        self._made: PackOrder | None = None
+        self._cached_order: PackOrder | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_made": None}
+        return {**self.__dict__, "_cached_order": None}
 
     def __len__(self) -> int:
         return self.dataset.manifest.num_packs
@@ -168,7 +168,7 @@ class StoredPacks:
     def set_epoch(self, epoch: int) -> None:
         """Makes this the stream of `epoch`."""
         if epoch != self._epoch:
-            self._epoch, self._made = epoch, None
+            self._epoch, self._cached_order = epoch, None
 
     @property
     def columns(self) -> set[str]:
@@ -178,8 +178,8 @@ class StoredPacks:
     @property
     def _order(self) -> PackOrder:
         """The order of the epoch, made on first access."""
-        if self._made is None:
-            self._made = PackOrder(
+        if self._cached_order is None:
+            self._cached_order = PackOrder(
                 self.dataset.group_rows,
                 seed=self.seed,
                 epoch=self._epoch,
@@ -187,7 +187,7 @@ class StoredPacks:
                 shuffle=bool(self.shuffle),
                 strata=self.dataset.pack_index.examples if self.shuffle == "stratified" else None,
             )
-        return self._made
+        return self._cached_order
 
     def sources(self, indices: Int64) -> Int64:
         """Returns 0 for each pack: there is one source."""

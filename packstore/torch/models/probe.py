@@ -38,7 +38,7 @@ logger = logging.getLogger("packstore")
 LENGTHS = (13, 16, 40, 6, 9)
 """Tokens of the sequences: two pairs, and between them one that is as long as the config asks."""
 
-LEFT_OUT = (0, 6, 0, 0, 4)
+SHARED_TOKENS = (0, 6, 0, 0, 4)
 """Tokens of the prompt that the second of a pair takes from the first, in layout shared_prefix."""
 
 LONG, FURTHER = 2, 16
@@ -125,7 +125,7 @@ def _compare(model: nn.Module, inner: Any, vocab_size: int | None) -> float:
     sizes = list(LENGTHS)
     sizes[LONG] = _longest(model, config, vocab_size, marks)
     ids = [keys(n, 0, "probe", i) % np.uint64(vocab_size) for i, n in enumerate(sizes)]
-    for i, n in enumerate(LEFT_OUT):
+    for i, n in enumerate(SHARED_TOKENS):
         if n:  # of one prompt, whose last token both have
             ids[i][: n + 1] = ids[i - 1][: n + 1]
     weight = next(model.parameters())
@@ -140,8 +140,8 @@ def _compare(model: nn.Module, inner: Any, vocab_size: int | None) -> float:
     rounding = ROUNDING[half] * max(float(x.abs().max()) for x in own)
     effect = float((moved - own[1])[1::2].abs().amax(1).median())
     worst, experts = 0.0, any(getattr(config, name, None) for name in EXPERTS)
-    for layout, left_out in (("concat", (0,) * len(sizes)), ("shared_prefix", LEFT_OUT)):
-        batch = _batch(ids, left_out, (2, 1, 2)).to(device)
+    for layout, shared_tokens in (("concat", (0,) * len(sizes)), ("shared_prefix", SHARED_TOKENS)):
+        batch = _batch(ids, shared_tokens, (2, 1, 2)).to(device)
         packed: Any = _by_token(model(**batch.model_inputs())).float()
         where = f"check_isolation({type(model).__name__}), layout {layout}"
         if bool(packed.isnan().any()):
@@ -149,7 +149,7 @@ def _compare(model: nn.Module, inner: Any, vocab_size: int | None) -> float:
                 f"{where}: its logits must be finite; found nan. "
                 "Look at its weights: a training that diverged leaves such ones."
             )
-        kept = [x[n:].float() for x, n in zip(own, left_out, strict=True)]
+        kept = [x[n:].float() for x, n in zip(own, shared_tokens, strict=True)]
         for i, logits in enumerate(packed.split([len(x) for x in kept])):
             by_token = (logits - kept[i]).abs().amax(1)
             size = float(by_token.max())
@@ -278,10 +278,12 @@ def two_layouts(device: torch.device) -> list[PackedBatch]:
     return [_batch(pair, [0, shared], [2]).to(device) for shared in (0, 4)]
 
 
-def _batch(ids: Sequence[Any], left_out: Sequence[int], responses: Sequence[int]) -> PackedBatch:
+def _batch(
+    ids: Sequence[Any], shared_tokens: Sequence[int], responses: Sequence[int]
+) -> PackedBatch:
     """One pack of sequences, less the tokens that the first of an example has already."""
     lengths = np.array([len(x) for x in ids], np.int32)
-    segments = [x[n:] for x, n in zip(ids, left_out, strict=True)]
+    segments = [x[n:] for x, n in zip(ids, shared_tokens, strict=True)]
     tokens, bounds = np.concatenate(segments), to_offsets(np.array([len(x) for x in segments]))
     pack = Packs(
         signed_ids=~tokens.astype(np.int32),

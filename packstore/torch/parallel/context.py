@@ -153,8 +153,8 @@ class ContextShard:
         index, targets = split.index[rank], batch.targets
         queries, segments = split.lengths[rank], split.segments
         starts, key_starts = batch.cu_seqlens.long(), batch.cu_seqlens_k.long()
-        left_out = (key_starts.diff() - starts.diff())[segments]
-        seen = left_out + split.starts[rank] + queries - starts[segments]
+        shared_tokens = (key_starts.diff() - starts.diff())[segments]
+        seen = shared_tokens + split.starts[rank] + queries - starts[segments]
         keys = torch.where(queries > 0, seen, 0)
         tokens = _ranges(key_starts[segments], keys)
         if batch.kv_index is not None:

@@ -72,20 +72,20 @@ def pad_segments(batch: PackedBatch, multiple: int) -> PackedBatch:
     if multiple == 1:
         return batch
     before, keys_before = batch.cu_seqlens.long(), batch.cu_seqlens_k.long()
-    left_out = keys_before.diff() - before.diff()
+    shared_tokens = keys_before.diff() - before.diff()
     padded = round_up(before.diff(), multiple)
-    starts, keys = offsets(padded), offsets(left_out + padded)
+    starts, keys = offsets(padded), offsets(shared_tokens + padded)
     segment = segment_ids(padded)
     tokens = torch.arange(len(segment), device=segment.device)
     moved = torch.arange(batch.num_tokens, device=segment.device)
     moved += (starts - before)[batch.segment_ids]
     kv_index = None
     if batch.kv_index is not None:
-        run = segment_ids(left_out + padded)
+        run = segment_ids(shared_tokens + padded)
         place = torch.arange(len(run), device=run.device) - keys[run]
-        own = place - left_out[run]
+        offset = place - shared_tokens[run]
         shared = moved[batch.kv_index[(keys_before[run] + place).clamp(max=keys_before[-1] - 1)]]
-        kv_index = torch.where(own < 0, shared, starts[run] + own)
+        kv_index = torch.where(offset < 0, shared, starts[run] + offset)
     unpadded, cu_seqlens = batch.cu_seqlens_unpadded, starts.int()
 
     def spread(values: Tensor, fill: int) -> Tensor:
@@ -94,14 +94,14 @@ def pad_segments(batch: PackedBatch, multiple: int) -> PackedBatch:
     return batch.replace(
         input_ids=spread(batch.input_ids, 0),
         labels=spread(batch.labels, IGNORE_INDEX),
-        position_ids=tokens - starts[segment] + left_out[segment],
+        position_ids=tokens - starts[segment] + shared_tokens[segment],
         segment_ids=segment,
         target_index=moved[batch.target_index],
         cu_seqlens=cu_seqlens,
         cu_seqlens_k=cu_seqlens if kv_index is None else keys.int(),
         kv_index=kv_index,
         max_seqlen=round_up(batch.max_seqlen, multiple),
-        max_seqlen_k=int((left_out + padded).max()),
+        max_seqlen_k=int((shared_tokens + padded).max()),
         cu_seqlens_unpadded=batch.cu_seqlens if unpadded is None else unpadded,
     )
 
