@@ -6,9 +6,9 @@
     >>> packstore.open("prefs-8k").verify()
 
 There is one function for each command: ``append``, ``check``, ``clean``, ``concat``, ``doctor``,
-``estimate``, ``export`` and ``pack``; ``open`` and ``scan`` read, and ``plan`` plans from lengths.
-``packstore.pack`` is a call and the sub-package of the packing algorithms at once. Importing
-packstore is cheap: numba, pyarrow and torch are loaded by the first call that needs them.
+``estimate``, ``export``, ``pack`` and ``publish``; ``open`` and ``scan`` read, and ``plan`` plans
+from lengths. ``packstore.pack`` is a call and the sub-package of the packing algorithms at once.
+Importing packstore is cheap: numba, pyarrow and torch are loaded by the first call that needs them.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ __all__ = [
     "open",
     "pack",
     "plan",
+    "publish",
     "scan",
 ]
 
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from packstore.io.dataset.scan import scan
     from packstore.io.maintain.clean import clean
     from packstore.io.maintain.preflight import check
+    from packstore.io.maintain.publish import publish
     from packstore.pack.plan import Plan, plan
 else:
 
@@ -90,6 +92,7 @@ _LAZY = {
     "export": "packstore.exchange",
     "open": "packstore.io.dataset.dataset",
     "plan": "packstore.pack.plan",
+    "publish": "packstore.io.maintain.publish",
     "scan": "packstore.io.dataset.scan",
 }
 

@@ -55,6 +55,8 @@ train:
 exchange:
   export     write a dataset in the format of another trainer
              $ packstore export nemo prefs-8k packed_8192_seed0.npy
+  publish    upload a dataset to the Hugging Face hub, with a card
+             $ packstore publish prefs-8k me/prefs-8k
 
 `packstore COMMAND --help` shows the arguments and more examples of a command.
 """

@@ -43,7 +43,8 @@ class Handler(BaseHTTPRequestHandler):
         elif match := re.fullmatch(f"/api/{REPO}/commit/main", path):
             self._commit(key_of(match), [json.loads(line) for line in body.splitlines()])
             place = f"{self._here()}/{key_of(match).removeprefix('models/')}"
-            self._json({"commitUrl": f"{place}/commit/{'0' * 40}", "commitOid": "0" * 40})
+            oid = revision(self.repos[key_of(match)])
+            self._json({"commitUrl": f"{place}/commit/{oid}", "commitOid": oid})
         elif match := re.fullmatch(f"/api/{REPO}/paths-info/[^/]+", path):
             asked = json.loads(body)["paths"]
             found = tree(self.repos.get(key_of(match), {}))
@@ -63,8 +64,9 @@ class Handler(BaseHTTPRequestHandler):
         elif (match := re.fullmatch(f"/api/{REPO}(/revision/[^/]+)?", path)) and (
             key_of(match) in self.repos
         ):
-            siblings = [{"rfilename": name} for name in self.repos[key_of(match)]]
-            self._json({"id": match["name"], "sha": "0" * 40, "siblings": siblings})
+            files = self.repos[key_of(match)]
+            siblings = [{"rfilename": name} for name in files]
+            self._json({"id": match["name"], "sha": revision(files), "siblings": siblings})
         elif path == "/api/whoami-v2":
             self._json({"name": "me", "type": "user"})
         else:
@@ -96,7 +98,7 @@ class Handler(BaseHTTPRequestHandler):
         if files is None or path not in files:
             return self._missing("EntryNotFound" if files is not None else "RepoNotFound")
         data, status = files[path], 200
-        headers = {"ETag": f'"{digest(data)}"', "X-Repo-Commit": "0" * 40}
+        headers = {"ETag": f'"{digest(data)}"', "X-Repo-Commit": revision(files)}
         if match := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
             start, stop = int(match[1]), min(int(match[2] or len(data)), len(data) - 1) + 1
             headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(data)}"
@@ -130,6 +132,11 @@ def key_of(match: re.Match[str]) -> str:
 
 def digest(data: bytes) -> str:
     return hashlib.sha1(data, usedforsecurity=False).hexdigest()
+
+
+def revision(files: Files) -> str:
+    """Of its files: clients keep what they have read of a revision."""
+    return digest("".join(f"{path}{digest(data)}" for path, data in files.items()).encode())
 
 
 def tree(files: Files) -> dict[str, dict[str, Any]]:

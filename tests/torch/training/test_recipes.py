@@ -2,14 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import json
-import os
-import subprocess
-import sys
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +10,8 @@ import pytest
 
 pytest.importorskip("accelerate", reason="training needs accelerate")
 
+from children import run_python
+from hub import Hubs, served
 from train_runs import checkpoints, step_of
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments
 
@@ -92,74 +86,20 @@ def test_trackers_get_every_record(
     assert len(margins) == 6
 
 
-class Hub(BaseHTTPRequestHandler):
-    """The part of the hub's API by which a model is uploaded."""
-
-    files: dict[str, bytes]
-    protocol_version = "HTTP/1.1"
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        here = f"http://{self.headers['Host']}/me/run"
-        answer: Any = {"url": here, "name": "me/run", "id": "me/run"}
-        if "/preupload/" in self.path:
-            files = [
-                {"path": f["path"], "uploadMode": "regular"} for f in json.loads(body)["files"]
-            ]
-            answer = {"files": [{**file, "shouldIgnore": False} for file in files]}
-        elif "/commit/" in self.path:
-            for line in map(json.loads, body.splitlines()):
-                if line["key"] == "file":
-                    value = line["value"]
-                    self.files[value["path"]] = base64.b64decode(value["content"])
-            answer = {"commitUrl": f"{here}/commit/{'0' * 40}", "commitOid": "0" * 40}
-        self._answer(answer)
-
-    def do_GET(self) -> None:
-        self._answer({"name": "me", "id": "me/run", "sha": "0" * 40, "siblings": []})
-
-    def _answer(self, value: Any) -> None:
-        text = json.dumps(value).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
-
-    def log_message(self, *_: Any) -> None:
-        """Says nothing."""
-
-
-@pytest.fixture
-def hub() -> Iterator[tuple[str, dict[str, bytes]]]:
-    """The URL of a hub on this machine, and what was uploaded to it."""
-    files: dict[str, bytes] = {}
-    handler = type("OwnHub", (Hub,), {"files": files})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}", files
-    server.shutdown()
-    server.server_close()
-
-
-def test_a_model_is_pushed_to_the_hub(
-    made: dict[str, Any], tmp_path: Path, hub: tuple[str, dict[str, bytes]]
-) -> None:
+def test_a_model_is_pushed_to_the_hub(made: dict[str, Any], tmp_path: Path) -> None:
     """By `packstore train`, in a process whose hub is on this machine."""
-    url, files = hub
     output = tmp_path / "run"
     flags = {
         "model": made["model"], "train-dataset": made["train_dataset"], "max-steps": 2,
         "output-dir": output, "push-to-hub": "true", "hub-model-id": "me/run",
         "hub-token": "hf_secret",
     }  # fmt: skip
-    env = {**os.environ, "HF_ENDPOINT": url, "HF_HUB_OFFLINE": "0"}
-    done = subprocess.run(
-        [sys.executable, "-m", "packstore", "train", *(f"--{n}={x}" for n, x in flags.items())],
-        env=env, capture_output=True, encoding="utf-8", check=False,
-    )  # fmt: skip
+    command = ["-m", "packstore", "train", *(f"--{n}={x}" for n, x in flags.items())]
+    repos: Hubs = {}
+    with served(repos) as (env, _):
+        done = run_python(*command, env=env)
     assert done.returncode == 0, done.stderr[-2000:]
+    files = repos["models/me/run"]
     assert files["model.safetensors"] == (output / "model.safetensors").read_bytes()
     card = files["README.md"].decode()
     assert "PackedTrainer" in card

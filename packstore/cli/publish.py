@@ -1,0 +1,29 @@
+"""``packstore publish``: a dataset on the Hugging Face hub."""
+
+from __future__ import annotations
+
+import argparse
+
+from packstore.cli import Command, common
+
+
+def _configure(parser: argparse.ArgumentParser) -> None:
+    common.add_dataset(parser)
+    parser.add_argument("repo", metavar="REPO", help="repository on the hub, OWNER/NAME")
+    common.add_flags(parser, {"--private": "if the repository is new, keep it private"})
+    common.add_json(parser)
+
+
+def _run(args: argparse.Namespace) -> int:
+    from packstore.io.maintain.publish import publish
+
+    done = publish(
+        args.dataset, args.repo, private=args.private, storage_options=args.storage_option
+    )
+    common.print_table(args, f"published {done.url}", done._asdict(), done._asdict())
+    return 0
+
+
+PUBLISH = Command(
+    "  packstore publish s3://bucket/prefs-8k me/prefs-8k --private\n", _configure, _run
+)

@@ -1,0 +1,168 @@
+"""Uploads a dataset to the Hugging Face hub, with a card that names the files of its version."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from packstore.errors import StorageError, sentence
+from packstore.io.dataset.dataset import Dataset, open
+from packstore.io.manifest.commit import manifest_path, versions
+from packstore.io.store.location import Location
+
+if TYPE_CHECKING:
+    from huggingface_hub import CommitOperationAdd
+
+T = TypeVar("T")
+
+CARD = "README.md"
+_BEGIN, _END = "<!-- packstore -->", "<!-- /packstore -->"
+
+
+class Published(NamedTuple):
+    """Where a dataset is on the hub: its URL, its version there, the commit, and its files."""
+
+    url: str
+    version: int
+    commit: str
+    files: int
+
+
+def publish(
+    dataset: str,
+    repo: str,
+    *,
+    private: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Published:
+    """Uploads the newest version of a dataset to the Hugging Face hub, in one commit.
+
+        >>> packstore.publish("prefs-8k", "me/prefs-8k").url
+        'hf://datasets/me/prefs-8k'
+
+    Shards are uploaded first; the commit then adds them, the manifest and the card together, so
+    that no reader sees a part. Versions that are there already stay. The card names the shards of
+    the new one, so that the hub's viewer and ``datasets.load_dataset`` read them alone; what you
+    write into it beside the part of packstore stays, too.
+
+    Args:
+        dataset: folder or URL of a packed dataset.
+        repo: name of the repository, ``OWNER/NAME``; made if it is missing.
+        private: make a new repository private.
+        storage_options: passed to fsspec's filesystem of `dataset`.
+
+    Returns:
+        Where it is. Reading from that URL, also in training, needs no download beforehand.
+
+    Raises:
+        StorageError: the hub refuses, for example without a token, or a file cannot be read.
+        MissingFilesError: the dataset lacks a file of its version.
+    """
+    from huggingface_hub import CommitOperationAdd, HfApi
+
+    source = open(dataset, storage_options)
+    source.require_files()
+    api = HfApi()
+
+    def prepare() -> tuple[str | None, Any]:
+        api.create_repo(repo, repo_type="dataset", private=private or None, exist_ok=True)
+        return api.repo_info(repo, repo_type="dataset").sha, _card(api, repo)
+
+    before, card = _asked(repo, prepare)
+    there = Location(f"hf://datasets/{repo}")
+    manifest = source.location.read_bytes(manifest_path(source.version))
+    newest = max(versions(there), default=0)
+    if newest and there.read_bytes(manifest_path(newest)) == manifest:
+        version = newest
+    else:
+        version = max(source.version, newest + 1)
+    _describe(card, source, repo)
+    own = {manifest_path(version): manifest, CARD: str(card).encode()}
+    added = [CommitOperationAdd(path, data) for path, data in own.items()]
+    files = [_addition(source, path) for path in source.manifest.files]
+    text = f"packstore: version {version}, {source.manifest.fingerprint[:16]}"
+    commit = _asked(
+        repo,
+        lambda: api.create_commit(
+            repo, [*files, *added], commit_message=text, repo_type="dataset", parent_commit=before
+        ),
+    )
+    return Published(there.url, version, str(commit.oid), len(files) + len(added))
+
+
+def _asked(repo: str, call: Callable[[], T]) -> T:
+    """Returns the answer of the hub, whose refusals become a StorageError."""
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        return call()
+    except Exception as error:
+        known = isinstance(error, HfHubHTTPError | HFValidationError | OSError)
+        if not known and not type(error).__module__.startswith("httpx"):  # or httpx2, by release
+            raise
+        must, do = "the hub must take it", "Log in with `hf auth login`, or set HF_TOKEN"
+        found = str(error).strip().partition("\n")[0]
+        raise StorageError(sentence(f"hf://datasets/{repo}", must, found, do)) from error
+
+
+def _addition(dataset: Dataset, path: str) -> CommitOperationAdd:
+    from huggingface_hub import CommitOperationAdd
+
+    place = dataset.location.join(path)
+    return CommitOperationAdd(path, place.local_path or place.open_read())
+
+
+def _card(api: Any, repo: str) -> Any:
+    """Returns the card of the repository, or a new one."""
+    from huggingface_hub import DatasetCard
+
+    if api.file_exists(repo, CARD, repo_type="dataset"):
+        return DatasetCard.load(repo, ignore_metadata_errors=True)
+    title = repo.rpartition("/")[2]
+    return DatasetCard(f"---\ntags: [packstore]\n---\n\n# {title}\n\n{_BEGIN}\n{_END}\n")
+
+
+def _describe(card: Any, dataset: Dataset, repo: str) -> None:
+    """Writes the files of this version, and what it is, into the card."""
+    m = dataset.manifest
+    paths = [shard.path for shard in m.shards]
+    files = [{"split": "train", "path": paths}]
+    card.data.configs = [{"config_name": "default", "data_files": files}]
+    card.data.tags = sorted({*(card.data.tags or ()), "packstore", m.kind})
+    tokenizer, settings = m.provenance.get("tokenizer") or {}, m.provenance.get("settings") or {}
+    facts = {
+        "kind": m.kind,
+        "examples": f"{m.totals.examples:,}",
+        "packs": f"{m.num_packs:,} of {m.pack_size:,} tokens, layout `{m.layout}`",
+        "tokens": f"{m.totals.tokens:,}, fill {m.fill_rate:.2%}",
+        "records": f"{m.records.read:,} read, {m.records.packed:,} packed",
+        **{f"dropped: {why}": f"{count:,}" for why, count in m.records.dropped.items()},
+        "tokenizer": tokenizer.get("name") or tokenizer.get("path") or "token ids were given",
+        "tokenizer sha256": tokenizer.get("sha256") or "unknown",
+        "sources": _sources(m.source_names),
+        "strategy, seed": f"{m.strategy}, {m.seed}",
+        "chat template": settings.get("chat_template") or "the tokenizer's",
+        "fingerprint": m.fingerprint,
+        "packstore": m.provenance.get("package_version", "unknown"),
+    }
+    rows = [f"| {name} | {_cell(value)} |" for name, value in facts.items()]
+    lines = [
+        "Packed by packstore. A row is a pack: token ids of several whole examples.",
+        *("", "| | |", "|---|---|", *rows, ""),
+        *("```python", "import packstore.torch as pt", ""),
+        f'loader = pt.PackedDataLoader(pt.PackedDataset("hf://datasets/{repo}"))',
+        "```",
+    ]
+    part = "\n".join([_BEGIN, *lines, _END])
+    text, found = re.subn(f"{_BEGIN}.*?{_END}", lambda _: part, card.text, count=1, flags=re.S)
+    card.text = text if found else f"{card.text.rstrip()}\n\n{part}\n"
+
+
+def _sources(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3:,} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more or "records in memory"
+
+
+def _cell(value: object) -> str:
+    return re.sub(r"\s+", " ", str(value)).replace("|", "\\|")
