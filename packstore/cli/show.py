@@ -82,6 +82,8 @@ def _show(args: argparse.Namespace) -> int:
         legend = [Text(part, style) for part, style in _LEGEND.items()]
         if not console.is_terminal:
             legend = [Text("supervised text stands in ⟦ ⟧")]
+        if shape := m.provenance.get("shape"):
+            legend.append(Text(f"records: {visible(str(shape))}"))
         console.print(Text("  ").join(legend))
         for number in numbers:
             for line in _lines(reader, number, console.is_terminal):

@@ -193,11 +193,15 @@ def _settings_of(base: Dataset, settings: Mapping[str, Any], packed: bool) -> Pa
         "labels": "spans" if "label_spans" in manifest.features else "plain",
         "carry": tuple(f"{name}:{type_}" for name, type_ in manifest.carry.items()),
     }
-    if not packed and (shape := recorded.get("shape")):
-        before, now = manifest.provenance.get("shape_sha256", ""), table(shape).digest
+    if not packed and (before := manifest.provenance.get("shape_sha256")):
+        shapes, called = table(recorded.get("shape")), manifest.provenance.get("shape")
+        now = shapes.digest or "".join(s.digest for s in shapes.named if s.name == called)
         if before != now:
-            rule = f"append packs by the shapes of the dataset, so {shape} must be as it was"
+            rule = "append packs by the shapes of the dataset, so "
+            rule += f"{recorded.get('shape') or called} must be as it was"
             found, remedy = f"sha256 {now[:12]}, not {before[:12]}", "Restore it, or pack anew"
+            if not shapes.digest:
+                remedy = "Append with the version of packstore that made it, or pack anew"
             raise ConfigError(sentence(base.url, rule, found, remedy))
     on = {**recorded.get("on", {})}
     if packed:  # its records were answered for; examples that do not fit cannot be truncated

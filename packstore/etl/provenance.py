@@ -64,7 +64,8 @@ def provenance_of(
     if config.as_chat:
         deciding["as_chat"] = True
     if config.shape:
-        deciding["shape"] = about.get("shape_sha256", config.shape)
+        is_file = config.shape.endswith((".yaml", ".yml"))
+        deciding["shape"] = about["shape_sha256"] if is_file else config.shape
     if (overlong := config.on["overlong"]).startswith("truncate"):
         deciding["truncated"] = [overlong, config.sequence_limit]
     return {**about, "lineage": fingerprint(deciding), **named}

@@ -35,7 +35,8 @@ from packstore.tokenizer import (
 )
 from packstore.tokenizer.fastest import EngineWatch, is_worthwhile, with_fastest_engine
 from packstore.tokenizer.records.parse import parse_record
-from packstore.tokenizer.records.shapes import table
+from packstore.tokenizer.records.paths import with_paths
+from packstore.tokenizer.records.shapes import named_shape, table
 from packstore.tokenizer.refusals import Refused
 from packstore.tokenizer.tokenizer import FAST
 from packstore.version import VERSION
@@ -103,6 +104,7 @@ class RecordExampleReader:
         self._shapes = table(config.shape).digest
         detected = config.kind == "auto"
         self.kind = detect_kind(rows.values[0], config, rows.where(0)) if detected else config.kind
+        self._shape = self._shape_of(rows.values[0])
         self._renders = self._reference is not None and self._are_dialogues(rows)
         if self._renders and config.engine == "local":
             local.prepare()
@@ -111,6 +113,15 @@ class RecordExampleReader:
             _ = self._reference.template, self._reference.tool_use_template
         self._blocks: Iterable[Block] = itertools.chain(first, blocks)
         self.vocab_size = self._reference.vocab_size if self._reference else None
+
+    def _shape_of(self, record: Any) -> dict[str, str]:
+        """Returns the named shape of a record, and the hash of its entry, or of the user's file."""
+        shape = None
+        with contextlib.suppress(Refused):  # the record is refused later
+            given = with_paths(record, self._config)
+            shape = named_shape(given, self._config, self.kind, ids=self._reference is None)
+        about = {"shape": shape.name, "shape_sha256": shape.digest} if shape else {}
+        return about | ({"shape_sha256": self._shapes} if self._shapes else {})
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
@@ -192,7 +203,7 @@ class RecordExampleReader:
             rule = "must stay as it is while records are packed by it"
             raise InputError(sentence(str(self._config.shape), rule, "that it changed"))
         return {
-            **({"shape_sha256": self._shapes} if self._shapes else {}),
+            **self._shape,
             "sources": list(self._reader.sources if sources is None else sources),
             "tokenizer": self.tokenizer and {**self._tokenizer_path, **self.tokenizer.provenance()},
             "settings": replace(self._config, partitions=self.partitions).recorded(),

@@ -122,7 +122,7 @@ class RecordTokenizer:
                 block.refused[i] = error.with_traceback(None)
         for i, shape in block.shapes.items():
             if i in parsed:
-                fields = used_fields(shape, parsed[i].fields, (*given[i],))
+                fields = used_fields(shape, parsed[i].fields, (*given[i],), config.fields)
                 parsed[i] = parsed[i]._replace(fields=fields)
         unread: dict[tuple[str, ...], dict[str, str]] = {}
         for i, record in [*parsed.items()] if groups else ():

@@ -42,11 +42,13 @@ ADDS = """
 """.split()  # noqa: SIM905
 WEIGHTS = ["weight", "loss_weight", "sample_weights", "weight_b", "importance", "coefficient"]
 MASKS = ["loss_mask", "mask", "completion_mask", "response_mask", "lossMask"]
+MEDIA = ["images", "image", "videos", "audios", "image_path", "video_urls", "imageList"]
 CASES = [
     *itertools.product(JUDGES, NUMBERS),
     *itertools.product(ADDS, TEXTS),
     *itertools.product(WEIGHTS, (0.5, 0, 3)),
     *itertools.product(MASKS, ([0, 1], [1, 1, 0])),
+    *itertools.product(MEDIA, ("a.png", ["a.png"], {"path": "a.png"}, [{"bytes": "b"}])),
     *itertools.product(
         ["metadata", "extra_info", "info", "Meta", "annotations", "anything"],
         (
@@ -100,7 +102,12 @@ def test_what_judges_weighs_or_adds_is_read_or_refused(base, said):
             continue  # text that its ids may stand for
         given = [{**record, name: value}] * 3  # the same in all of them
         dropped, _ = said(kind, *given)
-        if dropped not in ({"unread_field": 3}, {"unpaired_feedback": 3}):
+        refused = (
+            "unread_field",
+            "unpaired_feedback",
+            *(["wrong_type"] if name == "image" else ()),
+        )
+        if dropped not in [{reason: 3} for reason in refused]:
             silent.append((name, value))
     assert silent == []
 
@@ -143,3 +150,32 @@ def test_the_remedy_reads_it(pack, byte_level):
     packed = pack(byte_level(), record, fields={"score": "metadata.quality"})
     assert packed.dataset.manifest.kind == "scored"
     assert "metadata.quality" in packed.dataset.manifest.records.fields_used
+
+
+@pytest.mark.parametrize("column", ["images", "videos", "audios"])
+@pytest.mark.parametrize("form", ["swift", "factory"])
+def test_a_placeholder_beside_its_images_is_not_learned_as_text(column, form, said):
+    """The forms of ms-swift and LLaMA-Factory."""
+    text = f"<{column[:-1]}>What is it?"
+    chat = [{"role": "user", "content": text}, A]
+    records = {
+        "swift": [
+            ("sft", {"messages": chat}),
+            ("sft", {"query": text, "response": "x"}),
+            ("preference", {"messages": chat, "rejected_response": "y"}),
+            ("preference", {"query": text, "response": "x", "rejected_response": "y"}),
+        ],
+        "factory": [
+            ("sft", {"instruction": text, "input": "", "output": "x"}),
+            ("sft", {"conversations": [{"from": "human", "value": text},
+                                       {"from": "gpt", "value": "x"}]}),
+            ("scored", {"messages": chat, "label": True}),
+            ("preference", {"conversations": [{"from": "human", "value": text}],
+                            "chosen": {"from": "gpt", "value": "x"},
+                            "rejected": {"from": "gpt", "value": "y"}}),
+        ],
+    }  # fmt: skip
+    for kind, record in records[form]:
+        assert said(kind, record) == ({}, [])
+        assert said(kind, {**record, column: ["a.bin"]})[0] == {"unread_field": 1}
+        assert said(kind, {**record, column: []}) == ({}, [])

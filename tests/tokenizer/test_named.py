@@ -323,3 +323,37 @@ def test_what_a_shape_passes_over_is_counted(pack, byte_level):
     found = pack(byte_level(template=TEMPLATE), record, record).dataset.manifest.records
     assert found.packed == 2
     assert found.fields_not_used["individual_preference"] == 2
+
+
+def test_a_mapped_field_goes_before_that_of_its_shape(pack, byte_level):
+    tokenizer = byte_level(template=TEMPLATE)
+    record = {"question": "Q", "chosen": "x", "rejected": "y", "asked": "R", "a": 3, "b": {"c": 1}}
+    fields = {"prompt": "asked", "chosen_reward": "a", "rejected_reward": "b.c"}
+    packed = pack(tokenizer, record, shape="Orca pairs", fields=fields)
+    assert packed.marked == ["[u]R<e>[a]«x<e>»", "[u]R<e>[a]«y<e>»"]
+    (group,) = packed.dataset.iter_packs()
+    assert group.reward.tolist() == [3.0, 1.0]
+    used = packed.dataset.manifest.records.fields_used
+    assert {*used} == {"asked", "chosen", "rejected", "a", "b.c"}
+    with pytest.raises(RecordError, match="or none and its fields"):
+        pack(tokenizer, {"asked": "Q", "chosen": "x", "rejected": "y"}, shape="Orca pairs",
+             fields={"prompt": "asked"})  # fmt: skip
+
+
+def test_the_shape_is_named_by_the_dataset_and_holds_for_what_is_added(
+    pack, byte_level, monkeypatch
+):
+    record = {"question": "Q", "chosen": "x", "rejected": "y"}
+    plain = {"prompt": "Q", "chosen": "x", "rejected": "y"}
+    tokenizer = byte_level(template=TEMPLATE)
+    assert "shape" not in pack(tokenizer, plain).dataset.manifest.provenance
+    dataset = pack(tokenizer, record).dataset
+    assert dataset.manifest.provenance["shape"] == "Orca pairs"
+    (shape,) = (shape for shape in table().named if shape.name == "Orca pairs")
+    assert dataset.manifest.provenance["shape_sha256"] == shape.digest
+    more = [{"question": "R", "chosen": "x", "rejected": "y"}]
+    monkeypatch.setattr(shape, "entry", {**shape.entry, "note": "another"})
+    dataset = packstore.append(dataset, more, tokenizer=tokenizer.library)
+    monkeypatch.setattr(shape, "entry", {**shape.entry, "passes": ["score"]})
+    with pytest.raises(ConfigError, match=r"Orca pairs must be as it was.*version of packstore"):
+        packstore.append(dataset, more, tokenizer=tokenizer.library)

@@ -12,10 +12,10 @@ from packstore.config import TokenizeConfig
 from packstore.config.record_shapes import known
 from packstore.errors import quote
 from packstore.tokenizer.chat.messages import is_empty, text_as_messages
-from packstore.tokenizer.records.fields import Fields, is_number
+from packstore.tokenizer.records.fields import is_number
 from packstore.tokenizer.records.forms import is_text
 from packstore.tokenizer.records.paths import follow, parse_path
-from packstore.tokenizer.records.shapes import Shape, table
+from packstore.tokenizer.records.shapes import Shape, named_shape
 from packstore.tokenizer.refusals import Refused
 
 _BESIDE = ("chosen_reward", "rejected_reward", "margin", "system", "tools", "chat_template_kwargs")
@@ -42,11 +42,7 @@ def canonical(
     `kind`: of the job; `templated`: the tokenizer has a chat template, so that texts of a set for
     instruct models are chats by default; `ids`: of a record that holds texts and ids, the ids.
     """
-    if type(record) is not dict or (config.fields and not config.shape):
-        return Canonical(record)
-    shapes, shape = table(config.shape), None
-    if shapes.insists or shapes.candidates(record):
-        shape = shapes.shape_of(Fields(record, config), kind, ids)
+    shape = named_shape(record, config, kind, ids)
     if shape is None:
         return Canonical(record)
     as_chat = config.as_chat
@@ -55,20 +51,25 @@ def canonical(
     if shape.refuse:
         raise Refused("wrong_type", shape.refusal)
     try:
-        return Canonical(_read(shape, record, as_chat), shape)
+        found = _read(shape, record, as_chat, config.fields)
+        return Canonical({config.fields.get(n, n): v for n, v in found.items()}, shape)
     except Refused as error:
         if error.reason == "wrong_type":
             error.detail = f"{shape.name}: {error.detail}"
         raise
 
 
-def used_fields(shape: Shape, fields: tuple[str, ...], names: tuple[str, ...]) -> tuple[str, ...]:
+def used_fields(
+    shape: Shape, fields: tuple[str, ...], names: tuple[str, ...], mapped: Mapping[str, str]
+) -> tuple[str, ...]:
     """Returns those of a record's `names` of which our own fields that were used are made."""
+    beside = {*fields} & {*mapped.values()}
+    fields = tuple(name for name in fields if name not in beside)
     of_turns = ("prompt", "response") if "messages" in fields else ()
     ours = known().field_names
     keys = [key for key in shape.reads if key in (*fields, *of_turns) or key not in ours]
     used = {str(path[0]) for key in keys for path in shape.reads[key]}
-    used |= ({*fields} & _beside()) - shape.reads.keys()
+    used |= ({*fields} & _beside()) - shape.reads.keys() | beside
     return tuple(name for name in names if name in used)
 
 
@@ -77,8 +78,10 @@ def _beside() -> frozenset[str]:
     return frozenset(name for field in _BESIDE for name in known().spellings[field])
 
 
-def _read(shape: Shape, record: dict[str, Any], as_chat: bool) -> dict[str, Any]:
-    """Returns a record of a shape with our own field names."""
+def _read(
+    shape: Shape, record: dict[str, Any], as_chat: bool, fields: Mapping[str, str]
+) -> dict[str, Any]:
+    """Returns a record of a shape with our own field names; `fields`: those mapped to others."""
     for text, values in shape.entry.get("drops", {}).items():
         if (value := follow(record, parse_path(text))) in values:
             raise Refused("tie", f"{text} {quote(value)}")
@@ -90,6 +93,7 @@ def _read(shape: Shape, record: dict[str, Any], as_chat: bool) -> dict[str, Any]
         if parts:
             kept = parts if name == "votes" else parts[0]
             found[name] = kept if len(parts) == 1 or kept is parts else _joined(parts)
+    found |= {name: record[at] for name, at in fields.items() if record.get(at) is not None}
     if isinstance(found.get("system"), list):
         found["system"] = _joined(found["system"])
     if "good" in found:

@@ -15,14 +15,18 @@ from packstore.config.names import meant
 from packstore.config.record_shapes import known, read_yaml
 from packstore.errors import ConfigError, RecordError, quote, sentence
 from packstore.tokenizer.chat.messages import is_empty
+from packstore.tokenizer.chat.sandbox import as_json
 from packstore.tokenizer.records.fields import Fields
 from packstore.tokenizer.records.forms import FORMS
 from packstore.tokenizer.records.paths import Path, follow, missing, parse_path, with_paths
 from packstore.tokenizer.refusals import Refused
 
+_TOLD = ("source", "seen", "sets", "tried", "note", "example", "shows", "refuse")
+"""Keys of an entry that do not change what becomes of a record."""
+
 _KEYS = frozenset(
     {
-        *("source", "seen", "sets", "tried", "note", "example", "shows", "refuse", "becomes"),
+        *(*_TOLD, "becomes"),
         *("kind", "fields", "takes", "without", "reads", "passes", "drops", "as_chat", "role"),
         *("turns", "rounds", "signed", "first", "second", "tie"),
     }
@@ -76,6 +80,12 @@ class Shape:
     def passes(self, name: str) -> bool:
         """Returns True if a field is rightly left."""
         return name in self._passes or any(fnmatchcase(name, text) for text in self._patterns)
+
+    @property
+    def digest(self) -> str:
+        """A sha256 of how it is recognised and read."""
+        entry = {key: value for key, value in self.entry.items() if key not in _TOLD}
+        return hashlib.sha256(as_json(entry, sort_keys=True).encode()).hexdigest()
 
     def is_told_by(self, fields: Fields) -> bool:
         """Returns True if a field of a record tells that it is of the kind of this shape."""
@@ -165,7 +175,8 @@ class Table:
         if not fits:
             if self.insists and self.named:
                 why = self.refusal(fields, kind)
-                raise Refused("wrong_type", why.detail, "Name another shape (--shape NAME)")
+                remedy = "Name another shape (--shape NAME), or none and its fields (--field)"
+                raise Refused("wrong_type", why.detail, remedy)
             return None
         fits = [s for s in fits if not any(s.roots < other.roots for other in fits)]
         if len(fits) > 1:
@@ -220,6 +231,7 @@ class Table:
 
         own, near = self.own_of(kind, ids), self.near(fields)
         misfits = {shape: [*shape.misfits(fields)] for shape in (*own, *near)}
+        own = [shape for shape in own if misfits[shape]]  # one may fit, where another is named
         shape = min(own, key=steps)
         path = misfits[shape][0]
         absent = shape.value(fields, path) is None  # or refuses what is no JSON
@@ -285,15 +297,28 @@ def _named(name: str | None) -> Table:
     return Table(chosen, name)
 
 
+def named_shape(
+    record: Any, config: TokenizeConfig, kind: str | None = None, ids: bool = False
+) -> Shape | None:
+    """Returns the named shape of a record, or None; see :meth:`Table.shape_of`."""
+    if type(record) is not dict or (config.fields and not config.shape):
+        return None
+    shapes = table(config.shape)
+    if not (shapes.insists or shapes.candidates(record)):
+        return None
+    return shapes.shape_of(Fields(record, config), kind, ids)
+
+
 def detect_kind(record: Any, config: TokenizeConfig, where: str = "the first record") -> str:
     """Returns the kind of the settings, or else of the shape that a record has or tells of."""
     if config.kind != "auto":
         return config.kind
     told = quote(record)
     if isinstance(record, dict):
-        fields, shapes = Fields(with_paths(record, config), config), table(config.shape)
+        given, shapes = with_paths(record, config), table(config.shape)
+        fields = Fields(given, config)
         try:
-            named = None if config.fields and not config.shape else shapes.shape_of(fields)
+            named = named_shape(given, config, ids=True)
             if named is not None and named.refuse:
                 must = "packstore must be able to read it"
                 raise RecordError(sentence(where, must, named.refusal))
