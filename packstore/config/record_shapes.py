@@ -75,6 +75,10 @@ class Known:
         self._groups |= {n: group for group, entry in further.items() for n in entry["names"]}
         self._patterns = [(group, re.compile(text)) for group, text in names["patterns"]]
 
+    def is_number(self, name: str) -> bool:
+        """Returns True for the name of a field that must be a number, if it is there."""
+        return self.group(name) in ("judges", "weighs", "margin")
+
     def group(self, name: str) -> str:
         """Returns the group of a further field, :data:`HARMLESS`, or nothing."""
         *_, last = name.removesuffix("[]").rpartition(".")

@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from packstore.config.record_shapes import known
 from packstore.errors import InputError, PackstoreError, quote, sentence
 from packstore.io.inputs.pieces import Format, Piece, ReadOptions, cut, refuse_equal_names
 from packstore.io.inputs.text import parse_json
@@ -73,6 +74,9 @@ def _run(query: Any, file: BinaryIO) -> Iterator[pa.RecordBatch]:
 def _line(record: object, where: str) -> bytes:
     try:
         text = json.dumps(record, separators=(",", ":"), default=_plain_value)
+        if "NaN" in text:  # of pandas' to_dict("records"), its nulls
+            given = _without_nan(record)
+            text = json.dumps(given, separators=(",", ":"), default=_plain_value)
     except (TypeError, ValueError, RecursionError) as error:
         rule = "a record must be made of text, numbers, lists and dicts"
         found = f"{error}, in {quote(record)}"
@@ -90,6 +94,18 @@ def _plain_value(value: Any) -> object:
         if hasattr(value, method):
             return getattr(value, method)()
     raise TypeError(f"a {type(value).__name__}")
+
+
+def _without_nan(value: Any, is_record: bool = True) -> Any:
+    """Returns a record without NaN, but for items of lists, and where a number is to be one."""
+    if isinstance(value, Mapping):
+        return {
+            name: _without_nan(member, is_record=False)
+            for name, member in value.items()
+            if not (isinstance(member, float) and member != member)
+            or (is_record and known().is_number(name))
+        }
+    return [_without_nan(item, is_record=False) for item in value] if type(value) is list else value
 
 
 def _without_nulls(value: Any) -> Any:

@@ -254,7 +254,9 @@ def check_read(record: Any, groups: Mapping[str, str], kind: str, is_ids: bool) 
     """
     for name, group in groups.items():
         value = unwrapped(record.get(name))
-        if is_empty(value) or (group == "masks" and _is_flat(value)):
+        if is_empty(value) or (isinstance(value, float) and value != value):  # pandas' null
+            continue
+        if group == "masks" and _is_flat(value):
             continue
         if is_ids and group == "adds" and isinstance(value, str):
             continue

@@ -330,7 +330,12 @@ def test_values_of_other_libraries_become_plain_and_others_are_left_to_policies(
     assert load(table) == [{"d": "2026-01-02", "s": "x", "n": None}]
     records = ["text", None, {"a": "\ud800"}, {"a": math.inf}]
     assert load(records) == records
-    assert math.isnan(load([{"a": math.nan}])[0]["a"])
+    nan = {"reward": math.nan, "a": math.nan, "b": {"reward": math.nan}, "c": [math.nan]}
+    (loaded,) = load([nan])  # a reward that is none is told; pandas writes the others for null
+    assert math.isnan(loaded["reward"])
+    assert math.isnan(loaded["c"][0])
+    assert loaded.keys() == {"reward", "b", "c"}
+    assert loaded["b"] == {}
 
 
 def test_rows_of_pandas_have_the_nulls_of_their_table() -> None:
@@ -342,6 +347,12 @@ def test_rows_of_pandas_have_the_nulls_of_their_table() -> None:
     assert expected[0]["messages"][0]["calls"][0] == {"n": 1, "x": [0.5, None]}
     assert load(frame) == expected
     assert load(frame.to_dict("records")) == expected
+    structs = [{"system": "s", "meta": {"a": 1.5, "b": "x"}}, {"system": None, "meta": {"a": None}}]
+    given = pa.Table.from_pylist(structs).to_pandas().to_dict("records")
+    given[1]["meta"]["a"] = math.nan
+    (_, second) = load(given)
+    assert second.get("system") is None
+    assert second["meta"].get("a") is None
 
 
 def test_maps_are_mappings_with_json_inside() -> None:
