@@ -57,8 +57,8 @@ def inference_batching(
     batching: dict[str, int | None], device: torch.device, pack_size: int
 ) -> dict[str, int | None]:
     """Returns what was given for inference; by default on CUDA the tokens of 4 packs."""
-    given = any(batching.get(name) is not None for name in ("packs_per_batch", "tokens_per_batch"))
-    if given or device.type != "cuda":
+    is_set = any(batching.get(name) is not None for name in ("packs_per_batch", "tokens_per_batch"))
+    if is_set or device.type != "cuda":
         return batching
     # One pack of a small model is launched more slowly than it is computed.
     return {"tokens_per_batch": 4 * pack_size}

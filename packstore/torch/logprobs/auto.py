@@ -90,22 +90,24 @@ def _difference(
     how = how._replace(keep_logits=True)  # leaves the products as they are
     # A row's target has the largest value by far, so every other row is without.
     aims = targets.masked_fill(torch.arange(len(targets), device=targets.device) % 2 == 1, -1)
-    made = []
+    vocab_tiles = []
     for columns, _ in tiles(len(inputs), len(weight), how.chunk_size):
         logits = product(inputs, weight[columns].to(inputs.dtype).T)
         biases = None if bias is None else bias[columns]
-        made.append(Tile(logits, biases, aims - columns.start, how))
+        vocab_tiles.append(Tile(logits, biases, aims - columns.start, how))
 
     def values(of: Passes) -> list[Tensor]:
         state = torch.zeros((3, len(inputs)), device=inputs.device)
         state[0] = torch.finfo(state.dtype).min
         found = [state]
-        for tile in made:
+        for tile in vocab_tiles:
             found += of.fold_rest(state.clone(), tile, inputs.dtype)
             of.fold(state, tile)
         total, upstream = state[0] + state[1].log(), torch.ones_like(state[0])
         types = {inputs.dtype, torch.float32}
-        return found + [of.gap(tile, total, upstream, kind) for tile in made for kind in types]
+        return found + [
+            of.gap(tile, total, upstream, kind) for tile in vocab_tiles for kind in types
+        ]
 
     gaps = []
     for mine, eager in zip(values(passes), values(EAGER), strict=True):

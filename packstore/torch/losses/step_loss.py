@@ -170,14 +170,16 @@ class StepLoss(ABC):
                 divisor = planned.averaged(step.ranks if self.gradients == "mean" else 1)
             elif step.batches * step.ranks > 1:
                 rule = "a loss must be divided by the count of its whole optimizer step"
-                given = f"{step.batches} batches on {step.ranks} ranks that nobody counted"
+                found = (
+                    f"a step of {step.batches} batches on {step.ranks} ranks that nobody counted"
+                )
                 remedy = (
                     "Pass divisor=count_step(batches, loss_fn).averaged(ranks) with all batches of "
                     "the step"
                 )
                 if self.weight_field is None:
                     remedy += ", or pack the data anew: the pack index then counts them"
-                raise ConfigError(sentence(repr(self), rule, f"a step of {given}", remedy))
+                raise ConfigError(sentence(repr(self), rule, found, remedy))
         if divisor is None:
             return None, None, None
         if not isinstance(divisor, StepDivisor):

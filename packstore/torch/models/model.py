@@ -30,8 +30,8 @@ from packstore.torch.models.mask import (
     window_of,
 )
 from packstore.torch.models.unwrap import (
-    by_length,
     check_adapters,
+    depends_on_length,
     layers,
     rope_kinds,
     unwrapped,
@@ -134,7 +134,7 @@ def _unserved(model: Any, text: Any) -> str:
         known = _forget_calls in module._forward_pre_hooks.values()
         if "dynamic" in str(module.rope_type) and not known:
             module.register_forward_pre_hook(_forget_calls)
-    if any(map(by_length, [module.rope_type for module in rotary] or rope_kinds(text))):
+    if any(map(depends_on_length, [module.rope_type for module in rotary] or rope_kinds(text))):
         return "its RoPE tables depend on the longest position of a call"
     return ""
 

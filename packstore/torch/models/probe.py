@@ -25,7 +25,7 @@ from packstore.torch.models.mask import PREFIX
 from packstore.torch.models.model import OWN_MODEL, use_packed_attention
 from packstore.torch.models.unwrap import (
     backbone_of,
-    by_length,
+    depends_on_length,
     evaluating,
     is_reward_model,
     rope_kinds,
@@ -200,7 +200,7 @@ def _marks(config: Any) -> list[int]:
         and not (isinstance(longest, int) and value >= longest)
     }
     for part in rope_parts(config):
-        if by_length(part.get("rope_type", part.get("type"))):
+        if depends_on_length(part.get("rope_type", part.get("type"))):
             marks.add(int(part.get("original_max_position_embeddings") or longest or 0))
     return sorted(mark for mark in marks if mark > 0)
 
@@ -214,7 +214,7 @@ def _longest(model: nn.Module, config: Any, vocab_size: int, marks: list[int]) -
         heads = getattr(config, "num_attention_heads", None) or 1
         limit = min(limit, int((CAPPED_SCORES / heads) ** 0.5))
     longest = getattr(config, "max_position_embeddings", None)
-    if isinstance(longest, int) and not any(map(by_length, rope_kinds(config))):
+    if isinstance(longest, int) and not any(map(depends_on_length, rope_kinds(config))):
         limit = min(limit, longest)
     beyond = [mark for mark in marks if mark + FURTHER > limit]
     if beyond:

@@ -56,7 +56,7 @@ class _ReplacedForward:
         self.module, self.before = module, vars(module).get("forward")
 
     def original_forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the forward of before; of the module's present class, which FSDP2 replaces."""
+        """Calls the replaced forward, or the one of the present class, which FSDP2 replaces."""
         if args and args[0] is self.module:  # Accelerate makes a method of what it finds
             args = args[1:]
         if self.before is not None:

@@ -186,8 +186,10 @@ def text_config(model: Any) -> Any:
 
 def rope_parts(config: Any) -> list[Mapping[str, Any]]:
     """Returns the RoPE settings of a text config: one mapping, or one per kind of layer."""
-    given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    return [given, *(part for part in given.values() if isinstance(part, Mapping))]
+    settings = (
+        getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    )
+    return [settings, *(part for part in settings.values() if isinstance(part, Mapping))]
 
 
 def rope_kinds(config: Any) -> list[str]:
@@ -195,6 +197,6 @@ def rope_kinds(config: Any) -> list[str]:
     return [str(p.get("rope_type", p.get("type", "default"))) for p in rope_parts(config) if p]
 
 
-def by_length(kind: object) -> bool:
+def depends_on_length(kind: object) -> bool:
     """Returns True for a type of RoPE whose tables depend on the longest position of a call."""
     return any(name in str(kind) for name in ("dynamic", "longrope"))

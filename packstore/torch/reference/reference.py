@@ -118,26 +118,28 @@ def write_ref_logps(
     config = BatchConfig.of(**chosen)
     location = Location(url, storage_options or {})
 
-    def begin() -> tuple[Provenance, list[int] | None]:
+    def find_missing() -> tuple[Provenance, list[int] | None]:
         require_exclusive(location)
         with lower():
             provenance = describe_reference(model, dataset)
         for name in ("packs_per_batch", "tokens_per_batch"):
             provenance[name] = getattr(config, name)
-        if not overwrite and _is_there(location, dataset, provenance):
+        if not overwrite and _is_committed(location, dataset, provenance):
             return provenance, None
         refuse_existing(location, overwrite, SIDE)
         numbers = {number for number, _ in _batches(StoredPacks(dataset, shuffle=False), config)}
         finished = {number for number, _ in _Parts(location, dataset, provenance).read()}
         return provenance, sorted(numbers - finished)
 
-    provenance, missing = run_on_rank_zero(begin)
+    provenance, missing = run_on_rank_zero(find_missing)
     if missing is None:
         log.info("%s: already there, of the same model, data and settings", location.display)
         return open_side(url, storage_options)
     parts = _Parts(location, dataset, provenance)
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if distributed() else (0, 1)
-    for number, values in _computed(policy, dataset, config, lower, missing[rank::ranks], progress):
+    for number, values in _compute_parts(
+        policy, dataset, config, lower, missing[rank::ranks], progress
+    ):
         parts.put(number, values)
     if distributed():
         dist.barrier()
@@ -160,18 +162,18 @@ def _commit(parts: _Parts, dataset: Dataset, provenance: Provenance, overwrite: 
     parts.remove()
 
 
-def _is_there(location: Location, dataset: Dataset, provenance: Provenance) -> bool:
+def _is_committed(location: Location, dataset: Dataset, provenance: Provenance) -> bool:
     """Returns True if the side dataset was committed by a run like this one."""
     try:
         manifest = open_side(location.url, location.storage_options).manifest
     except DatasetNotFoundError:
         return False
-    made = manifest.fingerprint, manifest.provenance
-    return made == (dataset.manifest.fingerprint, provenance)
+    recorded = manifest.fingerprint, manifest.provenance
+    return recorded == (dataset.manifest.fingerprint, provenance)
 
 
 @torch.no_grad()
-def _computed(
+def _compute_parts(
     policy: PackedPolicy,
     dataset: Dataset,
     config: BatchConfig,
@@ -184,7 +186,7 @@ def _computed(
     stream, mine = StoredPacks(dataset, shuffle=False), set(numbers)
     batches, ahead = tee(batch for batch in _batches(stream, config) if batch[0] in mine)
 
-    def started() -> Iterator[tuple[int, int, PackedBatch, Fetched]]:
+    def submit_batches() -> Iterator[tuple[int, int, PackedBatch, Fetched]]:
         reading = stream.read(places for _, places in ahead)
         for (number, places), packs in zip(batches, reading, strict=True):
             batch = collate(packs, stream.kind)
@@ -193,7 +195,7 @@ def _computed(
             yield number, int(places[-1]) + 1, batch, Fetched(logps.float())
 
     with evaluating(policy.model):
-        for number, group in groupby(delay_by_one(started()), itemgetter(0)):
+        for number, group in groupby(delay_by_one(submit_batches()), itemgetter(0)):
             values = []
             for _, done, batch, fetched in group:
                 ids, counts = batch.example_ids.numpy(), batch.num_responses.numpy()
