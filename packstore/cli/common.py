@@ -28,9 +28,9 @@ UNFOLDED = 1 << 20
 
 
 class _Screen(Console):
-    def render(self, *what: Any, **options: Any) -> Iterator[Segment]:
+    def render(self, *objects: Any, **options: Any) -> Iterator[Segment]:
         """Yields the segments of what is printed, with control characters made visible."""
-        for segment in super().render(*what, **options):
+        for segment in super().render(*objects, **options):
             yield segment if segment.control else segment._replace(text=visible(segment.text))
 
 
@@ -228,11 +228,11 @@ def add_settings(
 
 def read_settings(args: argparse.Namespace, config: type[Settings]) -> dict[str, Any]:
     """Returns the settings given on the command line, as keywords of `config`."""
-    given = vars(args)
+    values = vars(args)
     return {
-        name: tuple(map(spelled, given[name])) if isinstance(given[name], list) else given[name]
+        name: tuple(map(spelled, values[name])) if isinstance(values[name], list) else values[name]
         for name in config.names()
-        if name in given
+        if name in values
     }
 
 
@@ -268,7 +268,7 @@ class KeyValue(argparse.Action):
 
 
 def json_or_text(text: str) -> Any:
-    """Parses JSON; what is none stays text."""
+    """Parses JSON; text that is not JSON stays as it is."""
     try:
         return json.loads(text)
     except ValueError:

@@ -21,9 +21,9 @@ from packstore.etl.rejects import identity
 from packstore.io.dataset.dataset import Dataset, find_dataset
 from packstore.io.dataset.dataset import open as open_dataset
 from packstore.io.dataset.pack_index import put_index
-from packstore.io.manifest.commit import DATA, FOLDER, too_late
-from packstore.io.manifest.concat import Member, check_members, merge, origins
+from packstore.io.manifest.commit import DATA, FOLDER, lost_commit_race
 from packstore.io.manifest.manifest import Manifest
+from packstore.io.manifest.merge import Member, check_members, merge, origins
 from packstore.io.manifest.stored_file import StoredFile
 from packstore.io.shards.shard import ShardInfo
 from packstore.io.store.location import Location
@@ -99,10 +99,10 @@ def append(
         except AppendedBefore as found:
             log.info("%s: already there, %s", base.url, found)
             return base
-    grown = job.committed
-    added = grown.manifest.records.packed - base.manifest.records.packed
-    log.info("appended %s records: version %d of %s", f"{added:,}", grown.version, grown.url)
-    return grown
+    extended = job.committed
+    added = extended.manifest.records.packed - base.manifest.records.packed
+    log.info("appended %s records: version %d of %s", f"{added:,}", extended.version, extended.url)
+    return extended
 
 
 def concat(
@@ -136,24 +136,26 @@ def concat(
     members = [Member(d.url, d.manifest) for d in opened]
     check_members(members)
     location = Location(out, storage_options or {})
-    there = None if overwrite else find_dataset(location.url, location.storage_options)
-    if there is not None:
-        before = there.manifest.provenance.get("combined_from")
+    existing = None if overwrite else find_dataset(location.url, location.storage_options)
+    if existing is not None:
+        before = existing.manifest.provenance.get("combined_from")
         now = [origin for member in members for origin in origins(member)]
         if without_paths(before) == without_paths(now):
-            there.require_files()
-            log.info("%s: already there, of the same datasets", there.url)
-            return there
+            existing.require_files()
+            log.info("%s: already there, of the same datasets", existing.url)
+            return existing
     for dataset in opened:
         dataset.require_files()
     run = fingerprint([d.manifest.fingerprint for d in opened])[:12]
     with writing(location, overwrite, "concat") as job:
-        for given, dataset in zip(datasets, opened, strict=True):
-            newest = isinstance(given, Dataset) or dataset.version == job.version - 1
-            if not newest and _same_place(dataset.location, location):
-                raise too_late(location)  # its newest version is meant, and another was committed
-        manifest = _copied(job, opened, run)
-        job.confirm(manifest.shards)
+        for argument, dataset in zip(datasets, opened, strict=True):
+            newest = isinstance(argument, Dataset) or dataset.version == job.version - 1
+            if not newest and _is_same_place(dataset.location, location):
+                raise lost_commit_race(
+                    location
+                )  # its newest version is meant, and another was committed
+        manifest = _copy_shards(job, opened, run)
+        job.require_shards(manifest.shards)
         job.commit(manifest)
     return job.committed
 
@@ -218,17 +220,17 @@ def _settings_of(base: Dataset, settings: Mapping[str, Any], packed: bool) -> Pa
     return config
 
 
-def _copied(job: WriteJob, datasets: Sequence[Dataset], run: str) -> Manifest:
+def _copy_shards(job: WriteJob, datasets: Sequence[Dataset], run: str) -> Manifest:
     """Copies the shards of all datasets, puts the pack index, and returns the manifest."""
     number, members, further = 0, list[Member](), dict[StoredFile, Dataset]()
     with Staging(job.location, (FOLDER, DATA)) as staging:
         copies = list[Callable[[], None]]()
         for dataset in datasets:
-            if not _same_place(dataset.location, job.location):
+            if not _is_same_place(dataset.location, job.location):
                 further |= dict.fromkeys(dataset.manifest.further_files, dataset)
             shards = []
             for shard in dataset.manifest.shards:
-                if not _same_place(dataset.location, job.location):
+                if not _is_same_place(dataset.location, job.location):
                     suffix = dataset.manifest.file_format
                     path = f"{DATA}/{run}-{number:05d}-{shard.sha256[:16]}.{suffix}"
                     copying = partial(_copy, dataset.location, shard, job.location, path, staging)
@@ -248,7 +250,7 @@ def _copied(job: WriteJob, datasets: Sequence[Dataset], run: str) -> Manifest:
         return replace(merged, pack_index=put_index(job.location, sizes, job.version))
 
 
-def _same_place(a: Location, b: Location) -> bool:
+def _is_same_place(a: Location, b: Location) -> bool:
     return a == b or (a.local_path is not None and identity(a) == identity(b))
 
 

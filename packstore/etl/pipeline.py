@@ -187,10 +187,10 @@ def _pack(
         shards = [shard for w in packs for shard in w.shards]
         tally, provenance = totals.tally_for_split(part), totals.provenance(part)
         manifest = build_manifest(shape, config, shards, tally, planning, provenance)
-        sizes = itertools.chain(job.earlier(), (shard.sizes for shard in shards))
+        sizes = itertools.chain(job.base_sizes(), (shard.sizes for shard in shards))
         index = put_index(job.location, sizes, job.version)
-        job.confirm(manifest.shards)
-        job.commit(job.whole(replace(manifest, pack_index=index)))
+        job.require_shards(manifest.shards)
+        job.commit(job.extended_manifest(replace(manifest, pack_index=index)))
     for note in notes:
         note.remove()
 

@@ -132,7 +132,7 @@ class RecordTotals(ProgressCounter):
             log.log(level, "noted in %s records: %s%s", f"{count:,}", event, text)
         if not self._tally.kept and self._tally.dropped.keys() <= {*DUPLICATES.values()}:
             for job in self._jobs.values():
-                job.refuse_known()
+                job.refuse_all_duplicates()
         _check_drops(self._tally, self._config, self._reader.kind)
         _check_fields(self._tally, self._config, next(iter(self._jobs.values())))
         check_verdicts(self._tally, self._reader.kind, self._config)
@@ -145,7 +145,7 @@ class RecordTotals(ProgressCounter):
                     sentence("input", rule, found, "Choose another fraction, or seed")
                 )
         for part, job in self._jobs.items():
-            job.refuse_again(self.provenance(part))
+            job.refuse_repeated_append(self.provenance(part))
 
     def tally_for_split(self, part: str | None) -> Tally:
         """Returns the tally of the dataset of a part; examples of the other count as dropped."""

@@ -96,7 +96,7 @@ def export(
     return exporter.run(dataset, place, exporter.options(**options), report)
 
 
-def exists(
+def exists_error(
     location: Location, found: str, remedy: str = "Name another place, or replace it (overwrite)"
 ) -> DatasetExistsError:
     """Returns the error for an output that is there."""

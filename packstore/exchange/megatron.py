@@ -33,7 +33,7 @@ import pyarrow.parquet as pq
 
 from packstore.config import setting
 from packstore.errors import ConfigError, PackstoreError, sentence
-from packstore.exchange import Exported, Exporter, ExportOptions, exists
+from packstore.exchange import Exported, Exporter, ExportOptions, exists_error
 from packstore.format.arrays import Bool, Examples, Int32, Int64, Packs, range_indices, to_offsets
 from packstore.format.schema import list_of
 from packstore.io.store.location import Location
@@ -101,7 +101,7 @@ def _run(
     names = [entry.name for entry in place.files()]
     earlier = [n for n in names if n == METADATA or fnmatchcase(n, "packed_*-*.idx.parquet")]
     if earlier and not options.overwrite:
-        raise exists(place, f"{earlier[0]} in it")
+        raise exists_error(place, f"{earlier[0]} in it")
     pack_size, is_new = _pack_size(dataset, options), not place.exists()
     rows = RowMaker(pack_size, options.multiple, _pad_id(dataset, options))
     figures = rows.figures

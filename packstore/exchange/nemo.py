@@ -13,7 +13,7 @@ from typing import IO, TYPE_CHECKING
 
 import numpy as np
 
-from packstore.exchange import Exported, Exporter, ExportOptions, exists
+from packstore.exchange import Exported, Exporter, ExportOptions, exists_error
 from packstore.io.store.location import Location
 from packstore.io.store.staging import BESIDE, Staging
 
@@ -32,14 +32,14 @@ COLUMNS = ("input_ids", "labels", "reward", "lengths", "seq_boundaries")
 
 def _run(dataset: Dataset, place: Location, options: ExportOptions, progress: Progress) -> Exported:
     if place.is_dir():
-        raise exists(place, "a folder", "Name a file")
+        raise exists_error(place, "a folder", "Name a file")
     if not options.overwrite and place.exists():
-        raise exists(place, "a file")
+        raise exists_error(place, "a file")
     with Staging(place, BESIDE) as staging:
         with staging.file() as file:
             longest = _write(dataset, file, progress)
         if not options.overwrite and place.exists():
-            raise exists(place, "a file")
+            raise exists_error(place, "a file")
         staging.store(file.name, "")
     left_out = ", ".join(["example ids", *dataset.manifest.carry])
     facts = {"packs": len(dataset), "pairs": dataset.manifest.pairs, "longest pack": longest}

@@ -83,7 +83,7 @@ def test_another_schema_is_refused_again_and_again(tmp_path: Path) -> None:
     """Also after the first look at it, whose error may have been passed over."""
     flat = {"reward": lambda lists: pa.array([1] * len(lists), pa.uint32())}
     data = golden(tmp_path, "preference-concat-plain-arrow", flat)
-    data.expect(0)
+    data.prefetch(0)
     for _ in range(2):
         with pytest.raises(IntegrityError, match="schema must be that of the manifest"):
             data.read_packs(0)

@@ -169,10 +169,10 @@ class Dataset:
         """True if row groups are memory-mapped local files, which are cheap to decode."""
         return self.manifest.file_format == "arrow" and self.location.local_path is not None
 
-    def expect(self, group: int) -> None:
+    def prefetch(self, group: int) -> None:
         """Makes the system prefetch a row group of a mapped file from disk; never raises."""
         reader, index = self._reader(group)
-        reader.expect(index)
+        reader.prefetch(index)
 
     def group_name(self, group: int) -> str:
         """Returns shard and row group for error texts."""

@@ -41,7 +41,7 @@ _REFUSALS = 4
 @dataclass(slots=True)
 class _OpenGroup:
     bytes: int  # approximate, decoded
-    begun: bool = False  # True once reading has started
+    is_started: bool = False  # True once reading has started
     job: Future[Packs | None] | None = None  # reads it in a thread; None: reads when yielded
     is_read: bool = False  # True once its first pack is yielded
     packs: Packs | None = None  # what was read; None if it is quarantined
@@ -50,7 +50,7 @@ class _OpenGroup:
 
 
 class ReadAhead:
-    """Yields the packs at given positions, batch by batch; quarantined ones go to `left_out`."""
+    """Yields the packs at given positions, batch by batch; quarantined ones go to `quarantined`."""
 
     def __init__(
         self,
@@ -58,10 +58,10 @@ class ReadAhead:
         order: PackOrder,
         batches: Iterable[Int64],
         config: ReadConfig,
-        left_out: set[int],
+        quarantined: set[int],
     ) -> None:
         self._dataset, self._order, self._config = dataset, order, config
-        self._left_out = left_out
+        self._quarantined = quarantined
         self._batches = iter(batches)
         local = dataset.location.local_path is not None
         self._far_bytes = config.ahead(local)
@@ -104,13 +104,13 @@ class ReadAhead:
             return False
         indices = np.concatenate(chunk)
         groups, rows = self._order.locate(indices)
-        self._expect(groups, self._order.lane(indices))
+        self._open_groups(groups, self._order.lane(indices))
         places = zip(groups.tolist(), rows.tolist(), strict=True)
         self._planned += [list(itertools.islice(places, len(batch))) for batch in chunk]
         self._far += len(indices)
         return True
 
-    def _expect(self, groups: Int64, lanes: Int64) -> None:
+    def _open_groups(self, groups: Int64, lanes: Int64) -> None:
         """Opens new row groups, and drops those that all lanes have left."""
         distinct, first, counts = np.unique(groups, return_index=True, return_counts=True)
         for i in np.argsort(first).tolist():
@@ -136,19 +136,19 @@ class ReadAhead:
         """Submits row groups for reading, as far ahead as the settings allow."""
         while self._ahead < self._far_bytes:
             if self._waiting:
-                self._begin(self._waiting.popleft())
+                self._start_reading(self._waiting.popleft())
             elif self._far >= _FAR or not self._plan(_PLANNED):
                 return
 
-    def _begin(self, group: int) -> None:
+    def _start_reading(self, group: int) -> None:
         entry = self._open.get(group)
-        if entry is None or entry.begun:
+        if entry is None or entry.is_started:
             return
-        entry.begun = True
+        entry.is_started = True
         self._ahead += entry.bytes
         if self._dataset.is_mapped:
             # Decoding in a second thread would cost more in GIL switches than it saves.
-            self._dataset.expect(group)
+            self._dataset.prefetch(group)
         elif os.getpid() == self._pid:  # a fork has none of the threads
             pool = self._fetchers
             fetched = None if pool is None else pool.submit(self._fetch, group)
@@ -158,8 +158,8 @@ class ReadAhead:
         places = self._planned.popleft()
         self._far -= len(places)
         for group, _ in places:
-            if not self._open[group].begun:
-                self._begin(group)
+            if not self._open[group].is_started:
+                self._start_reading(group)
         return [self._take(group, row) for group, row in places]
 
     def _take(self, group: int, row: int) -> Packs:
@@ -219,7 +219,7 @@ class ReadAhead:
 
     def _stand_in(self, group: int) -> Packs:
         """Returns any readable pack, in place of an unreadable one; it has no weight in losses."""
-        self._left_out.add(group)
+        self._quarantined.add(group)
         if self._good is None:
             groups = map(self._read, range(len(self._dataset.group_rows)))
             self._good = next((packs for packs in groups if packs is not None), None)

@@ -144,10 +144,10 @@ class ShardReader:
 
         return self._cached(start, end, good)
 
-    def expect(self, group: int) -> None:
+    def prefetch(self, group: int) -> None:
         """Makes the system prefetch row group `group` of a mapped file from disk; never raises."""
         with contextlib.suppress(PackstoreError, *DECODER_ERRORS):
-            local.will_read(self._path, *self.footer().range(group))
+            local.advise_will_read(self._path, *self.footer().range(group))
 
     def decode(self, group: int, fetched: Fetched) -> Packs:
         """Verifies and decodes the bytes of row group `group`."""

@@ -29,9 +29,9 @@ from packstore.format.arrays import Rows
 from packstore.io.inputs.hugging_face import (
     NO_RECORDS,
     check_splits,
-    one_split,
     plain,
     records_of,
+    require_one_split,
     saved_files,
 )
 from packstore.io.inputs.pieces import (
@@ -130,10 +130,10 @@ class InputReader:
         self.sources: list[dict[str, Any]] = []
         self._memory: tuple[str, Any] | None = None
         inputs: list[Input] = []
-        source = plain(one_split(source))
-        given = source if isinstance(source, list | tuple) else [source]
-        if given and all(isinstance(path, str | os.PathLike) for path in given):
-            inputs = expand(given, storage_options)
+        source = plain(require_one_split(source))
+        items = source if isinstance(source, list | tuple) else [source]
+        if items and all(isinstance(path, str | os.PathLike) for path in items):
+            inputs = expand(items, storage_options)
         elif is_table(source):
             self._memory = ("<table>", table_records(source))
         elif hasattr(source, "readinto"):
@@ -335,7 +335,7 @@ def _files_of_folder(folder: Location) -> list[tuple[str, Location]]:
     if not names:
         rule = f"the folder must hold a file named {_KNOWN}"
         raise InputError(sentence(folder.display, rule, "none", "Name the files, or a glob"))
-    _log_left_out(folder, entries, {*names, *NO_RECORDS})
+    _log_ignored_files(folder, entries, {*names, *NO_RECORDS})
     return [(place.display, place) for place in map(folder.join, names)]
 
 
@@ -349,8 +349,8 @@ def _refuse_unread(folder: Location, names: Iterable[str]) -> None:
             raise InputError(sentence(folder.join(name).display, rule, suffix, remedy))
 
 
-def _log_left_out(folder: Location, entries: Iterable[Entry], used: Collection[str]) -> None:
-    """Warns once of what lies in a folder beside the files that are read, possible records first.
+def _log_ignored_files(folder: Location, entries: Iterable[Entry], used: Collection[str]) -> None:
+    """Warns once of files in a folder that are not read; those that may hold records come first.
 
     Hidden files, of the system or of a download, are named only if they may hold records.
     """

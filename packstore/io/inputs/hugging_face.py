@@ -45,7 +45,7 @@ class _Splits(msgspec.Struct):
     splits: Annotated[list[_Name], Meta(min_length=1)]
 
 
-def one_split(source: Any) -> Any:
+def require_one_split(source: Any) -> Any:
     """Returns the only split of a ``DatasetDict``; any other source as it is."""
     if isinstance(source, Mapping) and source and all(map(_is_split, source.values())):
         if len(source) > 1:

@@ -33,20 +33,20 @@ _WRAPPERS = ("data", "rows", "records", "examples", "items", "instances")
 
 def _read_lines(stream: BinaryIO, path: str, options: ReadOptions) -> Iterator[Piece]:
     """Cuts after the last line end of every `block_bytes`; only the last line may lack its own."""
-    first, begun, chunk = 0, bytearray(), None
+    first, remainder, chunk = 0, bytearray(), None
     while chunk != b"":
         chunk = stream.read(options.block_bytes)
         end = chunk.rfind(b"\n") + 1
         if end or not chunk:
-            payload, begun = b"".join((begun, memoryview(chunk)[:end])), bytearray()
+            payload, remainder = b"".join((remainder, memoryview(chunk)[:end])), bytearray()
             if first == 0:
                 payload = payload.removeprefix(_BOM)
             ends, records = _count(payload)
             if records:
                 yield Piece(first, records, payload)
             first += ends
-        begun += chunk[end:]
-        if len(begun) > pieces.MAX_RECORD_BYTES:
+        remainder += chunk[end:]
+        if len(remainder) > pieces.MAX_RECORD_BYTES:
             rule = f"a line must be at most {pieces.MAX_RECORD_BYTES:,} bytes long"
             raise _refusal(f"{path}, line {first + 1}", rule, "a longer one", _LINE_REMEDY)
 
@@ -88,8 +88,8 @@ def _texts(stream: BinaryIO, path: str, chunk_bytes: int) -> Iterator[bytes]:
     text, start, ended, item, expected = "", 0, False, 1, "begin"
 
     def refused(rule: str, error: str = "") -> InputError:
-        given = error or (quote(text[start : start + 20]) if text[start:] else "the end")
-        return _refusal(f"{path}, item {item}", rule, given, _FILE_REMEDY)
+        found = error or (quote(text[start : start + 20]) if text[start:] else "the end")
+        return _refusal(f"{path}, item {item}", rule, found, _FILE_REMEDY)
 
     while True:
         start = _SPACE.match(text, start).end()  # type: ignore[union-attr]  # matches always

@@ -168,7 +168,7 @@ def clean(
         found = f"no {FOLDER} in it" if location.exists() else "no such folder"
         raise DatasetNotFoundError(sentence(where, rule, found, "Check the path"))
     jobs = writers(location)
-    if delete and no_writers and (here := [job for job in jobs if job.lives]):
+    if delete and no_writers and (here := [job for job in jobs if job.is_running]):
         remedy = "Wait for it to end, or leave out no_writers (--no-writers)"
         rule = "no job may write there (no_writers)"
         raise DatasetBusyError(sentence(where, rule, here[0].text, remedy))

@@ -77,7 +77,7 @@ def read_committed(
     path = manifest_path(number, name)
     where = location.join(path).display
     if sizes[number] > MAX_MANIFEST_BYTES:
-        raise too_large(where, str(sizes[number]))
+        raise manifest_too_large(where, str(sizes[number]))
     data = location.read_bytes(path)
     _check_cost(data, where)
     other, remedy = max((n for n in sizes if n != number), default=0), "Restore it from a copy"
@@ -120,7 +120,7 @@ def commit(location: Location, data: bytes, version: int, name: str = DATASET) -
     """
     data, path = with_hash(data), manifest_path(version, name)
     if len(data) > MAX_MANIFEST_BYTES:
-        raise too_large(location.join(path).display, str(len(data)))
+        raise manifest_too_large(location.join(path).display, str(len(data)))
     _check_cost(data, location.join(path).display)
     with contextlib.suppress(DatasetExistsError):
         if version == refuse_existing(location, True, name):
@@ -133,11 +133,11 @@ def commit(location: Location, data: bytes, version: int, name: str = DATASET) -
                 raise StorageError(sentence(location.display, rule, remedy=str(error))) from error
             return
     if version not in versions(location, name) or location.read_bytes(path) != data:
-        raise too_late(location)
+        raise lost_commit_race(location)
 
 
 def require_files(location: Location, files: Mapping[str, int], rule: str, remedy: str) -> None:
-    """Refuses a dataset that lacks one of `files`, bytes by path; `must` and `do`: of the text."""
+    """Refuses a dataset that lacks one of `files` (path -> bytes), with this rule and remedy."""
     folders = {path.rpartition("/")[0] for path in files}
     listed = {f"{folder}/{e.name}": e.size for folder in folders for e in location.files(folder)}
     lacking = [path for path, size in files.items() if listed.get(path) != size]
@@ -198,20 +198,20 @@ def _size(location: Location, path: str) -> int | None:
 def _not_found(
     location: Location, version: int | None, known: list[int], name: str
 ) -> DatasetNotFoundError:
-    where, what, command = location.display, "a dataset", "pack"
+    where, noun, command = location.display, "a dataset", "pack"
     if name != DATASET:
-        what, command = f"a {name} dataset", "ref-logps"
+        noun, command = f"a {name} dataset", "ref-logps"
     if known:
         text = sentence(where, f"must have version {version}", f"{known[0]} to {known[-1]}")
     elif not location.exists():
-        text = sentence(where, f"must be {what}", "no such folder", "Check the path")
+        text = sentence(where, f"must be {noun}", "no such folder", "Check the path")
     else:
         remedy = f"Name the folder that `packstore {command}` wrote"
-        text = sentence(where, f"must be {what}", f"no {FOLDER}/{name}-….json in it", remedy)
+        text = sentence(where, f"must be {noun}", f"no {FOLDER}/{name}-….json in it", remedy)
     return DatasetNotFoundError(text)
 
 
-def too_late(location: Location) -> DatasetExistsError:
+def lost_commit_race(location: Location) -> DatasetExistsError:
     """Returns the error for a writer after another has committed."""
     parts = "only one writer may commit at a time", "that another one just did"
     remedy = "Look at its dataset, then run again if it is not yours"
@@ -250,7 +250,7 @@ _ESCAPED = re.compile(rb"[\0\1\\]")
 _NO_BRACES = bytes(set(range(256)) - set(b"{}"))
 
 
-def too_large(where: str, found: str) -> FormatError:
+def manifest_too_large(where: str, found: str) -> FormatError:
     """Returns the error for a manifest that is larger than readers accept."""
     rule = f"a manifest must have at most {MAX_MANIFEST_BYTES} bytes"
     return FormatError(sentence(where, rule, found, "Write larger row groups (row_group_tokens)"))

@@ -22,7 +22,6 @@ from packstore.errors import (
 from packstore.format.arrays import SOURCE_SHIFT
 from packstore.format.schema import ANY, CARRY_TYPES, KINDS, list_of
 from packstore.format.typed_json import TOP, Positive, Sha256, Whole, decode, require, require_known
-from packstore.io.manifest.concat import runs
 from packstore.io.manifest.manifest import (
     Manifest,
     check_columns,
@@ -31,6 +30,7 @@ from packstore.io.manifest.manifest import (
     known_columns,
     require_different_paths,
 )
+from packstore.io.manifest.merge import runs
 from packstore.io.manifest.stored_file import StoredFile
 
 SIDE_VERSION = 1

@@ -147,8 +147,8 @@ def refuse_missing_bucket(fs: Any, path: str, url: str) -> None:
     try:
         fs.info(path.partition("/")[0])
     except FileNotFoundError:
-        said = sentence(display(url), "cannot list", NO_BUCKET.reason, NO_BUCKET.remedy)
-        raise StorageError(said) from None
+        message = sentence(display(url), "cannot list", NO_BUCKET.reason, NO_BUCKET.remedy)
+        raise StorageError(message) from None
     except Exception as error:
         if is_passing(error):
             raise

@@ -23,7 +23,7 @@ def is_local(fs: Any) -> bool:
     return isinstance(fs, LocalFileSystem)
 
 
-def only_regular(path: str) -> str:
+def require_regular_file(path: str) -> str:
     """Returns `path`; raises for a device or pipe, which may block or never end."""
     mode = os.stat(path).st_mode  # follows links: download caches consist of them
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
@@ -40,17 +40,17 @@ def _opened(path: str) -> Iterator[int]:
         os.close(handle)
 
 
-def will_read(path: str, start: int, end: int) -> None:
+def advise_will_read(path: str, start: int, end: int) -> None:
     """Makes the system prefetch bytes `start` to `end` of a file from disk; does not wait."""
     if hasattr(os, "posix_fadvise"):
-        with _opened(only_regular(path)) as handle:
+        with _opened(require_regular_file(path)) as handle:
             os.posix_fadvise(handle, start, end - start, os.POSIX_FADV_WILLNEED)
 
 
 def map_part(path: str, start: int, end: int) -> memoryview:
     """Returns bytes `start` to `end` of a file, as a view of the page cache."""
     aligned = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-    with _opened(only_regular(path)) as handle:
+    with _opened(require_regular_file(path)) as handle:
         size = os.fstat(handle).st_size
         if size < end:  # access to missing pages would crash
             raise IntegrityError(f"must have at least {end} bytes; found only {size} bytes")
@@ -65,18 +65,18 @@ def make_folder(path: str) -> list[str]:
     if os.path.isdir(path):
         return []
     parent = os.path.dirname(os.path.abspath(path))
-    made = make_folder(parent)
+    created = make_folder(parent)
     try:
         os.mkdir(path)
     except FileExistsError:
         if not os.path.isdir(path):
             raise NotADirectoryError(path) from None
-        return made
+        return created
     sync_folder(parent)
-    return [*made, path]
+    return [*created, path]
 
 
-def in_its_folder(full: str, put: Callable[[], None]) -> None:
+def put_in_folder(full: str, put: Callable[[], None]) -> None:
     """Creates the folder of a file and calls `put`; repeats if an ending job has removed it."""
     for _ in range(2):
         with contextlib.suppress(FileNotFoundError):
@@ -92,7 +92,7 @@ class UnsyncedError(OSError):
 
 def create(full: str, data: bytes) -> None:
     """Writes a temporary file and links it: link never replaces, and readers see it complete."""
-    temporary = _hidden(full)
+    temporary = _temporary_name(full)
     try:
         _write_new(temporary, data)
         if not (_link_new(temporary, full) or _rename_new(temporary, full)):
@@ -108,7 +108,7 @@ def create(full: str, data: bytes) -> None:
 
 def replace(full: str, data: bytes) -> None:
     """Writes a file in one step, over an existing one, but not durably."""
-    temporary = _hidden(full)
+    temporary = _temporary_name(full)
     with open(temporary, "wb") as file:
         file.write(data)
     os.replace(temporary, full)
@@ -117,7 +117,7 @@ def replace(full: str, data: bytes) -> None:
 def link(source: str, target: str) -> None:
     """Links or copies a file to `target`, in one step and durably; replaces a file there."""
     make_folder(os.path.dirname(target))
-    temporary = _hidden(target)
+    temporary = _temporary_name(target)
     try:
         os.link(source, temporary)
     except OSError:
@@ -130,7 +130,7 @@ def link(source: str, target: str) -> None:
     sync_folder(os.path.dirname(target))
 
 
-def _hidden(full: str) -> str:
+def _temporary_name(full: str) -> str:
     """Returns a random hidden name in the folder of a file."""
     folder, name = os.path.split(full)
     return os.path.join(folder, f".{name}.{uuid.uuid4().hex}")

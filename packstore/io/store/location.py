@@ -24,9 +24,9 @@ from packstore.io.store import clients, local
 from packstore.io.store.retry import retrying
 from packstore.io.store.storage_errors import (
     as_storage_errors,
+    check_url,
     means_exists,
     missing_filesystem,
-    named_place,
     without_secrets,
 )
 
@@ -72,7 +72,7 @@ class Location:
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False, hash=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "url", named_place(os.fspath(self.url)))
+        object.__setattr__(self, "url", check_url(os.fspath(self.url)))
         object.__setattr__(self, "storage_options", dict(self.storage_options))
 
     def __repr__(self) -> str:
@@ -146,8 +146,8 @@ class Location:
         listed = []
         for name, info in self.request("list", path, partial(clients.ls, fs, full, self.url)):
             if info["type"] in ("file", "directory") or not name.startswith("."):
-                there = f"{path}/{name}".lstrip("/")
-                is_file = self._is_file(fs, f"{full.rstrip('/')}/{name}", info, there)
+                relative = f"{path}/{name}".lstrip("/")
+                is_file = self._is_file(fs, f"{full.rstrip('/')}/{name}", info, relative)
                 listed.append(Entry(name, int(info["size"] or 0), not is_file))
         return sorted(listed)
 
@@ -171,7 +171,7 @@ class Location:
 
         def opened() -> Any:
             if local.is_local(fs):
-                return io.FileIO(local.only_regular(full))
+                return io.FileIO(local.require_regular_file(full))
             return fs.open(full, "rb")
 
         raw = self.request("read", path, opened)
@@ -183,7 +183,7 @@ class Location:
 
         def read() -> bytes:
             if local.is_local(fs):
-                with open(local.only_regular(full), "rb") as file:
+                with open(local.require_regular_file(full), "rb") as file:
                     file.seek(start or 0)
                     return file.read(-1 if end is None else end - (start or 0))
             return bytes(fs.cat_file(full, start=start, end=end))
@@ -195,7 +195,7 @@ class Location:
         fs, full = self.filesystem(path)
         if local.is_local(fs):
             with self.guard("write", path):
-                local.in_its_folder(full, partial(os.replace, local_path, full))
+                local.put_in_folder(full, partial(os.replace, local_path, full))
                 local.sync_folder(os.path.dirname(full))
         else:
             self.request("write", path, lambda: clients.put_file(fs, local_path, full))
@@ -211,7 +211,7 @@ class Location:
         def create() -> None:
             try:
                 if local.is_local(fs):
-                    local.in_its_folder(full, partial(local.create, full, data))
+                    local.put_in_folder(full, partial(local.create, full, data))
                 else:
                     clients.create(fs, full, data)
             except Exception as error:
@@ -220,18 +220,18 @@ class Location:
                 fs.invalidate_cache()  # a listing from before the put lacks the file
                 if fs.cat_file(full) != data:
                     where = self.join(path).display
-                    said = sentence(where, "must not exist yet", "it does")
-                    raise DatasetExistsError(said) from error
+                    message = sentence(where, "must not exist yet", "it does")
+                    raise DatasetExistsError(message) from error
 
         self.request("write", path, create)
 
-    def remove(self, path: str, still: Callable[[], bool] = lambda: True) -> bool:
-        """Removes the file, if it exists; returns False if `still`, asked at each try, is false."""
+    def remove(self, path: str, condition: Callable[[], bool] = lambda: True) -> bool:
+        """Removes the file, if any; returns False if `condition`, asked at each try, is false."""
         fs, full = self.filesystem(path)
 
         def remove() -> bool:
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                if not still():
+                if not condition():
                     return False
                 fs.rm_file(full)
             return True
@@ -319,10 +319,10 @@ class _RetriedFile(io.RawIOBase):
         if not self.seekable():
             with self._location.guard("read", self._path):
                 return int(self._raw.readinto(buffer) or 0)
-        place = self._raw.tell()
+        position = self._raw.tell()
 
         def read() -> int:
-            self._raw.seek(place)  # a failed read may have moved the position
+            self._raw.seek(position)  # a failed read may have moved the position
             return int(self._raw.readinto(buffer) or 0)
 
         return self._location.request("read", self._path, read)

@@ -101,7 +101,7 @@ def uploads(location: Location) -> list[Upload] | None:
         page = location.request("list", "", call)
         for upload in page.get("Uploads", ()):
             path = upload["Key"].removeprefix(prefix)
-            listed.append(Upload(path, _since(upload["Initiated"]), upload["UploadId"]))
+            listed.append(Upload(path, _seconds_since(upload["Initiated"]), upload["UploadId"]))
         if not page.get("IsTruncated"):
             return listed
         query |= {f"{name}Marker": page[f"Next{name}Marker"] for name in ("Key", "UploadId")}
@@ -140,7 +140,7 @@ def replace_bytes(location: Location, path: str, data: bytes) -> None:
     fs, full = location.filesystem(path)
     if local.is_local(fs):
         with location.guard("write", path):
-            local.in_its_folder(full, partial(local.replace, full, data))
+            local.put_in_folder(full, partial(local.replace, full, data))
     else:
         location.request("write", path, partial(clients.put_bytes, fs, full, data))
 
@@ -148,15 +148,15 @@ def replace_bytes(location: Location, path: str, data: bytes) -> None:
 def copy_file(source: Location, path: str, target: Location, to: str) -> bool:
     """Copies a file inside a store, replacing one at `to`; False for two different stores."""
     fs, full = source.filesystem(path)
-    other, there = target.filesystem(to)
-    if local.is_local(fs) and local.is_local(other):
+    target_fs, target_path = target.filesystem(to)
+    if local.is_local(fs) and local.is_local(target_fs):
         with target.guard("write", to):
-            local.link(full, there)
+            local.link(full, target_path)
         return True
-    alike = type(fs) is type(other) and source.storage_options == target.storage_options
+    alike = type(fs) is type(target_fs) and source.storage_options == target.storage_options
     if not alike or not clients.creates_exclusively(fs):  # other clients may differ in their root
         return False
-    target.request("write", to, lambda: fs.cp_file(full, there))
+    target.request("write", to, lambda: fs.cp_file(full, target_path))
     return True
 
 
@@ -164,24 +164,24 @@ def copy_file(source: Location, path: str, target: Location, to: str) -> bool:
 def removing_empty_folders(location: Location) -> Iterator[None]:
     """Removes, after this context, empty local folders of the dataset that it created."""
     root = location.local_path or ""
-    made: list[str] = []
+    created: list[str] = []
     with location.guard("write"):
         for name in ("_packstore", "data") if root else ():
-            made += local.make_folder(os.path.join(root, name))
+            created += local.make_folder(os.path.join(root, name))
     try:
         yield
     finally:
-        remove_empty(location, *reversed(made))
+        remove_empty(location, *reversed(created))
 
 
 def _age(entry: Mapping[str, Any]) -> float | None:
     """Returns the age by the latest timestamp: a linked or moved file keeps its `mtime`."""
     names = ("LastModified", "mtime", "last_modified", "updated", "created")
-    ages = [_since(entry.get(name)) for name in names]
+    ages = [_seconds_since(entry.get(name)) for name in names]
     return min((age for age in ages if age is not None), default=None)
 
 
-def _since(when: Any) -> float | None:
+def _seconds_since(when: Any) -> float | None:
     """Returns the seconds since a timestamp of any filesystem's type; None if it has none."""
     if isinstance(when, str):
         with contextlib.suppress(ValueError):

@@ -48,7 +48,7 @@ _FORMS = re.compile(
 )
 
 
-def named_place(url: str) -> str:
+def check_url(url: str) -> str:
     """Returns `url`; refuses one where a filesystem would open another place than intended."""
     if not url:
         remedy = "Write . for the current folder"

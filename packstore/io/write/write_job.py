@@ -27,8 +27,8 @@ from packstore.format.arrays import PackSizes
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.manifest import commit as versions
 from packstore.io.manifest.commit import DATA, DATASET, FOLDER, SHARD, require_files
-from packstore.io.manifest.concat import Member, check_alike, merge
 from packstore.io.manifest.manifest import Manifest
+from packstore.io.manifest.merge import Member, check_alike, merge
 from packstore.io.shards.shard import ShardInfo
 from packstore.io.store.location import Location
 from packstore.io.store.operations import list_folder, remove_empty, removing_empty_folders
@@ -53,12 +53,12 @@ class Writer(msgspec.Struct):
     @property
     def is_here(self) -> bool:
         """True for a process of this machine since its last boot."""
-        return bool(self.machine) and self.machine == _machine()
+        return bool(self.machine) and self.machine == _machine_hash()
 
     @property
-    def lives(self) -> bool:
+    def is_running(self) -> bool:
         """True if it still runs; False for a process of another machine, which is unknown."""
-        return self.is_here and self.started == _started(self.pid) != ""
+        return self.is_here and self.started == _start_ticks(self.pid) != ""
 
     @property
     def text(self) -> str:
@@ -71,7 +71,7 @@ class Writer(msgspec.Struct):
 def writer_marker(location: Location, call: str) -> Iterator[None]:
     """Writes a marker for the context; warns of other jobs. Raises if nothing can be written."""
     path = f"{WRITERS}/{uuid.uuid4().hex}.json"
-    marker = Writer(call, _machine(), os.getpid(), _started(os.getpid()))
+    marker = Writer(call, _machine_hash(), os.getpid(), _start_ticks(os.getpid()))
     try:
         location.create_bytes(path, msgspec.json.encode(marker))
     except PackstoreError as error:
@@ -81,8 +81,10 @@ def writer_marker(location: Location, call: str) -> Iterator[None]:
         location.remove(trial)
     try:
         for other in writers(location, besides=path)[:1]:
-            said = "another job may be writing here (%s); the one that commits last will be refused"
-            log.warning("%s: " + said, location.display, other.text)
+            message = (
+                "another job may be writing here (%s); the one that commits last will be refused"
+            )
+            log.warning("%s: " + message, location.display, other.text)
         yield
     finally:
         with contextlib.suppress(PackstoreError):
@@ -104,12 +106,12 @@ def writers(location: Location, besides: str = "") -> list[Writer]:
             except PackstoreError:
                 continue  # its job has just ended
             young = file.age is not None and file.age < YOUNG_SECONDS
-            if writer.lives or (young and not writer.is_here):
+            if writer.is_running or (young and not writer.is_here):
                 jobs.append(writer)
     return jobs
 
 
-def _machine() -> str:
+def _machine_hash() -> str:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
         # Only a hash of the ids may leave the machine.
@@ -118,7 +120,7 @@ def _machine() -> str:
         return ""
 
 
-def _started(pid: int) -> str:
+def _start_ticks(pid: int) -> str:
     """Returns the start of a process in ticks; empty if it does not exist, or is a zombie."""
     with contextlib.suppress(OSError):
         # The name of the program, in parentheses, may contain any character.
@@ -157,24 +159,25 @@ class WriteJob:
             added = replace(manifest, kind=kind, carry=carry, provenance=about)
             check_alike(Member(self.extends.url, manifest), Member("what is appended", added))
 
-    def earlier(self) -> Iterator[PackSizes]:
+    def base_sizes(self) -> Iterator[PackSizes]:
         """Yields the sizes of the packs of each shard of the extended dataset."""
         if self.extends is not None:
             for number in range(len(self.extends.manifest.shards)):
                 yield self.extends.shard_sizes(number)
 
-    def whole(self, manifest: Manifest) -> Manifest:
+    def extended_manifest(self, manifest: Manifest) -> Manifest:
         """Returns the manifest to commit: the extended dataset, then this job's shards."""
         if self.extends is None:
             return manifest
         merged = merge([Member(self.extends.url, m) for m in (self.extends.manifest, manifest)])
         return replace(merged, pack_index=manifest.pack_index)
 
-    def refuse_again(self, about: Mapping[str, Any]) -> None:
+    def refuse_repeated_append(self, about: Mapping[str, Any]) -> None:
         """Refuses to append records twice: AppendedBefore for those that its last part has."""
         past = self.extends.manifest.provenance if self.extends else {}
         old, new = (
-            {s.get("sha256") for s in told.get("sources", ())} - {None} for told in (past, about)
+            {s.get("sha256") for s in provenance.get("sources", ())} - {None}
+            for provenance in (past, about)
         )
         if not new & old:
             return
@@ -189,12 +192,12 @@ class WriteJob:
         remedy = "To have them twice, pack them elsewhere and use concat"
         raise DatasetExistsError(sentence(self.location.display, rule, found, remedy))
 
-    def refuse_known(self) -> None:
+    def refuse_all_duplicates(self) -> None:
         """Raises AppendedBefore if a dataset would be extended by records that it has, all."""
         if self.extends is not None:
             raise AppendedBefore("every record is a duplicate")
 
-    def confirm(self, shards: Iterable[ShardInfo]) -> None:
+    def require_shards(self, shards: Iterable[ShardInfo]) -> None:
         """Raises MissingFilesError unless all shards still exist, right before the commit."""
         files = {shard.path: shard.bytes for shard in shards}
         rule = "its shards must stay while a job writes there"
