@@ -107,9 +107,15 @@ class PackedDPOTrainer(PackedSteps, DPOTrainer):
             raise ConfigError(sentence(where, rule, type(given).__name__, "Leave it out"))
         check_arguments(None, {}, kwargs)
         super().__init__(model, ref_model, args, self._collator, train_dataset, held_out, **kwargs)
-        for prepared in (self.model, self.ref_model):
-            if prepared is not None:
-                use_packed_attention(prepared, disable_dropout=self.args.disable_dropout)
+        dropout = self.args.disable_dropout
+        use_packed_attention(self.model, disable_dropout=dropout)
+        self._reference_policy: Any = None
+        if self.ref_model is not None:
+            # Its parts then run under autocast, in place of the whole that Accelerate prepared.
+            inner = self.accelerator.unwrap_model(self.ref_model, keep_fp32_wrapper=False)
+            use_packed_attention(inner, disable_dropout=dropout)
+            if not (self.is_fsdp_enabled or self.is_deepspeed_enabled):  # whose heads are not whole
+                self._reference_policy = PackedPolicy(inner).eval()
         for dataset in datasets_of(train, held_out):
             check_model(dataset, self.model)
         if is_packed(train):
@@ -140,17 +146,9 @@ class PackedDPOTrainer(PackedSteps, DPOTrainer):
         return chosen, rejected
 
     def _own_reference(self) -> Reference | None:
-        model = self.ref_model
-        if model is None:
-            return None
-        if self.is_fsdp_enabled or self.is_deepspeed_enabled:  # its head is not whole
-            return self._sharded_reference
-        if not isinstance(self._reference_policy, PackedPolicy):
-            inner = self.accelerator.unwrap_model(model, keep_fp32_wrapper=False)
-            self._reference_policy = PackedPolicy(inner).eval()
-        return frozen(self._reference_policy, self.accelerator.autocast)
-
-    _reference_policy: Any = None
+        if self._reference_policy is not None:
+            return frozen(self._reference_policy, self.accelerator.autocast)
+        return None if self.ref_model is None else self._sharded_reference
 
     @torch.no_grad()
     def _sharded_reference(self, batch: PackedBatch) -> Tensor:

@@ -85,11 +85,7 @@ def evaluate(
     """
     loss_fn = loss if isinstance(loss, PreferenceLoss) else PreferenceLoss(loss)
     loss_fn.check_data(dataset)
-    if loss_fn.scores != is_reward_model(model):
-        kinds = ["a causal LM", "a reward model"]
-        rule, remedy = f"it is for {kinds[loss_fn.scores]}", "Use bradley_terry for reward models"
-        found = kinds[not loss_fn.scores]
-        raise CompatibilityError(sentence(f"{loss_fn!r}", rule, found, remedy))
+    check_kind(loss_fn, model)
     models = [model] if reference is None or not loss_fn.reference else [model, reference]
     tell_unused(loss_fn, None if reference is None else "reference")
     for each in models:
@@ -115,6 +111,15 @@ def evaluate(
     if examples is not None:
         figures["rows"] = examples.table()
     return figures
+
+
+def check_kind(loss_fn: PreferenceLoss, model: Any) -> None:
+    """Refuses a causal LM for a loss of scores, and a reward model for one of log-probs."""
+    if loss_fn.scores != is_reward_model(model):
+        kinds = ["a causal LM", "a reward model"]
+        rule, remedy = f"it is for {kinds[loss_fn.scores]}", "Use bradley_terry for reward models"
+        found = kinds[not loss_fn.scores]
+        raise CompatibilityError(sentence(f"{loss_fn!r}", rule, found, remedy))
 
 
 @torch.no_grad()

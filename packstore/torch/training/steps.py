@@ -39,10 +39,12 @@ from packstore.errors import (
 )
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.dataset.dataset import open as open_dataset
+from packstore.io.manifest.side_manifest import REF_LOGPS
 from packstore.io.side.side import open_side
 from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.data.dataset import PackedDataset
 from packstore.torch.data.loader import PackedDataLoader
+from packstore.torch.data.stream import StoredPacks
 from packstore.torch.logprobs.head import PackedPolicy, policy_output
 from packstore.torch.losses.divisor import StepDivisor
 from packstore.torch.losses.figures import ExampleRows, GroupedMetrics
@@ -92,7 +94,7 @@ class Steps:
     """Yields the packed batches of each optimizer step as one list; adds up the time it waits."""
 
     def __init__(self, loader: PackedDataLoader) -> None:
-        self.loader, self.waited = loader, 0.0
+        self.loader, self.waited, self.of_epoch = loader, 0.0, 1
 
     def __len__(self) -> int:
         return self.loader.plan().steps
@@ -102,6 +104,7 @@ class Steps:
         self.loader.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[list[PackedBatch]]:
+        self.of_epoch = max(len(self), 1)  # once, as it looks at all packs
         source, step = iter(self.loader), list[PackedBatch]()
         while True:
             before = time.perf_counter()
@@ -369,8 +372,8 @@ class PackedSteps:
         batches = _as_list(inputs)
         self._work.add(batches)
         if self._steps is not None and (info := batches[0].step) is not None:
-            loader = self._steps.loader
-            self.through = loader.data.epoch + (info.index + 1) / max(loader.plan().steps, 1)
+            epoch, steps = self._steps.loader.data.epoch, self._steps.of_epoch
+            self.through = epoch + (info.index + 1) / steps
         batches = [batch.to(accelerator.device, non_blocking=True) for batch in batches]
         with getattr(self, "maybe_activation_offload_context", nullcontext()):  # TRL's
             for number, batch in enumerate(batches, start=1):
@@ -406,13 +409,14 @@ class PackedSteps:
         """Returns what gives log-probs of the reference."""
         if not needs_reference(self.loss_fn) or self._sides[part]:
             return of_the_batch
-        if (own := self._own_reference()) is not None:
-            return own
-        inner = adapted(self.accelerator.unwrap_model(model))
-        if inner is None:
-            return of_the_batch  # of a PackedDataset's side data, or precomputed by TRL
-        base = frozen(model, partial(as_reference, model, inner))
-        return lambda batch: None if batch.ref_logps is not None else base(batch)
+        own, inner = self._own_reference(), adapted(self.accelerator.unwrap_model(model))
+        if own is None and inner is not None:
+            own = frozen(model, partial(as_reference, model, inner))
+        if own is None:
+            return of_the_batch
+        online = own
+        # Log-probs may come with a PackedDataset, or from TRL.
+        return lambda batch: None if batch.ref_logps is not None else online(batch)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds the metrics since the last record, over all ranks; stops a diverged run."""
@@ -578,6 +582,12 @@ def is_packed(data: Any) -> bool:
     if isinstance(data, Mapping) and not isinstance(data, Dataset):
         return any(map(is_packed, data.values()))
     return isinstance(data, Dataset | PackedDataset)
+
+
+def has_ref_logps(data: Any) -> bool:
+    """Returns True for a stream of packs to which log-probs of a reference are joined."""
+    stream = getattr(data, "stream", None)
+    return isinstance(stream, StoredPacks) and REF_LOGPS in stream.columns
 
 
 def datasets_of(*given: Any) -> Iterator[Dataset]:

@@ -11,6 +11,7 @@ Settings, callbacks, trackers, hub, checkpoints and the best model are the Train
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -36,9 +37,10 @@ from packstore.torch.models.load import is_adapter, load_model
 from packstore.torch.models.model import use_packed_attention
 from packstore.torch.models.probe import probe_model
 from packstore.torch.models.routers import router_settings
-from packstore.torch.models.unwrap import REF_ADAPTER, adapted, is_reward_model, unwrapped
+from packstore.torch.models.unwrap import REF_ADAPTER, adapted, unwrapped
 from packstore.torch.training.arguments import OF_PACKS, check_arguments, examples_of_step
 from packstore.torch.training.card import model_card
+from packstore.torch.training.evaluate import check_kind
 from packstore.torch.training.reference import (
     Reference,
     check_sides,
@@ -50,6 +52,7 @@ from packstore.torch.training.steps import (
     LogFirstSteps,
     PackedSteps,
     datasets_of,
+    has_ref_logps,
     read_position,
     take_batches,
 )
@@ -123,63 +126,66 @@ class PackedTrainer(PackedSteps, Trainer):  # type: ignore[misc]
             self.loss_fn = PreferenceLoss(loss, **(loss_parameters or {}))
         self._options = dict(storage_options or {}) or None
         train, held_out = self._opened(train_dataset), self._opened(eval_dataset)
-        every = list(datasets_of(train, held_out))
-        if isinstance(self.loss_fn, PreferenceLoss):
-            for dataset in every:
-                self.loss_fn.check_data(dataset)
-        check_same_tokenizer([dataset.manifest for dataset in every])
-        sides = [[x] if isinstance(x, str) else list(x) for x in (ref_logps, eval_ref_logps)]
-        tell_unused(self.loss_fn, _name_of(reference), *sides[0], *sides[1])
-        scores = bool(getattr(self.loss_fn, "scores", False))
+        self._sides = {"train": _urls(ref_logps), "eval": _urls(eval_ref_logps)}
+        tell_unused(self.loss_fn, _name_of(reference), *itertools.chain(*self._sides.values()))
         needs = needs_reference(self.loss_fn)
-        stored = bool(sides[0]) and (held_out is None or bool(sides[1]))
+        stored = all(
+            data is None or self._sides[part] or has_ref_logps(data)
+            for part, data in (("train", train), ("eval", held_out))
+        )
         set_seed(args.seed)  # a new head is drawn
         load = partial(load_model, dtype=dtype, attention=attention)
-        self._source, goes_on = None, False
-        if isinstance(model, str | os.PathLike):
-            self._source, goes_on = os.fspath(model), is_adapter(model)
-            if goes_on and peft_config is not None:
-                rule, remedy = "the model must have no adapter", "Leave it out to train it further"
-                raise ConfigError(sentence("peft_config", rule, self._source, remedy))
-            model = load(model, trainable=True, scores=scores)
-            if goes_on and needs and reference is None and not stored:
-                model.load_adapter(self._source, REF_ADAPTER, is_trainable=False)
-        else:
-            use_packed_attention(model, attention)
-        self._check_model(model, every)
+        model = self._load_policy(model, load, needs and not stored and reference is None)
+        self._check_model(model, list(datasets_of(train, held_out)))
+        reference_is_adapter = self._goes_on
         if isinstance(reference, str | os.PathLike):
             reference = load(reference) if needs else None
         elif reference is not None:
-            _check_apart(use_packed_attention(reference, attention), model)
-        elif needs and not peft_config and not adapted(model) and not stored:
+            check_apart(use_packed_attention(reference, attention), model)
+        elif needs and not (peft_config or adapted(model) or stored):
             reference = copy.deepcopy(model)
+        if reference is not None:
+            reference_is_adapter = adapted(reference) is not None
         if peft_config is not None:
-            model = _with_adapter(model, peft_config, scores)
+            model = self._with_adapter(model, peft_config)
         per_token = {"per_token": True} if isinstance(self.loss_fn, PolicyLoss) else {}
-        self._how: dict[str, Any] = {} if scores else {"backend": head, **per_token}
+        self._how: dict[str, Any] = {} if self._scores else {"backend": head, **per_token}
         take_batches(model, **self._how)
         super().__init__(model, args, callbacks=callbacks, eval_dataset=held_out, **others)
         self.train_dataset = train
+        self._reference: Any = reference if needs else None
+        # What precomputed log-probs are of: a model, whose adapter counts or does not.
+        self._base = (self.model if reference is None else reference, reference_is_adapter)
         self._prepare_run()
         self.add_callback(LogFirstSteps(self))
-        self._sides = {"train": tuple(sides[0]), "eval": tuple(sides[1])}
-        self._reference: Any = reference if needs else None
-        with self.accelerator.autocast():
-            probe_model(self.model)
         accelerator = self.accelerator
+        with accelerator.autocast():
+            probe_model(self.model)
         self._compiled = compile_as_asked(
             compile, self.model, accelerator.device, accelerator.autocast
         )
         if self._compiled and self._reference is not None:
             compile_layers(self._reference)
-        base = self.model if reference is None else reference
-        adapter = goes_on if reference is None else adapted(reference) is not None
-        self._base, self._sided = (base, adapter), (train, held_out)
+
+    def _load_policy(self, model: Any, load: partial[Any], as_reference: bool) -> Any:
+        """Loads a model, or prepares it; an adapter also `as_reference`, in a frozen copy."""
+        self._source, self._goes_on = None, False
+        if not isinstance(model, str | os.PathLike):
+            return use_packed_attention(model, load.keywords["attention"])
+        self._source, self._goes_on = os.fspath(model), is_adapter(model)
+        loaded = load(model, trainable=True, scores=self._scores)
+        if self._goes_on and as_reference:
+            loaded.load_adapter(self._source, REF_ADAPTER, is_trainable=False)
+        return loaded
+
+    @property
+    def _scores(self) -> bool:
+        return bool(getattr(self.loss_fn, "scores", False))
 
     def _check_reference(self, checkpoint: Path | None) -> None:
         """Refuses log-probs of another reference; of a run that goes on with its own, warns."""
-        sides = [self._sides[part] for part in ("train", "eval")]
-        given = [(url, data) for urls, data in zip(sides, self._sided, strict=True) for url in urls]
+        data = {"train": self.train_dataset, "eval": self.eval_dataset}
+        given = [(url, data[part]) for part, urls in self._sides.items() for url in urls]
         known = checkpoint is not None and (
             read_position(checkpoint)["settings"]["sides"] == self._settings()["sides"]
         )
@@ -193,20 +199,40 @@ class PackedTrainer(PackedSteps, Trainer):  # type: ignore[misc]
         return {**super()._settings(), "sides": sides, "compile": compiled}
 
     def _check_model(self, model: Any, datasets: Sequence[Dataset]) -> None:
-        """Refuses data that is not the model's, and a model that is not of the loss."""
-        scores = bool(getattr(self.loss_fn, "scores", False))
-        if scores != is_reward_model(model):
-            kinds = ["a causal LM", "a reward model"]
-            rule, remedy = f"it is for {kinds[scores]}", "Use bradley_terry for reward models"
-            where, found = repr(self.loss_fn), kinds[not scores]
-            raise CompatibilityError(sentence(where, rule, found, remedy))
+        """Refuses data and a model that do not belong to the loss, or to each other."""
+        if isinstance(self.loss_fn, PreferenceLoss):
+            check_kind(self.loss_fn, model)
+            for dataset in datasets:
+                self.loss_fn.check_data(dataset)
+        check_same_tokenizer([dataset.manifest for dataset in datasets])
         for dataset in datasets:
             check_model(dataset, model)
-        if self.loss_fn.router_aux_loss_coef and (scores or router_settings(model) is None):
+        if self.loss_fn.router_aux_loss_coef and (self._scores or router_settings(model) is None):
             rule = "the model's config must have output_router_logits and router_aux_loss_coef > 0"
             found = type(unwrapped(model)).__name__
             remedy = "Leave it out, or add them to its config.json"
             raise ConfigError(sentence("loss parameter router_aux_loss_coef", rule, found, remedy))
+
+    def _with_adapter(self, model: Any, peft_config: Any) -> Any:
+        """Adds an adapter to a frozen model; untrained, it changes nothing."""
+        if self._goes_on:
+            rule, remedy = "the model must have no adapter", "Leave it out to train it further"
+            raise ConfigError(sentence("peft_config", rule, str(self._source), remedy))
+        try:
+            from peft import LoraConfig, get_peft_model
+        except ImportError as error:
+            raise missing_extra("peft_config", "train", error) from error
+        if isinstance(peft_config, Mapping):
+            known = [field.name for field in fields(LoraConfig)]
+            check_names(peft_config, known, "PEFT's LoraConfig", "member of peft_config")
+            task = "SEQ_CLS" if self._scores else "CAUSAL_LM"
+            defaults = {"target_modules": "all-linear", "task_type": task}
+            peft_config = LoraConfig(**{**defaults, **peft_config})
+        try:
+            return get_peft_model(model.requires_grad_(False), peft_config)
+        except ValueError as error:
+            rule = "PEFT must be able to add it to the model"
+            raise ConfigError(sentence("peft_config", rule, quote(str(error), 200))) from error
 
     @property
     def dataset(self) -> Dataset:
@@ -258,32 +284,18 @@ class _Placed:
         self.policy = policy.to(accelerator.device)
 
 
-def _check_apart(reference: Any, policy: Any) -> None:
+def _urls(given: str | Sequence[str]) -> tuple[str, ...]:
+    return (given,) if isinstance(given, str) else tuple(given)
+
+
+def check_apart(reference: Any, policy: Any) -> None:
+    """Refuses a reference that is trained itself."""
     trained = {id(p) for p in policy.parameters() if p.requires_grad}
     if any(id(p) in trained for p in reference.parameters()):
         rule = "it must stay as it is while the policy is trained"
         remedy = "Give a copy, or none: the trainer then makes one"
         found = "weights that are trained"
         raise CompatibilityError(sentence("reference", rule, found, remedy))
-
-
-def _with_adapter(model: Any, peft_config: Any, scores: bool) -> Any:
-    """Adds an adapter to a frozen model; untrained, it changes nothing."""
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError as error:
-        raise missing_extra("peft_config", "train", error) from error
-    if isinstance(peft_config, Mapping):
-        known = [field.name for field in fields(LoraConfig)]
-        check_names(peft_config, known, "PEFT's LoraConfig", "member of peft_config")
-        task = "SEQ_CLS" if scores else "CAUSAL_LM"
-        defaults = {"target_modules": "all-linear", "task_type": task}
-        peft_config = LoraConfig(**{**defaults, **peft_config})
-    try:
-        return get_peft_model(model.requires_grad_(False), peft_config)
-    except ValueError as error:
-        rule = "PEFT must be able to add it to the model"
-        raise ConfigError(sentence("peft_config", rule, quote(str(error), 200))) from error
 
 
 def _name_of(model: Any) -> str | None:

@@ -226,6 +226,19 @@ def test_the_last_record_has_the_metrics_since_the_one_before(
             assert mine[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-4), name
 
 
+def test_its_default_precision(
+    trl: Any, folder: str, rows: Any, tokenizer: Any, tmp_path: Path
+) -> None:
+    """bf16 by autocast: policy and reference are rounded alike, and begin exactly equal."""
+    args = config_of(trl, tmp_path, max_steps=4, bf16=True)
+    trainer = packed_trainer(folder, args=args, train_dataset=rows, processing_class=tokenizer)
+    found = curves(trainer, ("loss", "rewards/chosen", "rewards/margins"))
+    assert trainer.accelerator.mixed_precision == "bf16"
+    assert found["loss"][0] == pytest.approx(0.6931472, abs=1e-6)
+    assert found["rewards/chosen"][0] == found["rewards/margins"][0] == 0
+    assert found["rewards/margins"][-1] != 0
+
+
 def test_a_model_that_runs_whole_by_sequence(compare: Any, tmp_path: Path) -> None:
     """Falcon's own forward call takes no packed attention: it runs once a sequence, as in TRL."""
     from transformers import FalconConfig, FalconForCausalLM

@@ -161,6 +161,7 @@ def test_auto_compiles_what_is_proved(
     assert not [p for p in model.parameters() if p.grad is not None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("direction", ["fw_compiler", "bw_compiler"])
 def test_a_graph_that_fails_later_runs_uncompiled(
     kit: SimpleNamespace, as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch, direction: str
