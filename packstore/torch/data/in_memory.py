@@ -139,8 +139,9 @@ def _examples(
             "identical_sides": "keep",
         },
     )
-    kind = detect_kind(values[0], config)
-    rows = Rows(0, "records", "item", range(len(values)), values)
+    read = [{n: x for n, x in record.items() if n not in REF_LOGPS} for record in values]
+    kind = detect_kind(read[0], config)
+    rows = Rows(0, "records", "item", range(len(values)), read)
     try:
         examples, tally, _ = RecordTokenizer(None, config, kind)(rows)
     except TokenizerError as error:

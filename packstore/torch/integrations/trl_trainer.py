@@ -107,6 +107,8 @@ class PackedDPOTrainer(PackedSteps, DPOTrainer):
             raise ConfigError(sentence(where, rule, type(given).__name__, "Leave it out"))
         check_arguments(None, {}, kwargs)
         super().__init__(model, ref_model, args, self._collator, train_dataset, held_out, **kwargs)
+        # Accelerate's first rank would cut up batches for all ranks.
+        self.accelerator.dataloader_config.dispatch_batches = False
         dropout = self.args.disable_dropout
         use_packed_attention(self.model, disable_dropout=dropout)
         self._reference_policy: Any = None
