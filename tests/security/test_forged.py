@@ -1,0 +1,172 @@
+"""Forged datasets: what a read notices, what the fingerprint, and what ``verify`` alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import packstore
+from packstore.config import ReadConfig
+from packstore.errors import FormatError, IntegrityError
+from packstore.io.manifest.commit import with_hash
+from packstore.io.write.shard_writer import row_group_crc32
+
+Try = Callable[[Path, Path], object]
+
+
+def made(folder: Path, seed: int) -> Path:
+    """A dataset of four shards, of several row groups each."""
+    draw = random.Random(seed)
+    names = ("prompt_ids", "chosen_ids", "rejected_ids")
+    records = [{n: [draw.randrange(1, 50) for _ in range(8)] for n in names} for _ in range(200)]
+    sizes = {"pack_size": 64, "shard_tokens": 2000, "row_group_tokens": 512, "num_workers": 0}
+    packstore.pack(records, str(folder), None, **sizes)
+    return folder
+
+
+def shards(folder: Path) -> list[Path]:
+    manifest = json.loads((folder / "_packstore/manifest-000001.json").read_text(encoding="utf-8"))
+    return [folder / shard["path"] for shard in manifest["shards"]]
+
+
+def ids(dataset: packstore.Dataset) -> list[Any]:
+    return [pack.input_ids.tolist() for pack in dataset.iter_packs()]
+
+
+def edit(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Changes a manifest, with the right hash of itself."""
+    path = folder / "_packstore/manifest-000001.json"
+    text = path.read_bytes()
+    manifest = json.loads(text)
+    del manifest["sha256"]
+    change(manifest)
+    path.write_bytes(with_hash(json.dumps(manifest, indent=1).encode() + b"\n"))
+
+
+def exchange(x: Path, _: Path) -> None:
+    first, second, *_others = shards(x)
+    both = first.read_bytes(), second.read_bytes()
+    second.write_bytes(both[0])
+    first.write_bytes(both[1])
+
+
+def flip(x: Path, _: Path, at: int = 600) -> None:
+    data = bytearray(shards(x)[0].read_bytes())
+    data[at] ^= 4
+    shards(x)[0].write_bytes(data)
+
+
+def flip_and_sign(x: Path, y: Path) -> None:
+    shutil.copy(shards(y)[0], shards(x)[0])
+    crc32 = np.asarray(row_group_crc32(str(shards(x)[0]))).astype(">u4").tobytes().hex()
+    edit(x, lambda m: m["shards"][0]["row_groups"].__setitem__("crc32", crc32))
+
+
+def append(x: Path, more: bytes) -> None:
+    with shards(x)[1].open("ab") as file:
+        file.write(more)
+
+
+READ_NOTICES: dict[str, Try] = {
+    "a shard of another set": lambda x, y: shutil.copy(shards(y)[0], shards(x)[0]),
+    "two shards exchanged": exchange,
+    "truncated": lambda x, _: os.truncate(shards(x)[1], 900),
+    "emptied": lambda x, _: os.truncate(shards(x)[1], 0),
+    "a bit of data": flip,
+    "a bit of the footer": lambda x, y: flip(x, y, -60),
+    "fewer shards": lambda x, _: edit(x, lambda m: m["shards"].pop()),
+    "other counts": lambda x, _: edit(x, lambda m: m["totals"].update(examples=199)),
+    "another set's manifest": lambda x, y: shutil.copytree(
+        y / "_packstore", x / "_packstore", dirs_exist_ok=True
+    ),
+}
+VERIFY_NOTICES: dict[str, Try] = {
+    "extended by zeros": lambda x, _: append(x, bytes(64)),
+    "extended by a shard": lambda x, y: append(x, shards(y)[1].read_bytes()),
+    "sha256 of a shard": lambda x, _: edit(x, lambda m: m["shards"][0].update(sha256="0" * 64)),
+    "order of shards": lambda x, _: edit(x, lambda m: m["shards"].reverse()),
+}
+NOBODY_NOTICES: dict[str, Try] = {
+    "lineage": lambda x, _: edit(x, lambda m: m["provenance"].update(lineage="0" * 64)),
+    "settings": lambda x, _: edit(x, lambda m: m["provenance"].update(package_version="9")),
+}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("forged")
+    return made(folder / "a", 1), made(folder / "b", 2)
+
+
+@pytest.fixture
+def forged(pair: tuple[Path, Path], tmp_path: Path) -> Callable[[Try], str]:
+    def run(attempt: Try) -> str:
+        shutil.copytree(pair[0], tmp_path / "x")
+        attempt(tmp_path / "x", pair[1])
+        return str(tmp_path / "x")
+
+    return run
+
+
+@pytest.mark.parametrize("name", READ_NOTICES)
+def test_a_read_notices(name: str, forged: Callable[[Try], str]) -> None:
+    url = forged(READ_NOTICES[name])
+    with pytest.raises((IntegrityError, FormatError, packstore.errors.StorageError)):
+        ids(packstore.open(url))
+
+
+@pytest.mark.parametrize("name", VERIFY_NOTICES)
+def test_verify_notices(name: str, forged: Callable[[Try], str], pair: tuple[Path, Path]) -> None:
+    """The packs are those of the set, in its order unless the fingerprint differs."""
+    dataset = packstore.open(forged(VERIFY_NOTICES[name]))
+    original = packstore.open(str(pair[0]))
+    assert not dataset.verify().ok
+    same = dataset.manifest.fingerprint == original.manifest.fingerprint
+    assert same == name.startswith("extended")
+    assert sorted(ids(dataset)) == sorted(ids(original))
+    assert not same or ids(dataset) == ids(original)
+
+
+@pytest.mark.parametrize("name", NOBODY_NOTICES)
+def test_the_fingerprint_is_of_the_packs_alone(
+    name: str, forged: Callable[[Try], str], pair: tuple[Path, Path]
+) -> None:
+    """As the page says: the rest of a manifest is proved by comparing its own sha256."""
+    dataset, original = packstore.open(forged(NOBODY_NOTICES[name])), packstore.open(str(pair[0]))
+    assert dataset.verify().ok
+    assert dataset.manifest.fingerprint == original.manifest.fingerprint
+    one, other = (Path(d.url, "_packstore/manifest-000001.json") for d in (dataset, original))
+    own = [json.loads(path.read_bytes())["sha256"] for path in (one, other)]
+    assert own[0] != own[1]
+    page = (Path(__file__).parents[2] / "docs/security.md").read_text(encoding="utf-8")
+    assert "the fingerprint proves the packs alone" in page
+
+
+def test_a_shard_with_a_renewed_checksum_is_noticed_by_verify_alone(
+    forged: Callable[[Try], str], pair: tuple[Path, Path]
+) -> None:
+    dataset = packstore.open(forged(flip_and_sign))
+    assert dataset.manifest.fingerprint == packstore.open(str(pair[0])).manifest.fingerprint
+    assert not dataset.verify().ok
+
+
+def test_behind_the_cache_only_its_own_bytes_are_read(
+    forged: Callable[[Try], str], pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    url, reading = forged(lambda *_: None), ReadConfig(cache_dir=str(tmp_path / "cache"))
+    expected = ids(packstore.open(url, reading=reading))
+    ids(packstore.open(str(pair[1]), reading=reading))
+    cached = sorted(path for path in (tmp_path / "cache").glob("*/*") if path.is_file())
+    for one, other in zip(cached[::2], cached[1::2], strict=False):
+        shutil.copy(other, one)
+    assert ids(packstore.open(url, reading=reading)) == expected
+    exchange(Path(url), pair[1])
+    assert not packstore.open(url).verify().ok
