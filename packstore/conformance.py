@@ -118,16 +118,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m packstore.conformance", usage, about)
     parser.add_argument("--kit", type=Path, default=KIT, help=f"by default {KIT}")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="the reader, and its arguments")
-    given = parser.parse_args(arguments)
-    if not given.command:
+    options = parser.parse_args(arguments)
+    if not options.command:
         parser.error("name the command of a reader")
     counts = Counter[str]()
     try:
-        cases = load(given.kit)
+        cases = load(options.kit)
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            answers = pool.map(lambda case: ask(given.command, given.kit, case), cases)
+            answers = pool.map(lambda case: ask(options.command, options.kit, case), cases)
             for case, answer in zip(cases, answers, strict=True):
-                verdict, why = judge(given.kit, case, answer)
+                verdict, why = judge(options.kit, case, answer)
                 counts[verdict] += 1
                 print(f"{verdict:8}  {case['name']:32}  {why or _wanted(case)}")
     except (OSError, IntegrityError) as error:  # no kit, or no such command

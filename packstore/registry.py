@@ -20,15 +20,15 @@ class Registry(Generic[T]):
     """A fixed mapping from a name to ``"module:attribute"``, loaded on first use.
 
     Args:
-        what: noun for the names in error messages (``"strategy"``).
+        noun: noun for the names in error messages (``"strategy"``).
         entries: name -> ``"module:attribute"``.
         extras: name -> the extra of packstore that installs the required third-party package.
     """
 
     def __init__(
-        self, what: str, entries: Mapping[str, str], extras: Mapping[str, str] | None = None
+        self, noun: str, entries: Mapping[str, str], extras: Mapping[str, str] | None = None
     ) -> None:
-        self.what = what
+        self.noun = noun
         self._entries = dict(entries)
         self._extras = dict(extras or {})
 
@@ -52,7 +52,7 @@ class Registry(Generic[T]):
         near = difflib.get_close_matches(str(name), self._entries, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise UnknownNameError(
-            f"unknown {self.what} {name!r}; choose one of: {', '.join(self._entries)}.{hint}"
+            f"unknown {self.noun} {name!r}; choose one of: {', '.join(self._entries)}.{hint}"
         )
 
     def load(self, name: str) -> T:
@@ -63,14 +63,14 @@ class Registry(Generic[T]):
         except ImportError as error:
             if name not in self._extras:
                 raise
-            raise missing_extra(f"{self.what} {name!r}", self._extras[name], error) from error
+            raise missing_extra(f"{self.noun} {name!r}", self._extras[name], error) from error
         return loaded  # type: ignore[no-any-return]
 
 
-def missing_extra(what: str, extra: str, error: ImportError) -> MissingExtraError:
+def missing_extra(noun: str, extra: str, error: ImportError) -> MissingExtraError:
     """Returns the error for a missing optional dependency, with the command that installs it."""
     package = error.name or str(error)
     return MissingExtraError(
-        f"{what} needs the package {package!r}, which is not installed. "
+        f"{noun} needs the package {package!r}, which is not installed. "
         f"Run: pip install 'packstore[{extra}]'"
     )

@@ -80,13 +80,13 @@ def _job(args: argparse.Namespace) -> dict[str, Any]:
         args.parser.error(
             "SOURCE and OUT must be given, both here or both in a job file (--config)"
         )
-    given = {
+    values = {
         "tokenizer": args.tokenizer,
         "storage_options": args.storage_option or None,
         "source_storage_options": args.source_storage_option,
         **common.read_settings(args, PackConfig),
     }
-    job |= {name: value for name, value in given.items() if value is not None}
+    job |= {name: value for name, value in values.items() if value is not None}
     common.refuse_memory(args, job["out"], job.get("rejects"))
     return job
 

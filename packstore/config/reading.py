@@ -108,13 +108,13 @@ class RetryConfig(Settings):
     @classmethod
     def split(cls, options: Mapping[str, Any]) -> tuple[Self, dict[str, Any]]:
         """Splits storage options into these settings and the remaining options."""
-        given, rest = {}, dict(options)
+        found, rest = {}, dict(options)
         for name, hint in get_type_hints(cls).items():
             if (option := f"retry_{name}") in rest:
                 value = rest.pop(option)
                 try:  # the command line passes numbers as text
-                    given[name] = msgspec.convert(value, hint, strict=False)
+                    found[name] = msgspec.convert(value, hint, strict=False)
                 except msgspec.ValidationError:
                     text = f"storage option {option} must be a number; found {kind_of(value)}."
                     raise ConfigError(text) from None
-        return cls(**given), rest
+        return cls(**found), rest

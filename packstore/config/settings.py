@@ -93,11 +93,11 @@ class Settings:
         """
         check_names(settings, cls.names(), cls.LISTED_BY)
         base = {} if config is None else {name: getattr(config, name) for name in cls.names()}
-        given = {**base, **settings}
+        values = {**base, **settings}
         for item in dataclasses.fields(cls):
-            if item.name not in given and item.default is item.default_factory:  # both missing
+            if item.name not in values and item.default is item.default_factory:  # both missing
                 raise ConfigError(f"setting {item.name} must be given: {item.metadata['help']}.")
-        return cls(**given)
+        return cls(**values)
 
     def recorded(self) -> dict[str, Any]:
         """Returns all settings but the secret ones as JSON values, as :meth:`of` takes them."""
@@ -115,14 +115,14 @@ class Settings:
 
 
 def check_names(
-    given: Iterable[str], known: Iterable[str], listed_by: str, what: str = "setting"
+    names: Iterable[str], known: Iterable[str], listed_by: str, noun: str = "setting"
 ) -> None:
     """Refuses unknown names."""
     known = sorted(known)
-    for name in given:
+    for name in names:
         if name not in known:
             hint = meant(str(name), known)
-            raise UnknownNameError(f"unknown {what} {quote(name)}; {listed_by} lists all.{hint}")
+            raise UnknownNameError(f"unknown {noun} {quote(name)}; {listed_by} lists all.{hint}")
 
 
 def fingerprint(value: Any) -> str:

@@ -69,7 +69,7 @@ class Plan:
     @property
     def pack_tokens(self) -> Int64:
         """int64 `[P]`, tokens of each pack, padding included."""
-        return _sums(self.lengths, self.order, self.offsets)
+        return _pack_sums(self.lengths, self.order, self.offsets)
 
     @property
     def fill_rate(self) -> float:
@@ -182,14 +182,14 @@ def plan(
     if capacity > MAX_PACK_SIZE:
         raise ConfigError(f"setting pack_size must be at most {MAX_PACK_SIZE}; found {capacity}.")
     pack_by = STRATEGIES.load(settings.strategy)
-    exact = padded = _checked(lengths, capacity)
+    exact = padded = _check_lengths(lengths, capacity)
     if settings.pad_to_multiple > 1:
-        padded = _checked(round_up(exact, settings.pad_to_multiple), capacity)
+        padded = _check_lengths(round_up(exact, settings.pad_to_multiple), capacity)
     if settings.shuffle:
         drawn = seeds.permutation(len(padded), settings.seed, "examples").astype(np.int32)
         order, offsets = pack_by(padded[drawn], capacity, settings.seed)
         packs = seeds.permutation(len(offsets) - 1, settings.seed, "pack order")
-        order, offsets = _reordered(drawn[order], offsets, packs)
+        order, offsets = _reorder_packs(drawn[order], offsets, packs)
     else:
         order, offsets = pack_by(padded, capacity, settings.seed)
     return Plan(
@@ -205,7 +205,7 @@ def plan(
     )
 
 
-def _checked(lengths: npt.ArrayLike, capacity: int) -> Int32:
+def _check_lengths(lengths: npt.ArrayLike, capacity: int) -> Int32:
     """Converts `lengths` to a contiguous int32 array, or raises as :func:`plan` says."""
     array = np.asarray(lengths)
     if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
@@ -228,7 +228,7 @@ def _checked(lengths: npt.ArrayLike, capacity: int) -> Int32:
 
 
 @jit
-def _sums(lengths: Int32, order: Int32, offsets: Int64) -> Int64:
+def _pack_sums(lengths: Int32, order: Int32, offsets: Int64) -> Int64:
     """Sums the lengths of each pack: int64 `[P]`."""
     tokens = np.zeros(len(offsets) - 1, np.int64)
     for pack in range(len(tokens)):
@@ -238,7 +238,7 @@ def _sums(lengths: Int32, order: Int32, offsets: Int64) -> Int64:
 
 
 @jit
-def _reordered(order: Int32, offsets: Int64, packs: Int64) -> tuple[Int32, Int64]:
+def _reorder_packs(order: Int32, offsets: Int64, packs: Int64) -> tuple[Int32, Int64]:
     """Returns order and offsets with the packs in the order of the permutation `packs`."""
     new_order, new_offsets = np.empty(len(order), np.int32), np.empty_like(offsets)
     to = np.uint64(0)

@@ -153,12 +153,12 @@ class ExampleSource:
 
     def _arrays_of_columns(self, group: int, names: Sequence[str]) -> dict[str, Any]:
         k, per_response = KINDS[self._dataset.manifest.kind], set(names) & {"lengths", "rewards"}
-        own = {"example_ids", *(_STORED[n] for n in names if n in _STORED)}
-        own |= {"num_responses"} if per_response and k is None else set()
+        stored = {"example_ids", *(_STORED[n] for n in names if n in _STORED)}
+        stored |= {"num_responses"} if per_response and k is None else set()
         carried = {n: self._carried[n] for n in names if n in self._carried}
-        batch, where, base = self._dataset.read_columns(group, sorted(own | {*carried.values()}))
+        batch, where, base = self._dataset.read_columns(group, sorted(stored | {*carried.values()}))
         with decoding(where):
-            flat = {name: flat_column(batch, name, None) for name in own}
+            flat = {name: flat_column(batch, name, None) for name in stored}
             check_counts(flat, int(self._dataset.row_groups.rows[group]))
             ids, examples = flat["example_ids"]
             example_id = as_arrow(ids + base, pa.int64())

@@ -78,11 +78,11 @@ def preflight(location: Location) -> Iterator[Trial]:
     yield from _trial(location)
 
 
-def _run_trial(what: str, try_it: Callable[[], str]) -> Trial:
+def _run_trial(name: str, try_it: Callable[[], str]) -> Trial:
     try:
-        return Trial(what, True, try_it())
+        return Trial(name, True, try_it())
     except PackstoreError as error:
-        return Trial(what, False, message_with_notes(error))
+        return Trial(name, False, message_with_notes(error))
 
 
 def _versions(location: Location) -> str:
@@ -117,8 +117,8 @@ def _read(location: Location) -> Iterator[Trial]:
     shards = dataset.manifest.shards
     yield Trial("dataset", True, f"version {dataset.version}, {len(shards)} shards")
     ends = {"first shard": 0, "last shard": len(dataset.row_groups) - 1}
-    for what, group in ends.items() if shards else ():
-        yield _run_trial(what, lambda group=group: _read_group(dataset, group))  # type: ignore[misc]
+    for name, group in ends.items() if shards else ():
+        yield _run_trial(name, lambda group=group: _read_group(dataset, group))  # type: ignore[misc]
 
 
 def _read_group(dataset: Dataset, group: int) -> str:

@@ -181,11 +181,11 @@ class SideWriter:
 
 
 def _column(name: str, values: npt.NDArray[Any], counts: Any, type_: pa.DataType) -> pa.Array:
-    of_sequences = pa.types.is_list(type_)
-    expected = int(np.sum(counts)) if of_sequences else len(counts)
+    is_per_sequence = pa.types.is_list(type_)
+    expected = int(np.sum(counts)) if is_per_sequence else len(counts)
     if values.shape != (expected,):
         raise ConfigError(f"{name} must have shape ({expected},); found {values.shape}.")
-    if not of_sequences:
+    if not is_per_sequence:
         try:
             column = pa.array(values, type_, from_pandas=False)
         except (pa.ArrowException, TypeError, ValueError) as error:
@@ -304,7 +304,7 @@ class SideTable:
             return np.array(values.take(pa.array(rows)).to_pylist(), np.object_)
         return np.asarray(values[rows])
 
-    def of_sequences(
+    def sequence_values(
         self, name: str, rows: Int64, num_responses: npt.NDArray[np.integer]
     ) -> Float32:
         """Returns the value of each sequence of these examples, float32 `[S]`."""

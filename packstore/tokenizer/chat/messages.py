@@ -93,8 +93,8 @@ def normalize_messages(value: Any, unknown: set[str]) -> list[Message]:
     found: list[Message] = []
     reasoning: Message | None = None
     calling = False
-    given = [value] if isinstance(value, dict) else value
-    for raw in itertools.chain.from_iterable(map(_spread, given)):
+    turns = [value] if isinstance(value, dict) else value
+    for raw in itertools.chain.from_iterable(map(_spread, turns)):
         role, message = _normalize(raw, unknown)
         if role == "reasoning":
             reasoning, calling = message, False

@@ -331,8 +331,8 @@ class PackedBatch:
         _ = self.target_index, self.weights, self.sources
         if self.kind == "scored":
             _ = self.ranks
-        own = {n: x for n, x in vars(self).items() if n != "layout"}
-        every = (*own.values(), *self.columns.values(), *self.sequence_columns.values())
+        fields = {n: x for n, x in vars(self).items() if n != "layout"}
+        every = (*fields.values(), *self.columns.values(), *self.sequence_columns.values())
         # By identity: a tensor under two names stays one.
         tensors = {id(x): x for x in every if isinstance(x, Tensor)}
         moved = {key: change(x) for key, x in tensors.items()}
@@ -340,7 +340,7 @@ class PackedBatch:
             return self
         batch = copy.copy(self)
         vars(batch).pop("layout", None)
-        vars(batch).update({n: moved.get(id(x), x) for n, x in own.items()})
+        vars(batch).update({n: moved.get(id(x), x) for n, x in fields.items()})
         batch.columns = {n: moved.get(id(x), x) for n, x in self.columns.items()}
         batch.sequence_columns = {n: moved[id(x)] for n, x in self.sequence_columns.items()}
         return batch

@@ -106,7 +106,7 @@ class SideColumns:
                 raise CompatibilityError(f"{rule}; found no part with example {ids[other[0]]}.")
             order = np.argsort(places)
             if self.sides[numbers[0]].manifest.known[name] == PER_SEQUENCE:
-                each = [t.of_sequences(name, rows, counts[at]) for t, at, rows in parts]
+                each = [t.sequence_values(name, rows, counts[at]) for t, at, rows in parts]
                 values = np.concatenate(each)[ragged_indices(to_offsets(counts[places]), order)]
                 pairs = zip(packs, np.split(values, sequences), strict=True)
                 packs = [

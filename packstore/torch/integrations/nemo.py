@@ -59,8 +59,8 @@ def loss_from_nemo(settings: Mapping[str, Any], *, pack_mean: bool = False) -> P
                 f"NeMo-Aligner has no loss setting {quote(name)}; "
                 f"it takes: {', '.join((*SETTINGS, *OF_MEMORY))}."
             )
-    given = {**SETTINGS, **settings}
-    loss, beta = given["preference_loss"], given["ref_policy_kl_penalty"]
+    merged = {**SETTINGS, **settings}
+    loss, beta = merged["preference_loss"], merged["ref_policy_kl_penalty"]
     if loss not in LOSS_NAMES:
         raise UnknownNameError(
             f"NeMo-Aligner has no preference_loss {quote(loss)}; "
@@ -71,21 +71,21 @@ def loss_from_nemo(settings: Mapping[str, Any], *, pack_mean: bool = False) -> P
             "NeMo-Aligner's settings: ref_policy_kl_penalty must be above 0; "
             f"found {quote(beta)}. NeMo-Aligner's own configuration sets 0.2."
         )
-    if given["sft_average_log_probs"] is None:
-        given["sft_average_log_probs"] = given["preference_average_log_probs"]
+    if merged["sft_average_log_probs"] is None:
+        merged["sft_average_log_probs"] = merged["preference_average_log_probs"]
     for flag in ("preference_average_log_probs", "sft_average_log_probs"):
-        if not isinstance(given[flag], bool):
+        if not isinstance(merged[flag], bool):
             raise ConfigError(
-                f"NeMo-Aligner's {flag} must be true or false; found {quote(given[flag])}."
+                f"NeMo-Aligner's {flag} must be true or false; found {quote(merged[flag])}."
             )
-    averaged = given["preference_average_log_probs"]
+    averaged = merged["preference_average_log_probs"]
     on_sums, on_means = LOSS_NAMES[loss]
     name = on_means if averaged and on_means else on_sums
-    eta = {"eta": given["gt_reward_scale"]} if loss.startswith("rpo") else {}
+    eta = {"eta": merged["gt_reward_scale"]} if loss.startswith("rpo") else {}
     return PreferenceLoss(
-        {name: given["preference_loss_weight"]},
-        sft_weight=given["sft_loss_weight"],
-        sft_average="sequence_mean" if given["sft_average_log_probs"] else "sequence_sum",
+        {name: merged["preference_loss_weight"]},
+        sft_weight=merged["sft_loss_weight"],
+        sft_average="sequence_mean" if merged["sft_average_log_probs"] else "sequence_sum",
         average_logps=averaged and on_means is None,
         reduction="pack_mean" if pack_mean else "sum",
         beta=beta,
