@@ -148,14 +148,6 @@ def test_the_loaders_page_says_what_balancing_saves() -> None:
         ways = [simulated[*key, dealt, "tokens"] for dealt in ("in order", "balanced")]
         found = [f"{way[kind]:.2f}" for kind in ("ddp", "fsdp2") for way in ways]
         assert rows("docs/loaders.md")[size] == found
-    saved: dict[str, float] = {}
-    for (*key, dealt, _), row in simulated.items():
-        for kind in ("ddp", "fsdp2"):
-            share = 1 - row[kind] / simulated[*key, dealt, "tokens"][kind]
-            saved[dealt] = max(share, saved.get(dealt, 0))
-    page = (ROOT / "docs" / "loaders.md").read_text(encoding="utf-8")
-    besides, without = (f"{100 * saved[dealt]:.0f} %" for dealt in ("balanced", "in order"))
-    assert f"would save {besides} beside it, without it {without} at most" in page
 
 
 def test_figures_of_feedback() -> None:

@@ -217,6 +217,15 @@ class Packs:
         """True for supervised tokens, bool `[N]`."""
         return self.signed_ids >= 0
 
+    @property
+    def example_tokens(self) -> Int64:
+        """Stored tokens of each example, int64 `[E]`."""
+        inside = np.ones(len(self.seq_boundaries) - 1, bool)
+        inside[self.sequence_offsets[1:-1] + np.arange(len(self) - 1)] = False
+        segments = np.diff(self.seq_boundaries)[inside]
+        starts = to_offsets(self.num_responses)[:-1]
+        return np.add.reduceat(segments.astype(np.int64), starts)
+
     def row(self, i: int) -> Packs:
         """Returns pack `i`, as views."""
         token, tokens_end = self.token_offsets[i : i + 2].tolist()

@@ -14,6 +14,7 @@ from packstore.config import PlanConfig
 from packstore.errors import ConfigError, InputError, sentence
 from packstore.format import seeds
 from packstore.format.arrays import Int32, Int64
+from packstore.format.html import card
 from packstore.pack.algorithms import STRATEGIES
 from packstore.pack.kernels import jit
 from packstore.pack.layout import round_up
@@ -50,6 +51,18 @@ class Plan:
     strategy: str
     seed: int
     shuffle: bool
+
+    def _repr_html_(self) -> str:
+        fewest, mean, most = self.examples_per_pack
+        facts = {
+            "packs": f"{self.num_packs:,} of {self.pack_size:,} tokens",
+            "examples": self.num_examples,
+            "examples per pack": f"{fewest:,} to {most:,}, mean {mean:.2f}",
+            "tokens": f"{self.tokens:,}, fill {self.fill_rate:.2%}",
+            "strategy": self.strategy,
+        }
+        first = self.order[: self.offsets[1]] if self.num_packs else self.order[:0]
+        return card("Plan", facts, self.lengths[first].tolist(), self.pack_size)
 
     @property
     def num_packs(self) -> int:

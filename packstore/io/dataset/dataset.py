@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,8 +14,9 @@ import numpy as np
 import pyarrow as pa
 
 from packstore.config import ReadConfig
-from packstore.errors import DatasetNotFoundError
+from packstore.errors import DatasetNotFoundError, PackstoreError
 from packstore.format.arrays import Int64, Packs, PackSizes, to_offsets
+from packstore.format.html import card
 from packstore.format.schema import to_arrow
 from packstore.io.dataset.cache import Cache
 from packstore.io.dataset.pack_index import SizeTable
@@ -67,6 +69,14 @@ class Dataset:
             f"Dataset({self.url!r}, version={self.version}, kind={m.kind!r}, packs={len(self)}, "
             f"examples={m.totals.examples}, tokens={m.totals.tokens}, fill_rate={m.fill_rate:.4f})"
         )
+
+    def _repr_html_(self) -> str:
+        parts: list[int] = []
+        if len(self):
+            with contextlib.suppress(PackstoreError):  # a notebook shows the facts without a store
+                parts = self.read_packs(0).row(0).example_tokens.tolist()
+        title = f"Dataset {self.url}, version {self.version}"
+        return card(title, self.manifest.facts, parts, self.manifest.pack_size)
 
     @property
     def url(self) -> str:

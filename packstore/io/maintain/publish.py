@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from packstore.errors import StorageError, sentence
@@ -132,15 +132,8 @@ def _describe(card: Any, dataset: Dataset, repo: str) -> None:
     card.data.tags = sorted({*(card.data.tags or ()), "packstore", m.kind})
     tokenizer, settings = m.provenance.get("tokenizer") or {}, m.provenance.get("settings") or {}
     facts = {
-        "kind": m.kind,
-        "examples": f"{m.totals.examples:,}",
-        "packs": f"{m.num_packs:,} of {m.pack_size:,} tokens, layout `{m.layout}`",
-        "tokens": f"{m.totals.tokens:,}, fill {m.fill_rate:.2%}",
-        "records": f"{m.records.read:,} read, {m.records.packed:,} packed",
-        **{f"dropped: {why}": f"{count:,}" for why, count in m.records.dropped.items()},
-        "tokenizer": tokenizer.get("name") or tokenizer.get("path") or "token ids were given",
+        **m.facts,
         "tokenizer sha256": tokenizer.get("sha256") or "unknown",
-        "sources": _sources(m.source_names),
         "strategy, seed": f"{m.strategy}, {m.seed}",
         "chat template": settings.get("chat_template") or "the tokenizer's",
         "fingerprint": m.fingerprint,
@@ -159,10 +152,6 @@ def _describe(card: Any, dataset: Dataset, repo: str) -> None:
     card.text = text if found else f"{card.text.rstrip()}\n\n{part}\n"
 
 
-def _sources(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 3:,} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more or "records in memory"
-
-
 def _cell(value: object) -> str:
-    return re.sub(r"\s+", " ", str(value)).replace("|", "\\|")
+    text = f"{value:,}" if isinstance(value, int) else str(value)
+    return re.sub(r"\s+", " ", text).replace("|", "\\|")

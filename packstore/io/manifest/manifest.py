@@ -20,6 +20,7 @@ import pyarrow as pa
 from packstore.config import PackConfig
 from packstore.errors import FormatError, UnsupportedFormatError, quote, sentence
 from packstore.format.arrays import Tally
+from packstore.format.html import card
 from packstore.format.schema import (
     CARRY_TYPES,
     COLUMN_NAME,
@@ -91,6 +92,25 @@ class Manifest:
     pack_index: StoredFile | None = None  # the file with the sizes of every pack, if written
     further_files: tuple[StoredFile, ...] = ()  # of a later release
     writer_features: tuple[str, ...] = ()  # who extends or cleans it must support all of them
+
+    def _repr_html_(self) -> str:
+        return card("Manifest", self.facts)
+
+    @property
+    def facts(self) -> dict[str, object]:
+        """What people ask first: kind, counts, fill, tokenizer and sources."""
+        tokenizer, names = self.provenance.get("tokenizer") or {}, self.source_names
+        more = f" and {len(names) - 3:,} more" if len(names) > 3 else ""
+        return {
+            "kind": self.kind,
+            "examples": self.totals.examples,
+            "packs": f"{self.num_packs:,} of {self.pack_size:,} tokens, layout {self.layout}",
+            "tokens": f"{self.totals.tokens:,}, fill {self.fill_rate:.2%}",
+            "records": f"{self.records.read:,} read, {self.records.packed:,} packed",
+            **{f"dropped: {reason}": count for reason, count in self.records.dropped.items()},
+            "tokenizer": tokenizer.get("name") or tokenizer.get("path") or "token ids were given",
+            "sources": ", ".join(names[:3]) + more or "records in memory",
+        }
 
     @property
     def num_responses(self) -> int | None:

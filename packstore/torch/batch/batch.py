@@ -23,6 +23,7 @@ from packstore.format.arrays import (
     ids_of,
     labels_of,
 )
+from packstore.format.html import card
 from packstore.format.schema import require_kind
 from packstore.registry import Registry
 from packstore.torch.batch.layout import (
@@ -134,6 +135,22 @@ class PackedBatch:
             f"PackedBatch({self.kind}: {self.num_packs} packs, {self.num_examples} examples, "
             f"{self.num_segments} segments, {self.num_tokens} tokens on {self.lengths.device})"
         )
+
+    def _repr_html_(self) -> str:
+        lengths = np.diff(self.cu_seqlens.cpu().numpy()).astype(np.int64)
+        starts = np.cumsum(self.num_responses.cpu().numpy()) - self.num_responses.cpu().numpy()
+        facts: dict[str, object] = {
+            "kind": self.kind,
+            "packs": self.num_packs,
+            "examples": self.num_examples,
+            "segments": self.num_segments,
+            "tokens": self.num_tokens,
+            "device": str(self.lengths.device),
+        }
+        if self.step is not None:
+            step = self.step
+            facts["step"] = f"{step.index}: batch {step.batch + 1} of {step.batches}"
+        return card("PackedBatch", facts, np.add.reduceat(lengths, starts).tolist())
 
     def __getitem__(self, name: str) -> Any:
         """Returns a field by its name, as a mapping does."""
