@@ -7,6 +7,7 @@ PIP = $(BIN)/python -m pip --disable-pip-version-check install --quiet
 .PHONY: demo test test-all check docs package floors kernels clean
 
 demo: $(VENV)/installed
+	@echo "the demo takes one to two minutes on a CPU"
 	$(BIN)/python examples/demo.py
 
 # A few tests at a time: more workers would each load torch.
@@ -36,7 +37,7 @@ package:
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit("packstore needs Python 3.11 or newer: make PYTHON=python3.11") if sys.version_info < (3, 11) else None'
 	$(PYTHON) -m venv $(VENV)
-	@echo "installing torch and packstore into $(VENV); this takes a minute or two"
+	@echo "installing torch and packstore into $(VENV): 3 GB with a CPU build of torch, 6 GB with CUDA; this takes some minutes"
 	$(PIP) --upgrade pip
 	$(PIP) torch==2.13.0
 	$(PIP) -e '.[dev]'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import runpy
 import shutil
+import subprocess
 import tarfile
 import tomllib
 from importlib.metadata import PackageNotFoundError, version
@@ -85,3 +86,13 @@ def test_the_sdist_holds_what_git_tracks(tmp_path: Path) -> None:
     with tarfile.open(sdist) as archive:
         held = {name.partition("/")[2] for name in archive.getnames()}
     assert set(tracked) <= held
+
+
+def test_make_demo_says_size_and_time_before_it_begins(tmp_path: Path) -> None:
+    if shutil.which("make") is None:
+        pytest.skip("make is not installed")
+    command = ["make", "-n", "demo", f"VENV={tmp_path / 'none'}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", check=True)
+    told, demo = done.stdout.index("3 GB with a CPU build"), done.stdout.index("one to two minutes")
+    assert told < done.stdout.index("pip --disable-pip-version-check install")
+    assert demo < done.stdout.index("examples/demo.py")

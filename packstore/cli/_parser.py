@@ -58,6 +58,10 @@ exchange:
   publish    upload a dataset to the Hugging Face hub, with a card
              $ packstore publish prefs-8k me/prefs-8k
 
+shell:
+  completion print what completes commands and flags in bash, zsh or fish
+             $ packstore completion zsh > ~/.zfunc/_packstore
+
 `packstore COMMAND --help` shows the arguments and more examples of a command.
 """
 

@@ -1,0 +1,34 @@
+"""``packstore completion``: commands and flags for the completion of a shell."""
+
+from __future__ import annotations
+
+import argparse
+
+from packstore.cli import Command
+from packstore.errors import MissingExtraError, sentence
+
+SHELLS = ("bash", "zsh", "fish")
+
+
+def _configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("shell", choices=SHELLS, metavar="SHELL", help=", ".join(SHELLS))
+
+
+def _run(args: argparse.Namespace) -> int:
+    try:
+        import shtab
+    except ImportError as error:
+        must, do = "the package shtab writes it", "Run: pip install shtab"
+        raise MissingExtraError(sentence("completion", must, "none", do)) from error
+    from packstore.cli import parser
+
+    print(shtab.complete(parser(), args.shell))
+    return 0
+
+
+COMPLETION = Command(
+    "  packstore completion bash > ~/.local/share/bash-completion/completions/packstore\n"
+    "  packstore completion fish > ~/.config/fish/completions/packstore.fish\n",
+    _configure,
+    _run,
+)
