@@ -97,7 +97,7 @@ def test_a_model_is_pushed_to_the_hub(made: dict[str, Any], tmp_path: Path) -> N
     command = ["-m", "packstore", "train", *(f"--{n}={x}" for n, x in flags.items())]
     repos: Hubs = {}
     with served(repos) as (env, _):
-        done = run_python(*command, env=env)
+        done = run_python(*command, env={**env, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr[-2000:]
     files = repos["models/me/run"]
     assert files["model.safetensors"] == (output / "model.safetensors").read_bytes()
