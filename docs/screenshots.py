@@ -24,8 +24,9 @@ pack demo/train.jsonl prefs --tokenizer demo/tokenizer --chat-template chatml --
 pack demo/held-out.jsonl held-out --tokenizer demo/tokenizer --chat-template chatml --pack-size 512
 show prefs --pack 1 --count 3 --html view.html
 stats prefs --by source --html stats.html
-train --model model --dataset prefs --validation held-out --output run --examples-per-step 16 \
---epochs 5 --learning-rate 4e-4 --log-every 2 --eval-every 15 --html train.html
+train --model model --train-dataset prefs --eval-dataset held-out --output-dir run \
+--examples-per-step 16 --num-train-epochs 5 --learning-rate 4e-4 --logging-steps 2 \
+--eval-steps 15 --html train.html
 """
 
 

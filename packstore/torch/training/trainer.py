@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import snapshot_download
 from transformers import Trainer, TrainingArguments, set_seed
 
 from packstore.config.settings import check_names
@@ -252,14 +253,19 @@ class PackedTrainer(PackedSteps, Trainer):  # type: ignore[misc]
         return {**super()._described(), "reference": _name_of(reference)}
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """Saves the model, with the tokenizer files of the folder that it came from."""
+        """Saves the model, with the tokenizer files of the folder or hub that it came from."""
         super()._save(output_dir, state_dict)
-        folder = Path(output_dir or self.args.output_dir)
-        if self.processing_class is None and self._source and Path(self._source).is_dir():
-            for pattern in TOKENIZER_FILES:
-                for file in filter(Path.is_file, Path(self._source).glob(pattern)):
-                    with suppress(shutil.SameFileError):
-                        shutil.copy(file, folder / file.name)
+        if self.processing_class is not None or self._source is None:
+            return
+        source = self._source
+        if not Path(source).is_dir():
+            with suppress(Exception):  # of a hub that is out of reach, files at hand still serve
+                source = snapshot_download(source, allow_patterns=list(TOKENIZER_FILES))
+                self._source = source  # asked once
+        for pattern in TOKENIZER_FILES:
+            for file in filter(Path.is_file, Path(source).glob(pattern)):
+                with suppress(shutil.SameFileError):
+                    shutil.copy(file, Path(output_dir or self.args.output_dir, file.name))
 
     def create_model_card(self, **given: Any) -> None:
         """Writes the model's ``README.md``: dataset, loss, settings, results."""

@@ -83,9 +83,8 @@ def fit(
         packs_per_batch=1,
     )
     module = DPO(load_model(made["model"], trainable=True), PreferenceLoss("dpo"), RATE)
-    betas = (0.9, 0.95)  # those of `packstore train`
     module.configure_optimizers = lambda: torch.optim.AdamW(
-        module.parameters(), lr=RATE, betas=betas, weight_decay=0.0
+        module.parameters(), lr=RATE, weight_decay=0.0
     )
     log = Log()
     trainer = lightning.Trainer(
@@ -111,22 +110,23 @@ def test_it_is_the_run_of_packstore_train(made: dict[str, str], tmp_path: Path) 
     log, _ = fit(made)
     result = train(
         model=made["model"],
-        dataset=made["data"],
+        train_dataset=made["data"],
         ref_logps=made["ref"],
-        validation=made["data"],
-        validation_ref_logps=made["ref"],
-        output=str(tmp_path),
+        eval_dataset=made["data"],
+        eval_ref_logps=made["ref"],
+        output_dir=str(tmp_path),
         examples_per_step=PER_STEP,
-        epochs=2,
+        num_train_epochs=2,
         learning_rate=RATE,
-        schedule="constant",
-        warmup=0,
-        log_every=1,
+        lr_scheduler_type="constant",
+        warmup_steps=0,
+        logging_steps=1,
+        data_seed=0,
     )
     expected = losses(tmp_path)
     assert log.losses == pytest.approx(expected, abs=1e-5)
     assert len(expected) >= 6
-    assert log.held_out["eval/loss"] == pytest.approx(result.evaluation["eval/loss"], abs=1e-5)
+    assert log.held_out["eval/loss"] == pytest.approx(result.evaluation["eval_loss"], abs=1e-5)
 
 
 @pytest.mark.parametrize("stop", [2, 6])
