@@ -246,7 +246,7 @@ class Table:
             if shape.kind == kind and misfits[shape] and not share(shape)[0]:
                 reason = "wrong_type"
         paths = misfits[shape][:1] if shape.is_own else misfits[shape]
-        told = "; ".join(shape.difference(fields, path) for path in paths)
+        told = "; ".join(dict.fromkeys(shape.difference(fields, path) for path in paths))
         told = told or f"it is of kind {shape.kind}"
         return Refused(reason, f"nearest shape: {shape}, but {told}", remedy)
 

@@ -136,7 +136,12 @@ COMPILERS: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", COMPILERS)
+FAST = {"no graph", "wrong backward"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in FAST)) for n in COMPILERS]
+)
 def test_auto_compiles_what_is_proved(
     kit: SimpleNamespace,
     as_on_a_gpu: None,

@@ -86,6 +86,7 @@ def test_trackers_get_every_record(
     assert len(margins) == 6
 
 
+@pytest.mark.slow
 def test_a_model_is_pushed_to_the_hub(made: dict[str, Any], tmp_path: Path) -> None:
     """By `packstore train`, in a process whose hub is on this machine."""
     output = tmp_path / "run"

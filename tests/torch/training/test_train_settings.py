@@ -70,9 +70,11 @@ def test_flags_and_files_make_the_same_run(
 
 
 def test_help_is_short_and_help_all_lists_every_setting(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import dataclasses
+
+    monkeypatch.setenv("COLUMNS", "100")
 
     from transformers import TrainingArguments
 
