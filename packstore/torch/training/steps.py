@@ -1,4 +1,4 @@
-"""What the trainers on packs share: steps of packed batches, exact metrics, checkpoints.
+"""Shared parts of the trainers on packs: steps of packed batches, exact metrics, checkpoints.
 
 What transformers' Trainer calls a batch is here one optimizer step: the loader yields the list of
 its packed batches. So steps by examples, divisors of whole steps, balance over ranks and every loss
@@ -483,7 +483,7 @@ class PackedSteps:
     # Checkpoints
 
     def _described(self) -> dict[str, Any]:
-        """What a run that goes on must share with its checkpoint."""
+        """Returns the facts that a run shares with every checkpoint of it."""
         model = self.accelerator.unwrap_model(self.model)
         trained = sum(p.requires_grad for p in model.parameters())
         plain = (bool, int, float, str)
@@ -495,7 +495,7 @@ class PackedSteps:
         }
 
     def _settings(self) -> dict[str, Any]:
-        """What else a run that goes on looks at."""
+        """Returns settings of this run that one that goes on looks at."""
         return {"mixed_precision": self.accelerator.mixed_precision}
 
     def _check_unchanged(self, checkpoint: Path) -> None:
