@@ -45,14 +45,14 @@ if TYPE_CHECKING:
     from packstore.config import PackConfig
     from packstore.errors import PackstoreError
     from packstore.etl.concat import append, concat
-    from packstore.etl.doctor import doctor
-    from packstore.etl.estimate import estimate
     from packstore.etl.pipeline import pack
+    from packstore.etl.reports.doctor import doctor
+    from packstore.etl.reports.estimate import estimate
+    from packstore.etl.reports.preflight import check
     from packstore.exchange import export
     from packstore.io.dataset.dataset import Dataset, open
     from packstore.io.dataset.scan import scan
     from packstore.io.maintain.clean import clean
-    from packstore.io.maintain.preflight import check
     from packstore.io.maintain.publish import publish
     from packstore.pack.plan import Plan, plan
 else:
@@ -84,11 +84,11 @@ _LAZY = {
     "PackstoreError": "packstore.errors",
     "Plan": "packstore.pack.plan",
     "append": "packstore.etl.concat",
-    "check": "packstore.io.maintain.preflight",
+    "check": "packstore.etl.reports.preflight",
     "clean": "packstore.io.maintain.clean",
     "concat": "packstore.etl.concat",
-    "doctor": "packstore.etl.doctor",
-    "estimate": "packstore.etl.estimate",
+    "doctor": "packstore.etl.reports.doctor",
+    "estimate": "packstore.etl.reports.estimate",
     "export": "packstore.exchange",
     "open": "packstore.io.dataset.dataset",
     "plan": "packstore.pack.plan",

@@ -38,10 +38,11 @@ FILES = {
     "concat": "append",
     "view": "show",
     "ref-logps": "evaluate",
-    "doctor": "estimate",
+    "doctor": "reports",
+    "estimate": "reports",
+    "check": "reports",
     "clean": "maintenance",
     "verify": "maintenance",
-    "check": "maintenance",
     "inspect": "stats",
 }
 """Command -> its file here, if that has another name."""

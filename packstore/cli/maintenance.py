@@ -1,4 +1,4 @@
-"""``packstore clean``, ``verify`` and ``check``: look after datasets and their stores."""
+"""``packstore clean`` and ``verify``: look after datasets."""
 
 from __future__ import annotations
 
@@ -6,20 +6,13 @@ import argparse
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from packstore.cli import Command, common
 from packstore.cli._messages import progress_of
-from packstore.config import CHECK_RETRIES
 from packstore.errors import ConfigError, visible_line
-
-if TYPE_CHECKING:
-    from packstore.io.maintain.preflight import Trial
 
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 _SHOWN = 40
-_MARKS = {True: ("ok", None), False: ("FAILED", "red"), None: ("–", "dim")}
 
 
 def _configure_clean(parser: argparse.ArgumentParser) -> None:
@@ -103,34 +96,6 @@ def _verify(args: argparse.Namespace) -> int:
     return 0 if report.ok else 1
 
 
-def _configure_check(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("url", metavar="URL", help="folder or URL: of a dataset, or for a new one")
-    common.add_json(parser)
-    common.add_storage_options(parser)
-
-
-def _check(args: argparse.Namespace) -> int:
-    from packstore.io.maintain.preflight import preflight
-    from packstore.io.store.location import Location
-
-    findings = preflight(Location(args.url, {**CHECK_RETRIES, **args.storage_option}))
-    if not args.json:
-        return print_findings(findings)
-    results = list(findings)
-    common.print_result([finding._asdict() for finding in results])
-    return int(any(finding.ok is False for finding in results))
-
-
-def print_findings(findings: Iterable[Trial]) -> int:
-    """Prints each finding as soon as it is known; returns the exit code."""
-    console, failed = common.stdout_console(), False
-    for finding in findings:
-        mark, style = _MARKS[finding.ok]
-        console.print(f"{mark:6} {finding.what:12} {finding.text}", style=style)
-        failed = failed or finding.ok is False
-    return int(failed)
-
-
 CLEAN = Command(
     "  packstore clean s3://bucket/prefs-8k --delete\n"
     "  packstore clean prefs-8k --keep-versions 2 --delete\n"
@@ -139,8 +104,3 @@ CLEAN = Command(
     _clean,
 )
 VERIFY = Command("  packstore verify s3://bucket/prefs-8k && train\n", _configure_verify, _verify)
-CHECK = Command(
-    "  packstore check s3://bucket/new --storage-option endpoint_url=https://s3.example:9000\n",
-    _configure_check,
-    _check,
-)

@@ -92,9 +92,8 @@ def _job(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _dry_run(args: argparse.Namespace, job: dict[str, Any]) -> int:
-    from packstore.cli.estimate import print_diagnosis, print_estimate
-    from packstore.cli.maintenance import print_findings
-    from packstore.etl.doctor import dry_run
+    from packstore.cli.reports import print_diagnosis, print_estimate, print_findings
+    from packstore.etl.reports.doctor import dry_run
 
     with progress_of("dry run", args) as progress:
         result = dry_run(**job, progress=progress)

@@ -20,8 +20,9 @@ import numpy as np
 from packstore.config import CHECK_RETRIES, PackConfig
 from packstore.errors import ConfigError, PackstoreError, quote
 from packstore.etl.dedup_and_split import Seen, pair_keys
-from packstore.etl.estimate import SAMPLE, Estimate, Measured, estimate, estimate_of
 from packstore.etl.notes import PROBLEMS
+from packstore.etl.reports import preflight
+from packstore.etl.reports.estimate import SAMPLE, Estimate, Measured, estimate, estimate_of
 from packstore.etl.sources import RecordExampleReader, open_examples
 from packstore.etl.tokenize import Part, Tokenize
 from packstore.etl.totals import absent_fields, count_unrequested_drops
@@ -30,7 +31,6 @@ from packstore.io.dataset.dataset import Dataset, find_dataset
 from packstore.io.inputs.files import BLOCK_BYTES, Block
 from packstore.io.inputs.pieces import place_of
 from packstore.io.inputs.sampling import SAMPLE_BLOCK_BYTES, Sampling
-from packstore.io.maintain import preflight
 from packstore.io.store.location import Location
 from packstore.progress import Progress
 from packstore.tokenizer import Tokenizer

@@ -1,9 +1,10 @@
-"""``packstore doctor`` and ``estimate``: lint records, and foretell their packs, from a sample."""
+"""``packstore doctor``, ``estimate`` and ``check``: look at records and places before a job."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,13 +14,14 @@ from rich.text import Text
 
 from packstore.cli import Command, common
 from packstore.cli._messages import progress_of
-from packstore.config import PackConfig, TokenizeConfig, WorkConfig
+from packstore.config import CHECK_RETRIES, PackConfig, TokenizeConfig, WorkConfig
 from packstore.errors import display
 from packstore.pages import charts, frame
 
 if TYPE_CHECKING:
-    from packstore.etl.doctor import Diagnosis
-    from packstore.etl.estimate import Choice, Estimate
+    from packstore.etl.reports.doctor import Diagnosis
+    from packstore.etl.reports.estimate import Choice, Estimate
+    from packstore.etl.reports.preflight import Trial
 
 NOTE = (
     "padded: fill once sequences are padded (pad_to_multiple); saved: tokens that the layout "
@@ -35,6 +37,8 @@ NUMBERS = {
     "examples_per_step": "most examples of a step, instead",
 }
 """Argument of :func:`packstore.estimate` -> help of its flag."""
+
+_MARKS = {True: ("ok", None), False: ("FAILED", "red"), None: ("–", "dim")}
 
 
 def _configure_doctor(parser: argparse.ArgumentParser) -> None:
@@ -52,7 +56,7 @@ def _configure_doctor(parser: argparse.ArgumentParser) -> None:
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    from packstore.etl.doctor import doctor
+    from packstore.etl.reports.doctor import doctor
 
     with progress_of("doctor", args) as progress:
         diagnosis = doctor(
@@ -129,7 +133,7 @@ def _configure_estimate(parser: argparse.ArgumentParser) -> None:
 
 
 def _estimate(args: argparse.Namespace) -> int:
-    from packstore.etl.estimate import estimate
+    from packstore.etl.reports.estimate import estimate
 
     if args.html:
         frame.check_writable(args.html)
@@ -200,7 +204,7 @@ def _summary(result: Estimate) -> str:
 
 
 def _advice(result: Estimate) -> str:
-    from packstore.etl.estimate import ENOUGH_FILL
+    from packstore.etl.reports.estimate import ENOUGH_FILL
 
     best = result.best
     choice = f"pack size {best.pack_size}, layout {best.layout}, strategy {best.strategy}"
@@ -255,6 +259,34 @@ def _page(result: Estimate, source: str) -> str:
     )
 
 
+def _configure_check(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("url", metavar="URL", help="folder or URL: of a dataset, or for a new one")
+    common.add_json(parser)
+    common.add_storage_options(parser)
+
+
+def _check(args: argparse.Namespace) -> int:
+    from packstore.etl.reports.preflight import preflight
+    from packstore.io.store.location import Location
+
+    findings = preflight(Location(args.url, {**CHECK_RETRIES, **args.storage_option}))
+    if not args.json:
+        return print_findings(findings)
+    results = list(findings)
+    common.print_result([finding._asdict() for finding in results])
+    return int(any(finding.ok is False for finding in results))
+
+
+def print_findings(findings: Iterable[Trial]) -> int:
+    """Prints each finding as soon as it is known; returns the exit code."""
+    console, failed = common.stdout_console(), False
+    for finding in findings:
+        mark, style = _MARKS[finding.ok]
+        console.print(f"{mark:6} {finding.what:12} {finding.text}", style=style)
+        failed = failed or finding.ok is False
+    return int(failed)
+
+
 DOCTOR = Command(
     "  packstore doctor chats.jsonl --tokenizer Qwen3/ --pack-size 4096 --strict\n",
     _configure_doctor,
@@ -264,4 +296,9 @@ ESTIMATE = Command(
     "  packstore estimate prefs.jsonl --tokenizer Qwen3/ --ranks 8 --examples-per-step 64\n",
     _configure_estimate,
     _estimate,
+)
+CHECK = Command(
+    "  packstore check s3://bucket/new --storage-option endpoint_url=https://s3.example:9000\n",
+    _configure_check,
+    _check,
 )
