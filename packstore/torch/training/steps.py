@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import EvalLoopOutput
 
 from packstore.errors import (
@@ -198,21 +198,14 @@ class LogFirstSteps(TrainerCallback):  # type: ignore[misc]
         return control
 
 
-class PackedSteps:
-    """Goes before a Trainer: trains and evaluates on packed batches by a loss of packstore.
+class PackedSteps(Trainer):  # type: ignore[misc]
+    """Goes before another Trainer: trains and evaluates on packed batches by a loss of packstore.
 
     A packed dataset is dealt to the ranks, batched by step and resumed by packstore; of batches
     that another collator packs, the Trainer's accumulation makes a step.
     """
 
     loss_fn: Any
-    args: Any
-    accelerator: Any
-    state: Any
-    model: Any
-    model_wrapped: Any
-    train_dataset: Any
-    eval_dataset: Any
     examples_per_step = 0
     packs_per_batch: int | None = None
     through = 0.0
@@ -250,7 +243,7 @@ class PackedSteps:
     def get_train_dataloader(self) -> Any:
         """Returns the steps: lists of packed batches; from the checkpoint's position if resumed."""
         if not is_packed(self.train_dataset):
-            return super().get_train_dataloader()  # type: ignore[misc]
+            return super().get_train_dataloader()
         loader = self._loader(self.train_dataset, "train", self.examples_per_step)
         if self._checkpoint is not None:
             loader.load_state_dict(read_position(self._checkpoint)["loader"])
@@ -269,7 +262,7 @@ class PackedSteps:
             chosen = own[eval_dataset]  # the Trainer names one of several
         chosen = self._opened(chosen)
         if not is_packed(chosen):
-            return super().get_eval_dataloader(eval_dataset)  # type: ignore[misc]
+            return super().get_eval_dataloader(eval_dataset)
         return self._loader(chosen, "eval", None)
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
@@ -305,13 +298,13 @@ class PackedSteps:
         """Returns the examples of an epoch."""
         loader = dataloader.loader if isinstance(dataloader, Steps) else dataloader
         if not isinstance(loader, PackedDataLoader):
-            return int(super().num_examples(dataloader))  # type: ignore[misc]
+            return int(super().num_examples(dataloader))
         return sum(d.manifest.totals.examples for d in loader.data.stream.datasets)
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
         """Counts steps exactly: those done, and those of the data left."""
         if self._steps is None:
-            return super().set_initial_training_values(args, dataloader)  # type: ignore[misc]
+            return super().set_initial_training_values(args, dataloader)
         loader = dataloader.loader
         done = 0 if self._checkpoint is None else read_state(self._checkpoint)["global_step"]
         epochs = math.ceil(args.num_train_epochs)
@@ -331,7 +324,7 @@ class PackedSteps:
         return epochs, steps, examples, samples, self.examples_per_step, steps, steps
 
     def _init_training_state(self, *args: Any) -> tuple[int, int]:
-        begun: tuple[int, int] = super()._init_training_state(*args)  # type: ignore[misc]
+        begun: tuple[int, int] = super()._init_training_state(*args)
         logged = (r["num_tokens"] for r in self.state.log_history[::-1] if "num_tokens" in r)
         self._num_tokens = next(logged, 0.0)
         return begun if self._steps is None else (self._steps.loader.data.epoch, 0)
@@ -351,7 +344,7 @@ class PackedSteps:
         self._guard = None
         if not resume_from_checkpoint and isinstance(self.loss_fn, PreferenceLoss):
             self._guard = FirstStepCheck(self.loss_fn)
-        return super().train(resume_from_checkpoint, **kwargs)  # type: ignore[misc]
+        return super().train(resume_from_checkpoint, **kwargs)
 
     def _check_reference(self, checkpoint: Path | None) -> None:
         """Refuses log-probs of another reference; a collective call."""
@@ -428,7 +421,7 @@ class PackedSteps:
             if "loss" not in logs:
                 record.pop("loss", None)
             logs |= record
-        super().log(logs, start_time)  # type: ignore[misc]
+        super().log(logs, start_time)
         for name in ("loss", "grad_norm", "eval_loss"):
             if not math.isfinite(logs.get(name, 0.0)):
                 raise DivergedError(
@@ -475,8 +468,7 @@ class PackedSteps:
 
     def _evaluated(self) -> Any:
         """Returns the model as it is trained, or prepared for evaluation."""
-        trainer: Any = self
-        if not trainer.is_in_train and not self.accelerator._models:
+        if not self.is_in_train and not self.accelerator._models:
             self.model_wrapped = self.accelerator.prepare_model(self.model, evaluation_mode=True)
         return self.model_wrapped
 
@@ -509,34 +501,32 @@ class PackedSteps:
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Loads weights, also those of a run that was sharded where this one is not."""
-        checkpoint, trainer = Path(resume_from_checkpoint), super()
+        checkpoint = Path(resume_from_checkpoint)
         with _readable(checkpoint):
             if self._checkpoint is None or is_sharded(checkpoint) == self._is_sharded:
-                trainer._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[attr-defined]
+                super()._load_from_checkpoint(resume_from_checkpoint, model)
             else:
                 load_weights(model or self.model, checkpoint)
 
     @property
     def _is_sharded(self) -> bool:
-        trainer: Any = self
-        return bool(trainer.is_fsdp_enabled)
+        return bool(self.is_fsdp_enabled)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Loads the state of the optimizer, beside the settings of this run."""
-        trainer: Any = self
-        schedule, groups = trainer.lr_scheduler, trainer.optimizer.param_groups
+        schedule, groups = self.lr_scheduler, self.optimizer.param_groups
         own = [{n: x for n, x in group.items() if n not in ("params", "lr")} for group in groups]
         rates = getattr(schedule, "base_lrs", None)
         same = checkpoint is None or is_sharded(Path(checkpoint)) == self._is_sharded
         with _readable(Path(checkpoint or "")):
             if same or self._checkpoint is None or checkpoint is None:
-                super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+                super()._load_optimizer_and_scheduler(checkpoint)
             else:
-                load_optimizer(self.model, trainer.optimizer.optimizer, Path(checkpoint))
+                load_optimizer(self.model, self.optimizer.optimizer, Path(checkpoint))
                 state = torch.load(Path(checkpoint, "scheduler.pt"), weights_only=True)
                 schedule.load_state_dict(state)
         if checkpoint is not None and isinstance(schedule, LambdaLR):
-            schedule.base_lrs, groups = rates or [], trainer.optimizer.param_groups
+            schedule.base_lrs, groups = rates or [], self.optimizer.param_groups
             shares = [share(schedule.last_epoch) for share in schedule.lr_lambdas]
             schedule._last_lr = [
                 r * share for r, share in zip(schedule.base_lrs, shares, strict=True)
@@ -547,7 +537,7 @@ class PackedSteps:
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Writes a checkpoint; what could not be written whole is removed."""
         try:
-            super()._save_checkpoint(model, trial)  # type: ignore[misc]
+            super()._save_checkpoint(model, trial)
         except (OSError, SafetensorError) as error:
             folder = Path(self.args.output_dir, f"checkpoint-{self.state.global_step}")
             shutil.rmtree(folder, ignore_errors=True)
@@ -558,16 +548,15 @@ class PackedSteps:
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Writes the model, whole also where checkpoints are sharded; a collective call."""
         if _internal_call or not self.accelerator.is_fsdp2:
-            super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+            super().save_model(output_dir, _internal_call)
             return
         weights = self.accelerator.get_state_dict(self.model)
         if self.args.should_save:
-            trainer: Any = self
-            trainer._save(output_dir, state_dict=weights)
+            self._save(output_dir, state_dict=weights)
 
     def _save_rng_state(self, output_dir: str) -> None:
         """Saves the position too; the Trainer's own state follows, and makes a checkpoint whole."""
-        super()._save_rng_state(output_dir)  # type: ignore[misc]
+        super()._save_rng_state(output_dir)
         if self._steps is not None:
             content = {"loader": self._steps.loader.state_dict(), "run": self._described()}
             content["settings"] = self._settings()

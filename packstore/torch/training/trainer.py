@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download
-from transformers import Trainer, TrainingArguments, set_seed
+from transformers import TrainingArguments, set_seed
 
 from packstore.config.settings import check_names
 from packstore.errors import CompatibilityError, ConfigError, display, quote, sentence
@@ -64,7 +64,7 @@ TOKENIZER_FILES = (
 )
 
 
-class PackedTrainer(PackedSteps, Trainer):  # type: ignore[misc]
+class PackedTrainer(PackedSteps):
     """transformers' Trainer, trained on packs.
 
     Args:
