@@ -34,7 +34,8 @@ from packstore.torch.training.arguments import (
 )
 from packstore.torch.training.arguments import REFUSED as REFUSED_BY_ALL
 from packstore.torch.training.reference import Reference, frozen
-from packstore.torch.training.steps import PackedSteps, datasets_of, is_packed, take_batches
+from packstore.torch.training.step_loader import datasets_of, is_packed
+from packstore.torch.training.steps import PackedSteps, take_batches
 
 REFUSED: Refusals = {
     "ld_alpha": ((None,), "It needs the log-prob of each token"),

@@ -41,6 +41,7 @@ from packstore.torch.models.routers import router_settings
 from packstore.torch.models.unwrap import REF_ADAPTER, adapted, unwrapped
 from packstore.torch.training.arguments import OF_PACKS, check_arguments, examples_of_step
 from packstore.torch.training.card import model_card
+from packstore.torch.training.checkpoints import read_position
 from packstore.torch.training.evaluate import check_kind
 from packstore.torch.training.reference import (
     Reference,
@@ -49,14 +50,9 @@ from packstore.torch.training.reference import (
     needs_reference,
     tell_unused,
 )
-from packstore.torch.training.steps import (
-    LogFirstSteps,
-    PackedSteps,
-    datasets_of,
-    has_ref_logps,
-    read_position,
-    take_batches,
-)
+from packstore.torch.training.step_loader import datasets_of, has_ref_logps
+from packstore.torch.training.step_metrics import LogFirstSteps
+from packstore.torch.training.steps import PackedSteps, take_batches
 
 TOKENIZER_FILES = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt"),

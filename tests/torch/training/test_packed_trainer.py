@@ -26,7 +26,7 @@ from packstore.config.training import FURTHER, TrainConfig, TrainModelConfig
 from packstore.errors import ConfigError, DivergedError, FormatError
 from packstore.testing import random_examples
 from packstore.torch import PackedDataLoader, PackedDataset, PackedTrainer, PolicyLoss
-from packstore.torch.training.steps import newest_checkpoint
+from packstore.torch.training.checkpoints import newest_checkpoint
 
 RATE = 1e-3
 

@@ -1,0 +1,179 @@
+"""Checkpoints of a Trainer on packs, with the position in the data; which are whole."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import Trainer
+
+from packstore.errors import (
+    CompatibilityError,
+    ConfigError,
+    FormatError,
+    StorageError,
+    quote,
+    sentence,
+)
+from packstore.torch.training.resharding import is_sharded, load_optimizer, load_weights
+from packstore.torch.training.step_loader import Steps
+
+POSITION, STATE = "packstore.json", "trainer_state.json"
+"""Files of a checkpoint: the position in the data, and the Trainer's state, which comes last."""
+
+
+class CheckpointMixin(Trainer):  # type: ignore[misc]
+    """Saves the position beside the Trainer's own state, and reads checkpoints of other ranks."""
+
+    loss_fn: Any
+    _checkpoint: Path | None = None
+    _steps: Steps | None = None
+
+    def _described(self) -> dict[str, Any]:
+        """Returns the facts that a run shares with every checkpoint of it."""
+        model = self.accelerator.unwrap_model(self.model)
+        trained = sum(p.requires_grad for p in model.parameters())
+        plain = (bool, int, float, str)
+        settings = {n: v for n, v in vars(self.loss_fn).items() if isinstance(v, plain)}
+        return {
+            "loss": f"{self.loss_fn!r}, {settings}",
+            "model": str(getattr(model.config, "_name_or_path", "")),
+            "weights": f"{sum(1 for _ in model.parameters())}, of which trained {trained}",
+        }
+
+    def _settings(self) -> dict[str, Any]:
+        """Returns settings of this run that one that goes on looks at."""
+        return {"mixed_precision": self.accelerator.mixed_precision}
+
+    def _check_unchanged(self, checkpoint: Path) -> None:
+        before, now = read_position(checkpoint)["run"], self._described()
+        for name in now.keys() & before.keys():
+            if now[name] != before[name]:
+                rule = f"a run that goes on must keep its {name}, {quote(before[name], 200)}"
+                remedy = "Choose another output_dir to begin a new run"
+                where, found = f"checkpoint {checkpoint}", quote(now[name], 200)
+                raise ConfigError(sentence(where, rule, found, remedy))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Loads weights, also those of a run that was sharded where this one is not."""
+        checkpoint = Path(resume_from_checkpoint)
+        with _readable(checkpoint):
+            if self._checkpoint is None or is_sharded(checkpoint) == self._is_sharded:
+                super()._load_from_checkpoint(resume_from_checkpoint, model)
+            else:
+                load_weights(model or self.model, checkpoint)
+
+    @property
+    def _is_sharded(self) -> bool:
+        return bool(self.is_fsdp_enabled)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Loads the state of the optimizer, beside the settings of this run."""
+        schedule, groups = self.lr_scheduler, self.optimizer.param_groups
+        own = [{n: x for n, x in group.items() if n not in ("params", "lr")} for group in groups]
+        rates = getattr(schedule, "base_lrs", None)
+        same = checkpoint is None or is_sharded(Path(checkpoint)) == self._is_sharded
+        with _readable(Path(checkpoint or "")):
+            if same or self._checkpoint is None or checkpoint is None:
+                super()._load_optimizer_and_scheduler(checkpoint)
+            else:
+                load_optimizer(self.model, self.optimizer.optimizer, Path(checkpoint))
+                state = torch.load(Path(checkpoint, "scheduler.pt"), weights_only=True)
+                schedule.load_state_dict(state)
+        if checkpoint is not None and isinstance(schedule, LambdaLR):
+            schedule.base_lrs, groups = rates or [], self.optimizer.param_groups
+            shares = [share(schedule.last_epoch) for share in schedule.lr_lambdas]
+            schedule._last_lr = [
+                r * share for r, share in zip(schedule.base_lrs, shares, strict=True)
+            ]
+            for group, settings, rate in zip(groups, own, schedule._last_lr, strict=True):
+                group.update(settings, lr=rate)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Writes a checkpoint; what could not be written whole is removed."""
+        try:
+            super()._save_checkpoint(model, trial)
+        except (OSError, SafetensorError) as error:
+            folder = Path(self.args.output_dir, f"checkpoint-{self.state.global_step}")
+            shutil.rmtree(folder, ignore_errors=True)
+            remedy = "Make room; the checkpoints before it are as they were"
+            rule = "it must be possible to write it"
+            raise StorageError(sentence(str(folder), rule, str(error), remedy)) from error
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Writes the model, whole also where checkpoints are sharded; a collective call."""
+        if _internal_call or not self.accelerator.is_fsdp2:
+            super().save_model(output_dir, _internal_call)
+            return
+        weights = self.accelerator.get_state_dict(self.model)
+        if self.args.should_save:
+            self._save(output_dir, state_dict=weights)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Saves the position too; the Trainer's own state follows, and makes a checkpoint whole."""
+        super()._save_rng_state(output_dir)
+        if self._steps is not None:
+            content = {"loader": self._steps.loader.state_dict(), "run": self._described()}
+            content["settings"] = self._settings()
+            if self.args.should_save:
+                text = json.dumps({**content, "sha256": _hash(content)})
+                Path(output_dir, POSITION).write_text(text, encoding="utf-8")
+            self.accelerator.wait_for_everyone()
+
+
+def newest_checkpoint(folder: str) -> str | None:
+    """Returns the newest whole checkpoint: one that a killed run was writing is none."""
+    found = []
+    for path in Path(folder).glob("checkpoint-*"):
+        number = path.name.removeprefix("checkpoint-")
+        if number.isdigit() and (path / POSITION).is_file():
+            try:
+                found.append((read_state(path)["global_step"], str(path)))
+            except (OSError, ValueError, KeyError):
+                continue
+    return max(found)[1] if found else None
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """Reads the Trainer's state."""
+    state: dict[str, Any] = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+    return state
+
+
+def read_position(checkpoint: Path) -> dict[str, Any]:
+    """Reads the position in the data, and what run it is of."""
+    file = checkpoint / POSITION
+    rule = "it must be of a checkpoint that packstore wrote, byte for byte"
+    try:
+        content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        if content.pop("sha256") == _hash(content):
+            return content
+        found = "other bytes than its hash says"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        found = quote(f"{type(error).__name__}: {error}", 100)
+    raise FormatError(sentence(str(file), rule, found, "Resume from an earlier checkpoint"))
+
+
+def _hash(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+@contextmanager
+def _readable(checkpoint: Path) -> Iterator[None]:
+    """Names the checkpoint in an error of reading it."""
+    try:
+        yield
+    except CompatibilityError:
+        raise
+    except (OSError, SafetensorError, RuntimeError, ValueError, KeyError, EOFError) as error:
+        rule, remedy = "it must hold the state of every weight", "Resume from an earlier one"
+        found = quote(f"{type(error).__name__}: {error}", 200)
+        raise FormatError(sentence(f"checkpoint {checkpoint}", rule, found, remedy)) from error
