@@ -35,7 +35,11 @@ class Running:
 
 DIVIDERS: dict[Running, Callable[[Any], int]] = {
     Running("transformers' Trainer", "transformers.trainer", "Trainer.training_step"): (
-        lambda trainer: int(trainer.args.gradient_accumulation_steps)
+        lambda trainer: (
+            0
+            if getattr(trainer, "runs_whole_steps", False)
+            else int(trainer.args.gradient_accumulation_steps)
+        )
     ),
     **{
         Running("Lightning", f"{package}.trainer.trainer", "Trainer.fit"): (

@@ -33,7 +33,6 @@ from packstore.torch.training.arguments import (
     examples_of_step,
 )
 from packstore.torch.training.arguments import REFUSED as REFUSED_BY_ALL
-from packstore.torch.training.reference import Reference, frozen
 from packstore.torch.training.step_loader import datasets_of, is_packed
 from packstore.torch.training.steps import PackedSteps, take_batches
 
@@ -59,7 +58,7 @@ DIVERGENCES = {
 """Values of `f_divergence_type` -> losses in the place of `sigmoid`."""
 
 
-class PackedDPOTrainer(PackedSteps, DPOTrainer):
+class PackedDPOTrainer(PackedSteps, DPOTrainer):  # type: ignore[misc]
     """TRL's DPOTrainer, with its arguments and its config; only the batches are packed.
 
     Args:
@@ -148,16 +147,15 @@ class PackedDPOTrainer(PackedSteps, DPOTrainer):
             chosen, rejected = self._from_logits(model, inputs).view(-1, 2).unbind(1)
         return chosen, rejected
 
-    def _own_reference(self) -> Reference | None:
-        if self._reference_policy is not None:
-            return frozen(self._reference_policy, self.accelerator.autocast)
-        return None if self.ref_model is None else self._sharded_reference
-
-    @torch.no_grad()
-    def _sharded_reference(self, batch: PackedBatch) -> Tensor:
-        model: Any = self.ref_model
-        with evaluating(model):
-            return self._from_logits(model, batch)
+    def _online_reference(self, model: Any, batch: PackedBatch) -> Tensor | None:
+        if self.ref_model is None:
+            return super()._online_reference(model, batch)
+        if self._reference_policy is None:
+            with evaluating(self.ref_model):
+                return self._from_logits(self.ref_model, batch)
+        with self.accelerator.autocast():
+            logps: Tensor = self._reference_policy(batch)
+        return logps
 
     def _from_logits(self, model: Any, batch: PackedBatch) -> Tensor:
         with self.accelerator.autocast():

@@ -18,7 +18,7 @@ REFUSED: Refusals = {
     "eval_use_gather_object": ((False,), ROWS),
     "batch_eval_metrics": ((False,), ROWS),
     "include_for_metrics": (([],), ROWS),
-    "torch_empty_cache_steps": ((None,), "Call torch.cuda.empty_cache in a callback"),
+    "include_num_input_tokens_seen": (("no",), "Records have num_tokens"),
     "average_tokens_across_devices": ((True,), "The loss divides by the examples of all ranks"),
     "label_smoothing_factor": ((0, 0.0), "Label smoothing is part of the loss: take cdpo"),
     "neftune_noise_alpha": ((None,), "Its noise would depend on the length of the packed row"),

@@ -26,8 +26,8 @@ from packstore.errors import (
 from packstore.torch.training.resharding import is_sharded, load_optimizer, load_weights
 from packstore.torch.training.step_loader import Steps
 
-POSITION, STATE = "packstore.json", "trainer_state.json"
-"""Files of a checkpoint: the position in the data, and the Trainer's state, which comes last."""
+POSITION = "packstore.json"
+"""File of the position in the data, in a checkpoint; the Trainer's state comes after it, last."""
 
 
 class CheckpointMixin(Trainer):  # type: ignore[misc]
@@ -37,24 +37,21 @@ class CheckpointMixin(Trainer):  # type: ignore[misc]
     _checkpoint: Path | None = None
     _steps: Steps | None = None
 
-    def _described(self) -> dict[str, Any]:
-        """Returns the facts that a run shares with every checkpoint of it."""
+    def _described(self) -> dict[str, dict[str, Any]]:
+        """Describes this run: what all its checkpoints share, and settings that it goes on with."""
         model = self.accelerator.unwrap_model(self.model)
         trained = sum(p.requires_grad for p in model.parameters())
         plain = (bool, int, float, str)
         settings = {n: v for n, v in vars(self.loss_fn).items() if isinstance(v, plain)}
-        return {
+        run = {
             "loss": f"{self.loss_fn!r}, {settings}",
             "model": str(getattr(model.config, "_name_or_path", "")),
             "weights": f"{sum(1 for _ in model.parameters())}, of which trained {trained}",
         }
-
-    def _settings(self) -> dict[str, Any]:
-        """Returns settings of this run that one that goes on looks at."""
-        return {"mixed_precision": self.accelerator.mixed_precision}
+        return {"run": run, "settings": {"mixed_precision": self.accelerator.mixed_precision}}
 
     def _check_unchanged(self, checkpoint: Path) -> None:
-        before, now = read_position(checkpoint)["run"], self._described()
+        before, now = read_position(checkpoint)["run"], self._described()["run"]
         for name in now.keys() & before.keys():
             if now[name] != before[name]:
                 rule = f"a run that goes on must keep its {name}, {quote(before[name], 200)}"
@@ -62,38 +59,40 @@ class CheckpointMixin(Trainer):  # type: ignore[misc]
                 where, found = f"checkpoint {checkpoint}", quote(now[name], 200)
                 raise ConfigError(sentence(where, rule, found, remedy))
 
+    def _is_of_other_kind(self, checkpoint: Path) -> bool:
+        """Returns True for a checkpoint in shards if this run has none, and the other way round."""
+        return self._checkpoint is not None and is_sharded(checkpoint) != self.is_fsdp_enabled
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Loads weights, also those of a run that was sharded where this one is not."""
         checkpoint = Path(resume_from_checkpoint)
         with _readable(checkpoint):
-            if self._checkpoint is None or is_sharded(checkpoint) == self._is_sharded:
-                super()._load_from_checkpoint(resume_from_checkpoint, model)
-            else:
+            if self._is_of_other_kind(checkpoint):
                 load_weights(model or self.model, checkpoint)
-
-    @property
-    def _is_sharded(self) -> bool:
-        return bool(self.is_fsdp_enabled)
+            else:
+                super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Loads the state of the optimizer, beside the settings of this run."""
-        schedule, groups = self.lr_scheduler, self.optimizer.param_groups
-        own = [{n: x for n, x in group.items() if n not in ("params", "lr")} for group in groups]
-        rates = getattr(schedule, "base_lrs", None)
-        same = checkpoint is None or is_sharded(Path(checkpoint)) == self._is_sharded
-        with _readable(Path(checkpoint or "")):
-            if same or self._checkpoint is None or checkpoint is None:
-                super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None:
+            return
+        folder, schedule = Path(checkpoint), self.lr_scheduler
+        own = [
+            {name: value for name, value in group.items() if name not in ("params", "lr")}
+            for group in self.optimizer.param_groups
+        ]
+        rates = getattr(schedule, "base_lrs", [])
+        with _readable(folder):
+            if self._is_of_other_kind(folder):
+                load_optimizer(self.model, self.optimizer.optimizer, folder)
+                schedule.load_state_dict(torch.load(folder / "scheduler.pt", weights_only=True))
             else:
-                load_optimizer(self.model, self.optimizer.optimizer, Path(checkpoint))
-                state = torch.load(Path(checkpoint, "scheduler.pt"), weights_only=True)
-                schedule.load_state_dict(state)
-        if checkpoint is not None and isinstance(schedule, LambdaLR):
-            schedule.base_lrs, groups = rates or [], self.optimizer.param_groups
+                super()._load_optimizer_and_scheduler(checkpoint)
+        if isinstance(schedule, LambdaLR):
             shares = [share(schedule.last_epoch) for share in schedule.lr_lambdas]
-            schedule._last_lr = [
-                r * share for r, share in zip(schedule.base_lrs, shares, strict=True)
-            ]
+            schedule.base_lrs = rates
+            schedule._last_lr = [r * share for r, share in zip(rates, shares, strict=True)]
+            groups = self.optimizer.param_groups
             for group, settings, rate in zip(groups, own, schedule._last_lr, strict=True):
                 group.update(settings, lr=rate)
 
@@ -121,8 +120,7 @@ class CheckpointMixin(Trainer):  # type: ignore[misc]
         """Saves the position too; the Trainer's own state follows, and makes a checkpoint whole."""
         super()._save_rng_state(output_dir)
         if self._steps is not None:
-            content = {"loader": self._steps.loader.state_dict(), "run": self._described()}
-            content["settings"] = self._settings()
+            content = {"loader": self._steps.loader.state_dict(), **self._described()}
             if self.args.should_save:
                 text = json.dumps({**content, "sha256": _hash(content)})
                 Path(output_dir, POSITION).write_text(text, encoding="utf-8")
@@ -136,16 +134,16 @@ def newest_checkpoint(folder: str) -> str | None:
         number = path.name.removeprefix("checkpoint-")
         if number.isdigit() and (path / POSITION).is_file():
             try:
-                found.append((read_state(path)["global_step"], str(path)))
+                found.append((step_of(path), str(path)))
             except (OSError, ValueError, KeyError):
                 continue
     return max(found)[1] if found else None
 
 
-def read_state(checkpoint: Path) -> dict[str, Any]:
-    """Reads the Trainer's state."""
-    state: dict[str, Any] = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
-    return state
+def step_of(checkpoint: Path) -> int:
+    """Reads the number of steps done from the Trainer's state."""
+    text = (checkpoint / "trainer_state.json").read_text(encoding="utf-8")
+    return int(json.loads(text)["global_step"])
 
 
 def read_position(checkpoint: Path) -> dict[str, Any]:

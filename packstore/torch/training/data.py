@@ -9,21 +9,15 @@ from typing import Any
 
 from transformers import Trainer
 
-from packstore.errors import (
-    ConfigError,
-    sentence,
-)
-from packstore.io.dataset.dataset import Dataset
+from packstore.errors import ConfigError, sentence
 from packstore.io.dataset.dataset import open as open_dataset
 from packstore.io.side.side import open_side
 from packstore.torch.data.dataset import PackedDataset
 from packstore.torch.data.loader import PackedDataLoader
-from packstore.torch.training.checkpoints import read_position, read_state
-from packstore.torch.training.reference import (
-    needs_reference,
-)
-from packstore.torch.training.step_loader import Steps, is_packed
-from packstore.torch.training.step_metrics import Work
+from packstore.torch.training.checkpoints import read_position, step_of
+from packstore.torch.training.reference import needs_reference
+from packstore.torch.training.step_loader import Steps, datasets_of, is_packed
+from packstore.torch.training.step_metrics import StepMetrics
 
 
 class DataMixin(Trainer):  # type: ignore[misc]
@@ -37,11 +31,10 @@ class DataMixin(Trainer):  # type: ignore[misc]
     _options: dict[str, Any] | None = None
     _checkpoint: Path | None = None
     _steps: Steps | None = None
-    _num_tokens = 0.0
 
     def _opened(self, data: Any) -> Any:
         """Returns packed datasets in the place of their folders and URLs."""
-        if isinstance(data, Mapping) and not isinstance(data, Dataset):
+        if isinstance(data, Mapping):
             return {name: self._opened(part) for name, part in data.items()}
         if isinstance(data, str | Path):
             return open_dataset(str(data), self._options)
@@ -57,20 +50,17 @@ class DataMixin(Trainer):  # type: ignore[misc]
             if not loader.plan(1, left=True).steps:
                 loader.set_epoch(loader.data.epoch + 1)
         self._steps = Steps(loader)
-        self._work = Work(self._steps)
+        self._step_metrics = StepMetrics(self._steps)
         return self._steps
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Returns the batches of a dataset; default: of the trainer's own."""
-        own, chosen = self.eval_dataset, eval_dataset
-        if eval_dataset is None:
-            chosen = own
-        elif isinstance(own, Mapping) and isinstance(eval_dataset, str) and eval_dataset in own:
-            chosen = own[eval_dataset]  # the Trainer names one of several
-        chosen = self._opened(chosen)
-        if not is_packed(chosen):
-            return super().get_eval_dataloader(eval_dataset)
-        return self._loader(chosen, "eval", None)
+        """Returns the batches of a dataset; default: of the trainer's own, which may be named."""
+        data = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(data, str) and isinstance(self.eval_dataset, Mapping):
+            data = self.eval_dataset.get(data, data)
+        if is_packed(data := self._opened(data)):
+            return self._loader(data, "eval", None)
+        return super().get_eval_dataloader(eval_dataset)
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
         """Returns the batches of a dataset."""
@@ -101,37 +91,30 @@ class DataMixin(Trainer):  # type: ignore[misc]
             balance=True,
         )
 
-    def num_examples(self, dataloader: Any) -> int:
-        """Returns the examples of an epoch."""
-        loader = dataloader.loader if isinstance(dataloader, Steps) else dataloader
-        if not isinstance(loader, PackedDataLoader):
-            return int(super().num_examples(dataloader))
-        return sum(d.manifest.totals.examples for d in loader.data.stream.datasets)
-
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
         """Counts steps exactly: those done, and those of the data left."""
         if self._steps is None:
             return super().set_initial_training_values(args, dataloader)
-        loader = dataloader.loader
-        done = 0 if self._checkpoint is None else read_state(self._checkpoint)["global_step"]
-        epochs = math.ceil(args.num_train_epochs)
-        left = loader.plan(epochs - loader.data.epoch, left=True).steps if args.max_steps < 1 else 0
-        steps = args.max_steps
-        if steps < 1:
+        loader = self._steps.loader
+        done = 0 if self._checkpoint is None else step_of(self._checkpoint)
+        if args.max_steps > 0:
+            steps, epochs = args.max_steps, loader.data.epoch + args.max_steps
+        else:
+            epochs = math.ceil(args.num_train_epochs)
+            left = loader.plan(epochs - loader.data.epoch, left=True).steps
             steps = math.ceil((done + left) * args.num_train_epochs / epochs)
-        epochs = epochs if args.max_steps < 1 else loader.data.epoch + steps
         if done >= steps:  # the Trainer would run one more
             epochs = loader.data.epoch
-        examples = self.num_examples(dataloader)
+        datasets = [*datasets_of(loader.data)]
+        examples = sum(dataset.manifest.totals.examples for dataset in datasets)
         if not examples:
-            where = f"dataset {loader.data.stream.datasets[0].url}"
+            where = f"dataset {datasets[0].url}"
             raise ConfigError(sentence(where, "it must hold packs to train on", "none"))
         samples = examples * args.num_train_epochs
         # An epoch ends where its loader does, so its steps are a bound only.
         return epochs, steps, examples, samples, self.examples_per_step, steps, steps
 
     def _init_training_state(self, *args: Any) -> tuple[int, int]:
+        """Begins at the epoch of the position, and skips nothing of it."""
         begun: tuple[int, int] = super()._init_training_state(*args)
-        logged = (r["num_tokens"] for r in self.state.log_history[::-1] if "num_tokens" in r)
-        self._num_tokens = next(logged, 0.0)
         return begun if self._steps is None else (self._steps.loader.data.epoch, 0)

@@ -11,13 +11,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Sequence
 from os import PathLike
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from packstore.errors import CompatibilityError, sentence
 from packstore.io.dataset.dataset import Dataset
@@ -34,13 +33,7 @@ from packstore.torch.models.compatibility import check_model
 from packstore.torch.models.unwrap import evaluating, is_reward_model
 from packstore.torch.reference.arithmetic import Precision, lowered
 from packstore.torch.reference.reference_fingerprint import check_arithmetic
-from packstore.torch.training.reference import (
-    Autocast,
-    Reference,
-    frozen,
-    of_the_batch,
-    tell_unused,
-)
+from packstore.torch.training.reference import tell_unused
 
 
 @torch.no_grad()
@@ -97,17 +90,14 @@ def evaluate(
     loader = PackedDataLoader(data, pin_memory=device.type == "cuda", **chosen)
     lower = lowered(mixed_precision, model)
     policy = PackedPolicy(model, backend=head)
-    online: Reference = of_the_batch
-    if len(models) > 1:
-        online = frozen(PackedPolicy(models[1], backend=head), lower)
-    for joined in sides:
-        if REF_LOGPS in joined.manifest.columns and len(models) < 2:
-            with lower():
-                check_arithmetic(joined, model)
+    online = PackedPolicy(models[1], backend=head) if len(models) > 1 else None
     grouped = GroupedMetrics(loss_fn, dataset, by)
     examples = ExampleRows(loss_fn, dataset.manifest.carried) if rows else None
-    with evaluating(*models):
-        figures = evaluate_batches(policy, loader, grouped, online, device, lower, examples)
+    with lower(), evaluating(*models):
+        for joined in sides:
+            if REF_LOGPS in joined.manifest.columns and len(models) < 2:
+                check_arithmetic(joined, model)
+        figures = evaluate_batches(policy, loader, grouped, online, device, examples)
     if examples is not None:
         figures["rows"] = examples.table()
     return figures
@@ -127,18 +117,15 @@ def evaluate_batches(
     policy: nn.Module,
     batches: Iterable[PackedBatch],
     grouped: GroupedMetrics,
-    reference: Reference,
+    reference: Callable[[PackedBatch], Tensor | None] | None,
     device: torch.device,
-    autocast: Autocast = nullcontext,
     rows: ExampleRows | None = None,
 ) -> Figures:
     """Computes metrics of the batches, at least one on each rank, for evaluation; collective."""
     with evaluating(policy):
         for batch in batches:
             here = to_device(batch, device)
-            with autocast():
-                logps = policy(here)
-            ref_logps = reference(here)
+            logps, ref_logps = policy(here), reference(here) if reference else None
             grouped.add(logps, here, ref_logps, batch)
             if rows is not None:
                 rows.add(logps, here, ref_logps, batch)

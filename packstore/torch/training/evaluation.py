@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-import torch
 from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
-from packstore.errors import (
-    ConfigError,
-    sentence,
-)
+from packstore.errors import ConfigError, sentence
 from packstore.torch.data.loader import PackedDataLoader
 from packstore.torch.losses.figures import ExampleRows, GroupedMetrics
 from packstore.torch.losses.loss import PreferenceLoss
@@ -21,7 +18,6 @@ from packstore.torch.training.evaluate import evaluate_batches
 class EvaluationMixin(Trainer):  # type: ignore[misc]
     """Evaluates on packs."""
 
-    @torch.no_grad()
     def evaluation_loop(
         self,
         dataloader: Any,
@@ -36,27 +32,24 @@ class EvaluationMixin(Trainer):  # type: ignore[misc]
             raise ConfigError(sentence("evaluation", "it must be of a PreferenceLoss", found))
         packed = isinstance(dataloader, PackedDataLoader)
         dataset = dataloader.data.stream.datasets[0] if packed else None
-        model, device = self._evaluated(), self.args.device
         rows = None
         if prediction_loss_only is not True:
             if dataset is None:
                 where, rule = "predict", "it must be asked for rows of a packed dataset"
                 raise ConfigError(sentence(where, rule, "another dataset", "Give its folder"))
             rows = ExampleRows(self.loss_fn, dataset.manifest.carried)
-        grouped = GroupedMetrics(self.loss_fn, dataset)
-        reference = self._reference_of("eval", model)
         if packed:
             dataloader.set_epoch(0)
-        figures = evaluate_batches(model, dataloader, grouped, reference, device, rows=rows)
+        if not self.is_in_train and not self.accelerator._models:
+            self.model_wrapped = self.accelerator.prepare_model(self.model, evaluation_mode=True)
+        if hasattr(self.optimizer, "eval"):  # of schedule-free ones; a step turns it back
+            self.optimizer.eval()
+        model, grouped = self.model_wrapped, GroupedMetrics(self.loss_fn, dataset)
+        reference = partial(self._reference_logps, model)
+        figures = evaluate_batches(model, dataloader, grouped, reference, self.args.device, rows)
         means = dict(figures["metrics"])
         number = int(means.pop("examples"))
         if self._num_tokens:
             means["num_tokens"] = self._num_tokens
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in means.items()}
         return EvalLoopOutput(rows and rows.table(), None, metrics, number)
-
-    def _evaluated(self) -> Any:
-        """Returns the model as it is trained, or prepared for evaluation."""
-        if not self.is_in_train and not self.accelerator._models:
-            self.model_wrapped = self.accelerator.prepare_model(self.model, evaluation_mode=True)
-        return self.model_wrapped

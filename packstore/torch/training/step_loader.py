@@ -42,19 +42,6 @@ class Steps:
                 step = []
 
 
-def is_packed(data: Any) -> bool:
-    """Returns True for a packed dataset or a stream of one, or for several by name."""
-    if isinstance(data, Mapping) and not isinstance(data, Dataset):
-        return any(map(is_packed, data.values()))
-    return isinstance(data, Dataset | PackedDataset)
-
-
-def has_ref_logps(data: Any) -> bool:
-    """Returns True for a stream of packs to which log-probs of a reference are joined."""
-    stream = getattr(data, "stream", None)
-    return isinstance(stream, StoredPacks) and REF_LOGPS in stream.columns
-
-
 def datasets_of(*given: Any) -> Iterator[Dataset]:
     """Yields the packed datasets in what a trainer was given."""
     for data in given:
@@ -64,3 +51,14 @@ def datasets_of(*given: Any) -> Iterator[Dataset]:
             yield data
         elif isinstance(data, Mapping):
             yield from datasets_of(*data.values())
+
+
+def is_packed(data: Any) -> bool:
+    """Returns True for a packed dataset or a stream of one, or for several by name."""
+    return any(True for _ in datasets_of(data))
+
+
+def has_ref_logps(data: Any) -> bool:
+    """Returns True for a stream of packs to which log-probs of a reference are joined."""
+    stream = getattr(data, "stream", None)
+    return isinstance(stream, StoredPacks) and REF_LOGPS in stream.columns

@@ -18,7 +18,7 @@ FIRST = 10
 """The first steps, each of which is logged."""
 
 
-class Work:
+class StepMetrics:
     """Sums of metrics and work between two records; without `steps`, of metrics and tokens."""
 
     def __init__(self, steps: Steps | None = None) -> None:
@@ -91,6 +91,8 @@ class LogFirstSteps(TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
         """Follows the Trainer's own, which decides what is saved and evaluated."""
+        if self.trainer._steps is None:  # batches that another collator packs
+            return control
         state.epoch = self.trainer.through
         due = control.should_save or control.should_evaluate
         if due or state.global_step <= FIRST or state.global_step >= state.max_steps:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -18,9 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from packstore.errors import (
-    DivergedError,
-)
+from packstore.errors import DivergedError, sentence
 from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.logprobs.head import PackedPolicy, policy_output
 from packstore.torch.losses.divisor import StepDivisor
@@ -32,14 +29,9 @@ from packstore.torch.models.unwrap import adapted, as_reference
 from packstore.torch.training.checkpoints import CheckpointMixin, newest_checkpoint
 from packstore.torch.training.data import DataMixin
 from packstore.torch.training.evaluation import EvaluationMixin
-from packstore.torch.training.reference import (
-    Reference,
-    frozen,
-    needs_reference,
-    of_the_batch,
-)
+from packstore.torch.training.reference import needs_reference
 from packstore.torch.training.step_loader import is_packed
-from packstore.torch.training.step_metrics import Work
+from packstore.torch.training.step_metrics import LogFirstSteps, StepMetrics
 
 
 def take_batches(model: nn.Module, **settings: Any) -> None:
@@ -70,11 +62,17 @@ class PackedSteps(DataMixin, EvaluationMixin, CheckpointMixin):
     through = 0.0
     """Epochs done, with the part of the current one."""
 
+    runs_whole_steps = True
+    """Its batches are steps of the loader; of other Trainers that is checked."""
+
     _guard: FirstStepCheck | None = None
 
     def _prepare_run(self) -> None:
         """Completes the constructor, after that of the Trainer."""
-        self._work = Work()
+        self._step_metrics = StepMetrics()
+        self.add_callback(LogFirstSteps(self))
+        # The divisor of the step has scaled it; older transformers know the second name alone.
+        self.loss_is_scaled_for_ga = self.model_accepts_loss_kwargs = True
         # It hides a loss that is not finite, and waits for the device in every step.
         self.args.logging_nan_inf_filter = False
         if self.accelerator.is_fsdp2 and self.accelerator.mixed_precision == "bf16":
@@ -112,64 +110,71 @@ class PackedSteps(DataMixin, EvaluationMixin, CheckpointMixin):
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Runs batches of one step; returns the part of this rank, times the ranks."""
-        model.train()
-        accelerator, total = self.accelerator, torch.zeros((), device=self.args.device)
-        reference = self._reference_of("train", model)
-        batches = _as_list(inputs)
-        self._work.add(batches)
+        batches, total = _as_list(inputs), torch.zeros((), device=self.args.device)
+        self._step_metrics.add(batches)
         if self._steps is not None and (info := batches[0].step) is not None:
-            epoch, steps = self._steps.loader.data.epoch, self._steps.of_epoch
-            self.through = epoch + (info.index + 1) / steps
-        batches = [batch.to(accelerator.device, non_blocking=True) for batch in batches]
-        with getattr(self, "maybe_activation_offload_context", nullcontext()):  # TRL's
-            for number, batch in enumerate(batches, start=1):
-                # FSDP2 would hold whole gradients between batches that it does not reduce.
-                reduced = number == len(batches) or accelerator.is_fsdp2
-                with nullcontext() if reduced else accelerator.no_sync(model):
-                    ref_logps = reference(batch)
-                    logps = model(batch)
-                    if self._guard is not None:
-                        self._guard(logps, batch, ref_logps)
-                    how = {"ref_logps": ref_logps, "divisor": num_items_in_batch}
-                    out = self.loss_fn(logps, batch, **how)
-                    accelerator.backward(out.loss)
-                self._work.metrics.add(out.metrics)
-                total += out.loss.detach()
+            self.through = self._steps.loader.data.epoch + (info.index + 1) / self._steps.of_epoch
+        for number, batch in enumerate(batches, start=1):
+            # FSDP2 would hold whole gradients between batches that it does not reduce.
+            reduced = number == len(batches) or self.accelerator.is_fsdp2
+            with nullcontext() if reduced else self.accelerator.no_sync(model):
+                total += super().training_step(model, batch, num_items_in_batch)
         return total
+
+    def _prepare_inputs(self, inputs: PackedBatch) -> PackedBatch:
+        return inputs.to(self.accelerator.device, non_blocking=True)
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: PackedBatch,
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """Computes the part of a step's loss that one batch adds; its outputs are log-probs."""
+        ref_logps = self._reference_logps(model, inputs)
+        logps = model(inputs)
+        if self._guard is not None:
+            self._guard(logps, inputs, ref_logps)
+        out = self.loss_fn(logps, inputs, ref_logps=ref_logps, divisor=num_items_in_batch)
+        self._step_metrics.metrics.add(out.metrics)
+        return (out.loss, logps) if return_outputs else out.loss
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Returns 0: what the Trainer estimates counts padding."""
         return 0
 
-    def _track_num_input_tokens(self, inputs: Any) -> None:
-        if self.args.include_num_input_tokens_seen != "no":
-            tokens = sum(batch.num_tokens for batch in _as_list(inputs))
-            own = torch.tensor(tokens, device=self.args.device)
-            self.state.num_input_tokens_seen += int(self.accelerator.reduce(own))
+    @torch.no_grad()
+    def _reference_logps(self, model: Any, batch: PackedBatch) -> Tensor | None:
+        """Returns log-probs of the reference, `[S]`; None: the batch has them, or none is needed.
 
-    def _own_reference(self) -> Reference | None:
-        """Returns what computes log-probs of a reference model; None: there is no such model."""
-        raise NotImplementedError
+        They may come of side data, with a PackedDataset, or from TRL.
+        """
+        if not needs_reference(self.loss_fn) or batch.ref_logps is not None:
+            return None
+        return self._online_reference(model, batch)
 
-    def _reference_of(self, part: str, model: Any) -> Reference:
-        """Returns what gives log-probs of the reference."""
-        if not needs_reference(self.loss_fn) or self._sides[part]:
-            return of_the_batch
-        own, inner = self._own_reference(), adapted(self.accelerator.unwrap_model(model))
-        if own is None and inner is not None:
-            own = frozen(model, partial(as_reference, model, inner))
-        if own is None:
-            return of_the_batch
-        online = own
-        # Log-probs may come with a PackedDataset, or from TRL.
-        return lambda batch: None if batch.ref_logps is not None else online(batch)
+    def _online_reference(self, model: Any, batch: PackedBatch) -> Tensor | None:
+        """Runs the reference: here the policy itself, by its frozen adapter or without any."""
+        inner = adapted(self.accelerator.unwrap_model(model))
+        if inner is None:
+            return None
+        with as_reference(model, inner):
+            logps: Tensor = model(batch)
+        return logps
+
+    @property
+    def _num_tokens(self) -> float:
+        """Tokens trained on, by the last record; also of a run that goes on."""
+        logged = (r["num_tokens"] for r in reversed(self.state.log_history) if "num_tokens" in r)
+        return next(logged, 0.0)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds the metrics since the last record, over all ranks; stops a diverged run."""
         if "loss" in logs or "train_loss" in logs:  # the last record has those of the last steps
-            record = self._work.close(self.accelerator)
+            record = self._step_metrics.close(self.accelerator)
             if record:
-                self._num_tokens = record["num_tokens"] = self._num_tokens + record["num_tokens"]
+                record["num_tokens"] += self._num_tokens
                 tell_uncompiled()
             if "loss" not in logs:
                 record.pop("loss", None)
@@ -177,11 +182,10 @@ class PackedSteps(DataMixin, EvaluationMixin, CheckpointMixin):
         super().log(logs, start_time)
         for name in ("loss", "grad_norm", "eval_loss"):
             if not math.isfinite(logs.get(name, 0.0)):
-                raise DivergedError(
-                    f"training, step {self.state.global_step}: loss and gradient must be finite; "
-                    f"found {name} {logs[name]}. Lower learning_rate or lengthen warmup_steps; "
-                    "earlier checkpoints are unchanged."
-                )
+                rule, found = "loss and gradient must be finite", f"{name} {logs[name]}"
+                remedy = "Lower learning_rate or lengthen warmup_steps; checkpoints are unchanged"
+                where = f"training, step {self.state.global_step}"
+                raise DivergedError(sentence(where, rule, found, remedy))
 
 
 def _as_list(inputs: Any) -> list[PackedBatch]:

@@ -17,17 +17,20 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import fields
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download
+from torch import Tensor
 from transformers import TrainingArguments, set_seed
 
 from packstore.config.settings import check_names
 from packstore.errors import CompatibilityError, ConfigError, display, quote, sentence
 from packstore.io.dataset.dataset import Dataset
+from packstore.io.side.side import open_side
 from packstore.registry import missing_extra
+from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.logprobs.head import PackedPolicy
 from packstore.torch.losses.loss import PreferenceLoss
 from packstore.torch.losses.policy import PolicyLoss
@@ -39,19 +42,14 @@ from packstore.torch.models.model import use_packed_attention
 from packstore.torch.models.probe import probe_model
 from packstore.torch.models.routers import router_settings
 from packstore.torch.models.unwrap import REF_ADAPTER, adapted, unwrapped
+from packstore.torch.reference.reference import run_on_rank_zero
+from packstore.torch.reference.reference_fingerprint import check_arithmetic, check_reference
 from packstore.torch.training.arguments import OF_PACKS, check_arguments, examples_of_step
 from packstore.torch.training.card import model_card
 from packstore.torch.training.checkpoints import read_position
 from packstore.torch.training.evaluate import check_kind
-from packstore.torch.training.reference import (
-    Reference,
-    check_sides,
-    frozen,
-    needs_reference,
-    tell_unused,
-)
+from packstore.torch.training.reference import needs_reference, tell_unused
 from packstore.torch.training.step_loader import datasets_of, has_ref_logps
-from packstore.torch.training.step_metrics import LogFirstSteps
 from packstore.torch.training.steps import PackedSteps, take_batches
 
 TOKENIZER_FILES = (
@@ -134,15 +132,12 @@ class PackedTrainer(PackedSteps):
         load = partial(load_model, dtype=dtype, attention=attention)
         model = self._load_policy(model, load, needs and not stored and reference is None)
         self._check_model(model, list(datasets_of(train, held_out)))
-        reference_is_adapter = self._goes_on
         if isinstance(reference, str | os.PathLike):
             reference = load(reference) if needs else None
         elif reference is not None:
             check_apart(use_packed_attention(reference, attention), model)
         elif needs and not (peft_config or adapted(model) or stored):
             reference = copy.deepcopy(model)
-        if reference is not None:
-            reference_is_adapter = adapted(reference) is not None
         if peft_config is not None:
             model = self._with_adapter(model, peft_config)
         per_token = {"per_token": True} if isinstance(self.loss_fn, PolicyLoss) else {}
@@ -151,10 +146,7 @@ class PackedTrainer(PackedSteps):
         super().__init__(model, args, callbacks=callbacks, eval_dataset=held_out, **others)
         self.train_dataset = train
         self._reference: Any = reference if needs else None
-        # What precomputed log-probs are of: a model, whose adapter counts or does not.
-        self._base = (self.model if reference is None else reference, reference_is_adapter)
         self._prepare_run()
-        self.add_callback(LogFirstSteps(self))
         accelerator = self.accelerator
         with accelerator.autocast():
             probe_model(self.model)
@@ -183,17 +175,25 @@ class PackedTrainer(PackedSteps):
         """Refuses log-probs of another reference; of a run that goes on with its own, warns."""
         data = {"train": self.train_dataset, "eval": self.eval_dataset}
         given = [(url, data[part]) for part, urls in self._sides.items() for url in urls]
+        if not given or not needs_reference(self.loss_fn):
+            return
         known = checkpoint is not None and (
-            read_position(checkpoint)["settings"]["sides"] == self._settings()["sides"]
+            read_position(checkpoint)["settings"]["sides"] == self._described()["settings"]["sides"]
         )
-        base, adapter = self._base
-        if given and needs_reference(self.loss_fn):
-            check_sides(given, base, self.accelerator, self._options, adapter=adapter, known=known)
+        device, model, adapter = self.accelerator.device, self.model, self._goes_on
+        if self._reference is not None:
+            model, adapter = self._reference, adapted(self._reference) is not None
 
-    def _settings(self) -> dict[str, Any]:
-        sides = {part: list(map(display, urls)) for part, urls in self._sides.items()}
-        compiled = "layers" if self._compiled else "none"
-        return {**super()._settings(), "sides": sides, "compile": compiled}
+        def check() -> None:
+            for url, dataset in given:
+                side = open_side(url, self._options)
+                with self.accelerator.autocast():
+                    if known:
+                        check_arithmetic(side, model, device)
+                    else:
+                        check_reference(side, model, dataset, adapter=adapter, device=device)
+
+        run_on_rank_zero(check)
 
     def _check_model(self, model: Any, datasets: Sequence[Dataset]) -> None:
         """Refuses data and a model that do not belong to the loss, or to each other."""
@@ -236,17 +236,35 @@ class PackedTrainer(PackedSteps):
         """The packed dataset that is trained on, of a mix the first."""
         return next(datasets_of(self.train_dataset))
 
-    def _own_reference(self) -> Reference | None:
+    def _online_reference(self, model: Any, batch: PackedBatch) -> Tensor | None:
         if self._reference is None:
-            return None
-        if not isinstance(self._reference, _Placed):
-            self._reference = _Placed(self._reference, self)
-        return frozen(self._reference.policy, self._reference.context)
+            return super()._online_reference(model, batch)
+        policy, context = self._placed_reference
+        with context():
+            logps: Tensor = policy(batch)
+        return logps
 
-    def _described(self) -> dict[str, Any]:
-        placed = getattr(self._reference, "policy", None)
-        reference = self._reference if placed is None else placed.model
-        return {**super()._described(), "reference": _name_of(reference)}
+    @cached_property
+    def _placed_reference(self) -> tuple[PackedPolicy, Callable[[], AbstractContextManager[Any]]]:
+        """The reference on the device of the run, and what gives it the policy's precision."""
+        accelerator, model = self.accelerator, self._reference
+        policy: Any = PackedPolicy(model.requires_grad_(False), **self._how).eval()
+        if not accelerator.is_fsdp2:
+            return policy.to(accelerator.device), accelerator.autocast
+        from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+
+        policy._no_split_modules = model._no_split_modules  # the units that Accelerate shards
+        policy = fsdp2_prepare_model(accelerator, policy)
+        policy.set_reshard_after_forward(True)  # no backward pass follows
+        return policy.to(accelerator.device), nullcontext
+
+    def _described(self) -> dict[str, dict[str, Any]]:
+        described = super()._described()
+        described["run"]["reference"] = _name_of(self._reference)
+        sides = {part: list(map(display, urls)) for part, urls in self._sides.items()}
+        compiled = "layers" if self._compiled else "none"
+        described["settings"] |= {"sides": sides, "compile": compiled}
+        return described
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Saves the model, with the tokenizer files of the folder or hub that it came from."""
@@ -268,22 +286,6 @@ class PackedTrainer(PackedSteps):
         if self.is_world_process_zero():
             text = model_card(self, **given)
             Path(self.args.output_dir, "README.md").write_text(text, encoding="utf-8")
-
-
-class _Placed:
-    """A reference on the device of a run, in the precision of its policy."""
-
-    def __init__(self, model: Any, trainer: PackedTrainer) -> None:
-        accelerator = trainer.accelerator
-        policy: Any = PackedPolicy(model.requires_grad_(False), **trainer._how).eval()
-        policy._no_split_modules = model._no_split_modules  # the units that Accelerate shards
-        self.context: Callable[[], AbstractContextManager[Any]] = accelerator.autocast
-        if accelerator.is_fsdp2:
-            from accelerate.utils.fsdp_utils import fsdp2_prepare_model
-
-            policy, self.context = fsdp2_prepare_model(accelerator, policy), nullcontext
-            policy.set_reshard_after_forward(True)  # no backward pass follows
-        self.policy = policy.to(accelerator.device)
 
 
 def _urls(given: str | Sequence[str]) -> tuple[str, ...]:
