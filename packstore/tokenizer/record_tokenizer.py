@@ -18,6 +18,7 @@ from packstore.format.arrays import Examples, Int64, Rows, Tally, example_id, to
 from packstore.tokenizer.chat.limits import limited, restart_clock
 from packstore.tokenizer.chat.messages import is_empty
 from packstore.tokenizer.encode import assemble
+from packstore.tokenizer.records.fast_path import straight_texts
 from packstore.tokenizer.records.fields import (
     carried,
     check_read,
@@ -33,7 +34,6 @@ from packstore.tokenizer.records.parse import Parsed, parse_canonical, prompt_ke
 from packstore.tokenizer.records.paths import with_paths
 from packstore.tokenizer.records.sequences import Draft, Sequences, Tokens, id_sequences
 from packstore.tokenizer.records.shapes import Shape
-from packstore.tokenizer.records.straight import straight_texts
 from packstore.tokenizer.refusals import Refused, raise_if_error
 from packstore.tokenizer.rendered import check_responses, draft_record
 from packstore.tokenizer.tokenizer import Tokenizer
