@@ -137,8 +137,8 @@ class Fields:
 def number(value: object, name: str) -> float:
     """Returns `value`; an integer stays one, as a float could be another number."""
     if not is_number(value) or not abs(value) <= LARGEST_REWARD:  # type: ignore[arg-type]
-        must = f"{name} must be a finite number, as a float32"
-        raise Refused("wrong_type", f"{must}, found {quote(value)}")
+        rule = f"{name} must be a finite number, as a float32"
+        raise Refused("wrong_type", f"{rule}, found {quote(value)}")
     return value  # type: ignore[return-value]
 
 
@@ -322,15 +322,15 @@ def parse_carry(config: TokenizeConfig) -> dict[str, str]:
     for entry in config.carry:
         name, _, written = entry.rpartition(":") if ":" in entry else (entry, "", "string")
         if written not in TYPES:
-            must = f"a type must be one of: {', '.join(TYPES)}"
-            raise ConfigError(sentence("setting carry", must, quote(written)))
+            rule = f"a type must be one of: {', '.join(TYPES)}"
+            raise ConfigError(sentence("setting carry", rule, quote(written)))
         if name in COLUMNS or name in types:
-            must = "a name must not be named twice, or a column of the format"
-            raise ConfigError(sentence("setting carry", must, quote(name)))
+            rule = "a name must not be named twice, or a column of the format"
+            raise ConfigError(sentence("setting carry", rule, quote(name)))
         if not COLUMN_NAME.fullmatch(name):
-            must = "a name must be letters a to z, digits and _, and begin with a letter"
-            do = "Rename the field in the input"
-            raise ConfigError(sentence("setting carry", must, quote(name), do))
+            rule = "a name must be letters a to z, digits and _, and begin with a letter"
+            remedy = "Rename the field in the input"
+            raise ConfigError(sentence("setting carry", rule, quote(name), remedy))
         types[name] = written
     return types
 

@@ -144,8 +144,8 @@ def _choose(shape: Shape, found: dict[str, Any]) -> None:
         said = [any(verdict == v for v in entry.get(key, ())) for key in ("first", "second")]
         second = said.index(True) if True in said else None
         if second is None and verdict not in entry.get("tie", ()):
-            must = f"the verdict must be one of {entry['first']} or {entry['second']}"
-            raise Refused("wrong_type", f"{must}, found {quote(verdict)}")
+            rule = f"the verdict must be one of {entry['first']} or {entry['second']}"
+            raise Refused("wrong_type", f"{rule}, found {quote(verdict)}")
     if second is None:
         raise Refused("tie", f"verdict {quote(verdict)}")
     found["chosen"], found["rejected"] = sides[second], sides[1 - second]
@@ -161,8 +161,8 @@ def _rounds(shape: Shape, history: Any) -> list[dict[str, Any]]:
     except (KeyError, IndexError, TypeError):
         texts = [None]
     if not all(map(is_text, texts)):
-        must = "earlier turns must be a list of a question and an answer each"
-        raise Refused("wrong_type", f"{must}, found {quote(history)}")
+        rule = "earlier turns must be a list of a question and an answer each"
+        raise Refused("wrong_type", f"{rule}, found {quote(history)}")
     return _turns(texts)
 
 
@@ -179,8 +179,8 @@ def _dialogue(questions: Any, answers: Any) -> list[dict[str, Any]]:
     except (ValueError, TypeError):
         texts = [None]
     if not all(map(is_text, texts)):
-        must = "questions and answers must be lists of as many texts"
-        raise Refused("wrong_type", f"{must}, found {quote(questions)}, {quote(answers)}")
+        rule = "questions and answers must be lists of as many texts"
+        raise Refused("wrong_type", f"{rule}, found {quote(questions)}, {quote(answers)}")
     return _turns(texts)
 
 

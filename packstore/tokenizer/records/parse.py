@@ -177,8 +177,8 @@ def _each(fields: Fields, name: str, responses: list[Any]) -> list[Any]:
     if values is None:
         return [None] * len(responses)
     if len(values) != len(responses):
-        must = f"{name} must be a list of {len(responses)}"
-        raise Refused("wrong_type", f"{must}, found {quote(values)}")
+        rule = f"{name} must be a list of {len(responses)}"
+        raise Refused("wrong_type", f"{rule}, found {quote(values)}")
     return list(values)
 
 

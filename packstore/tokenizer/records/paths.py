@@ -32,8 +32,8 @@ def parse_path(text: str) -> Path:
         parts.append(EACH if each else json.loads(quoted) if quoted else name)
         at = match.end()
     if at < len(text) or not parts or parts[0] is EACH:
-        must = 'it must be names, with . between them, [] behind lists, and "" around odd names'
-        raise ConfigError(sentence(f"path {quote(text)}", must, quote(text[at:])))
+        rule = 'it must be names, with . between them, [] behind lists, and "" around odd names'
+        raise ConfigError(sentence(f"path {quote(text)}", rule, quote(text[at:])))
     return tuple(parts)
 
 

@@ -117,8 +117,8 @@ def as_ids(value: object, name: str) -> Int32:
     """Converts a list or an array of ids to int32 `[N]`."""
     array = _whole_numbers(value)
     if array is None or (len(array) and (array.min() < 0 or array.max() > MAX_ID)):
-        must = f"{name} must be token ids, whole numbers in 0..{MAX_ID}"
-        raise Refused("wrong_type", f"{must}, found {quote(value)}")
+        rule = f"{name} must be token ids, whole numbers in 0..{MAX_ID}"
+        raise Refused("wrong_type", f"{rule}, found {quote(value)}")
     return np.asarray(array, np.int32)
 
 
@@ -138,8 +138,8 @@ def supervised_ids(ids: Int32, labels: object, name: str) -> Bool:
     array = _whole_numbers(labels)
     ignored = array == IGNORE_INDEX
     if array is None or array.shape != ids.shape or ((array != ids) & ~ignored).any():
-        must = f"each label of {name} must be the id at its place, or {IGNORE_INDEX}"
-        raise Refused("wrong_type", f"{must}, found {quote(labels)}")
+        rule = f"each label of {name} must be the id at its place, or {IGNORE_INDEX}"
+        raise Refused("wrong_type", f"{rule}, found {quote(labels)}")
     return np.asarray(~ignored)
 
 

@@ -320,8 +320,8 @@ def detect_kind(record: Any, config: TokenizeConfig, where: str = "the first rec
         try:
             named = named_shape(given, config, ids=True)
             if named is not None and named.refuse:
-                must = "packstore must be able to read it"
-                raise RecordError(sentence(where, must, named.refusal))
+                rule = "packstore must be able to read it"
+                raise RecordError(sentence(where, rule, named.refusal))
             for shape in (named,) if named else shapes.own:
                 if named or shape.is_told_by(fields):
                     return shape.kind
@@ -330,7 +330,7 @@ def detect_kind(record: Any, config: TokenizeConfig, where: str = "the first rec
                 told += f" ({shapes.refusal(fields).detail})"
         except Refused as error:
             raise error.as_error(where) from None
-    must = "it must have chosen and rejected, or messages, or prompt and response, or "
-    must += "responses and scores, or input_ids"
+    rule = "it must have chosen and rejected, or messages, or prompt and response, or "
+    rule += "responses and scores, or input_ids"
     remedy = "Name the fields (--field chosen=NAME --field rejected=NAME)"
-    raise RecordError(sentence(where, must, told, remedy))
+    raise RecordError(sentence(where, rule, told, remedy))
