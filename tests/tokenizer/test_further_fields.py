@@ -56,6 +56,7 @@ CASES = [
             {"by": {"quality": 1}},
             {"all": [{"pass_rate": 0.5}]},
             [{"rating": 5}],
+            [{"rating": 5}, {"rating": 4}, {"response_b": "z"}],
             '{"judge": {"verdict": "bad"}}',
             {"response_b": "z"},
         ),

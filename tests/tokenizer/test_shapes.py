@@ -103,6 +103,7 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
         ANSWERS,
     ),
     "HH": (TWO_OF_HH, HH_TEXTS),
+    "HH with a margin": ({**TWO_OF_HH, "margin": 1.0}, HH_TEXTS),
     "HH with its prompt": ({**TWO_OF_HH, "prompt": HH.rstrip(" ")}, HH_TEXTS),
     "HH with another prompt": ({**TWO_OF_HH, "prompt": "\n\nHuman: X"}, BEGINS),
     "HH, explicit prompt": ({"prompt": HH.rstrip(" "), "chosen": " A", "rejected": " B"}, HH_TEXTS),
@@ -440,6 +441,10 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     "reasoning in two fields that differ": (
         dialogue(ASK, said("A", thinking="hm", reasoning="ah")),
         "a message must have one of",
+    ),
+    "one message, not a list": (
+        {"messages": A, "rejected_response": "B"},
+        "answers without a prompt … --field prompt=messages",
     ),
     "text parts": (
         dialogue(asked([{"type": "text", "text": "Q", "image_url": None}]), said([{"text": "A"}])),

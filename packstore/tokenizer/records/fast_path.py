@@ -42,7 +42,10 @@ def straight_texts(
         except Refused:
             continue
         number = len(first.responses) + 1  # of texts; a field may serve as two of them
-        if not isinstance(first.prompt, str) or len(first.fields) not in (number, number + 2):
+        written = [meant[name] for name in first.fields]
+        if not isinstance(first.prompt, str) or len(written) not in (number, number + 2):
+            continue
+        if written[:number] != [str] * number:  # the prompt of HH text is in no field of its own
             continue
         columns = {name: [values[i][name] for i in records] for name in meant}
         *used, prompts = (columns[name] for name in first.fields[:number])

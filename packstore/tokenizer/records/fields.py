@@ -151,15 +151,16 @@ def opened(records: Sequence[Any], names: Iterable[str]) -> list[Any]:
     """Returns records with what stands in the objects of the fields `names`, under its paths."""
     found = []
     for record in records:
-        inner: dict[str, Any] = {}
+        inner: dict[str, list[Any]] = {}
         for name in names if type(record) is dict else ():
             _open(record.get(name), name, inner)
-        found.append({**record, **inner} if inner else record)
+        opens = {at: values[0] if len(values) == 1 else values for at, values in inner.items()}
+        found.append({**record, **opens} if opens else record)
     return found
 
 
-def _open(value: Any, path: str, inner: dict[str, Any], depth: int = 6) -> None:
-    """Collects what stands in a value by path, but for what is harmless."""
+def _open(value: Any, path: str, inner: dict[str, list[Any]], depth: int = 6) -> None:
+    """Collects the values that stand in one, by path, but for what is harmless."""
     if type(value) is str and value[:1] in ("{", "["):
         try:
             value = json.loads(value)
@@ -173,7 +174,7 @@ def _open(value: Any, path: str, inner: dict[str, Any], depth: int = 6) -> None:
         if isinstance(item, dict) or (isinstance(item, list) and not known().group(at)):
             _open(item, at, inner, depth - 1)
         elif known().group(at) != HARMLESS and len(inner) < MAX_FIELDS and not is_empty(item):
-            inner[at] = [*inner[at], item] if path.endswith("[]") and at in inner else item
+            inner.setdefault(at, []).append(item)
 
 
 def count_unused(tally: Tally, records: Sequence[Any], names: Collection[str]) -> None:

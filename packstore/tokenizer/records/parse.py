@@ -128,7 +128,8 @@ def _parse(fields: Fields, shape: Shape) -> Parsed:
             return Parsed(prompt, responses, fields=(*fields.used,), **rest)
         prompt, responses = text_as_messages(prompt, responses)
     if "rejected_messages" in sides and isinstance(responses[1], str):
-        responses[1] = [*responses[0][:-1], {"role": "assistant", "content": responses[1]}]
+        before = responses[0][:-1] if isinstance(responses[0], list) else []
+        responses[1] = [*before, {"role": "assistant", "content": responses[1]}]
     if sides == ["messages"]:
         dialogue = _with_system(fields, _turns(fields, responses[0]))
         if prompt:
