@@ -33,7 +33,7 @@ from packstore.tokenizer.records.overlong import fit
 from packstore.tokenizer.records.parse import Parsed, parse_canonical, prompt_key
 from packstore.tokenizer.records.paths import with_paths
 from packstore.tokenizer.records.sequences import Draft, Sequences, Tokens, id_sequences
-from packstore.tokenizer.records.shapes import Shape
+from packstore.tokenizer.records.shapes import NONE, Shape
 from packstore.tokenizer.refusals import Refused, raise_if_error
 from packstore.tokenizer.rendered import check_responses, draft_record
 from packstore.tokenizer.tokenizer import Tokenizer
@@ -80,8 +80,9 @@ class RecordTokenizer:
         checked = {*feedback} if config.on["unpaired_feedback"] != "keep" else set[str]()
         if config.on["unread_field"] != "keep":
             checked |= names.remedies.keys() - feedback
-        mapped = kind == "sft" and not config.fields.keys().isdisjoint(("response", "messages"))
-        self._checked = checked - ({"adds"} if mapped or config.shape else set())
+        says_answer = not config.fields.keys().isdisjoint(("response", "messages"))
+        says_answer |= config.shape not in (None, NONE)
+        self._checked = checked - ({"adds"} if kind == "sft" and says_answer else set())
         self._mapped = {*self.carry, *config.fields.values()}
         self._mapped.update(*(names.spellings[name] for name in config.fields))
         spelled = itertools.chain(names.spellings.values(), names.id_spellings.values())

@@ -24,8 +24,8 @@ BASES = {
     "Orca pairs": ("preference", {"question": "Q", "chosen": "x", "rejected": "y"}),
     "scored texts": ("scored", {"prompt": "Q", "responses": ["x", "y"], "scores": [2, 1]}),
     "judged text": ("scored", {"prompt": "Q", "completion": "x", "label": True}),
-    "answers": ("sft", {"prompt": "Q", "completion": "x"}),
-    "dialogues": ("sft", {"messages": [Q, A]}),
+    "prompt and response": ("sft", {"prompt": "Q", "completion": "x"}),
+    "dialogue": ("sft", {"messages": [Q, A]}),
     "alpaca": ("sft", {"instruction": "Q", "output": "x"}),
 }  # fmt: skip
 NUMBERS = (0.5, 0, 3, -1.5, True, False, "0.5", "bad", {"mean": 0.5}, {"by": {"a": 1}}, [0.5, 1])
@@ -78,22 +78,25 @@ def said(byte_level):
     tokenizer = load_tokenizer(file, chat_template=TEMPLATE)
 
     @functools.cache
-    def stage(kind, is_text):
-        config = PackConfig(on={"unread_field": "drop", "unpaired_feedback": "drop"})
+    def stage(kind, is_text, shape):
+        config = PackConfig(on={"unread_field": "drop", "unpaired_feedback": "drop"}, shape=shape)
         return RecordTokenizer(tokenizer if is_text else None, config, kind)
 
-    def go(kind, *records):
+    def go(kind, *records, shape=None):
         is_text = "prompt_ids" not in records[0]
-        _, tally, _ = stage(kind, is_text)(Rows(0, "", "item", range(len(records)), records))
+        _, tally, _ = stage(kind, is_text, shape)(Rows(0, "", "item", range(len(records)), records))
         return dict(tally.dropped), unexplained(tally)
 
     return go
 
 
+@pytest.mark.parametrize("insists", [False, True])
 @pytest.mark.parametrize("base", BASES)
-def test_what_judges_weighs_or_adds_is_read_or_refused(base, said):
+def test_what_judges_weighs_or_adds_is_read_or_refused(base, insists, said):
+    """Also if a shape is named, which says of single answers which one is learned."""
     kind, record = BASES[base]
-    assert said(kind, record) == ({}, [])
+    shape = base if insists else None
+    assert said(kind, record, shape=shape) == ({}, [])
     silent = []
     for name, value in CASES:
         is_text = "z" in (value, *(value.values() if isinstance(value, dict) else ()))
@@ -101,8 +104,10 @@ def test_what_judges_weighs_or_adds_is_read_or_refused(base, said):
             is_text or (known().group(name) == "adds" and type(value) is str)
         ):
             continue  # text that its ids may stand for
+        if insists and kind == "sft" and (is_text or known().group(name) == "adds"):
+            continue
         given = [{**record, name: value}] * 3  # the same in all of them
-        dropped, _ = said(kind, *given)
+        dropped, _ = said(kind, *given, shape=shape)
         refused = (
             "unread_field",
             "unpaired_feedback",
