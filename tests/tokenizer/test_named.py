@@ -148,6 +148,14 @@ ALMOST = [
         "response2 must be text, found True",
     ),
     ({"INSTRUCTION": "Q", "ANSWER": "x"}, "oasst instruct", "no 'RESPONSE'"),
+    ({"question": "Q"}, "question and response", "no 'response'"),
+    (
+        {"prompt": "Q", "chosen": ["x"], "rejected": "y"},
+        "text pairs",
+        "chosen must be text, found ['x'], a list of one",
+    ),
+    ({"system": "", "question": None, "completion": "x", "label": True}, "Orca feedback", "null"),
+    ({"completion": "x", "label": True}, "judged text", "no 'prompt' among"),
 ]
 
 
@@ -159,6 +167,15 @@ def test_what_is_almost_of_a_shape_is_refused_with_what_differs(
         pack(byte_level(template=TEMPLATE), record, on={"wrong_type": "error"})
     assert f"nearest shape: {shape} (" in str(caught.value)
     assert differs in str(caught.value)
+
+
+def test_what_lacks_a_field_stops_and_what_has_it_in_another_form_is_dropped(pack, byte_level):
+    record, tokenizer = ENTRIES["NeMo-RL"]["example"], byte_level(template=TEMPLATE)
+    other = {**record, "completions": [{"rank": 0, "completion": 3}]}
+    assert pack(tokenizer, record, other).dropped == {"wrong_type": 1}
+    for lacking in ([{"completion": "x"}], [{"rank": None, "completion": "x"}], None):
+        with pytest.raises(RecordError, match="nearest shape: NeMo-RL"):
+            pack(tokenizer, record, {**record, "completions": lacking})
 
 
 def test_ties_are_dropped_and_counted(pack, byte_level):

@@ -97,7 +97,7 @@ class Shape:
         """Returns True if a record has a field, under any of its names if these are our own."""
         if self.is_own:
             return fields.has(name, self.holds_ids)
-        return fields.record.get(name) is not None
+        return name in fields.record
 
     def value(self, fields: Fields, path: Path) -> Any:
         """Returns what a record has at a path, or None."""
@@ -134,7 +134,9 @@ class Shape:
             return missing(fields.record, parse_path(at) if at not in fields.record else (at,))
         if form is None:
             return f"{at!r} beside {', '.join(map(repr, self.roots))}"
-        return f"{at} must be {form.described}, found {quote(value)}"
+        alone = isinstance(value, list) and len(value) == 1 and form.fits(value[0])
+        listed = ", a list of one" if alone else ""
+        return f"{at} must be {form.described}, found {quote(value)}{listed}"
 
 
 class Table:
@@ -215,39 +217,36 @@ class Table:
         return [s for s in self.named if 2 * len(s.roots & keys) >= len(s.roots) or self.insists]
 
     def refusal(self, fields: Fields, kind: str | None = None, ids: bool = False) -> Refused:
-        """Returns the refusal of a record without a shape: the nearest one, and what differs."""
+        """Returns the refusal of a record without a shape: the nearest one, and what differs.
 
-        def steps(shape: Shape) -> tuple[int, bool, int]:
-            found = misfits[shape]
-            absent = not shape.has(fields, str(found[0][0]))
-            return len(found), absent, -len(shape.fields.keys() - found)
+        Nearest is the shape that has most fields of the record and must change fewest of them.
+        """
+        shapes = self.near(fields)
+        if not (self.insists and self.named):
+            shapes = [*self.own_of(kind, ids), *shapes]
+        misfits = {shape: [*shape.misfits(fields)] for shape in shapes}
+        # Refuses what is no JSON.
+        absent = {s: [p for p in misfits[s] if s.value(fields, p) is None] for s in shapes}
 
-        def share(shape: Shape) -> tuple[bool, float, int]:
-            differing = {str(path[0]) for path in misfits[shape]}
-            absent = sum(not shape.has(fields, name) for name in differing)
-            counted = differing & shape.roots if shape.is_own else differing
-            part = len(counted) / len(shape.roots)
-            return absent > 0 or part > 0.5, part, absent
+        def distance(shape: Shape) -> tuple[int, bool, int, bool]:
+            differing = {path[0] for path in misfits[shape]}
+            far = len(differing) - sum(shape.has(fields, name) for name in shape.roots)
+            known = sum(name in shape.known or shape.passes(name) for name in fields.record)
+            return far, not shape.is_own, len(misfits[shape]) - known, bool(absent[shape])
 
-        own, near = self.own_of(kind, ids), self.near(fields)
-        misfits = {shape: [*shape.misfits(fields)] for shape in (*own, *near)}
-        own = [shape for shape in own if misfits[shape]]  # one may fit, where another is named
-        shape = min(own, key=steps)
-        path = misfits[shape][0]
-        absent = shape.value(fields, path) is None  # or refuses what is no JSON
-        reason = "missing_field" if absent else "wrong_type"
-        form = shape.fields.get(path)
-        remedy = "Leave one of them out" if path in shape.without else "Correct it"
-        if form is not None and absent:
-            remedy = f"Name the field that holds {form.described} (--field {path[0]}=NAME)"
-        other = min(near, key=share, default=shape)
-        if (self.insists and near) or share(other) < share(shape):
-            shape, remedy = other, "Write it so, or name its fields (--field FIELD=NAME)"
-            if shape.kind == kind and misfits[shape] and not share(shape)[0]:
-                reason = "wrong_type"
-        paths = misfits[shape][:1] if shape.is_own else misfits[shape]
+        # One of our own may fit, where another is named.
+        shape = min((s for s in shapes if misfits[s] or not s.is_own), key=distance)
+        paths, lacking = misfits[shape], absent[shape]
         told = "; ".join(dict.fromkeys(shape.difference(fields, path) for path in paths))
         told = told or f"it is of kind {shape.kind}"
+        remedy = "Write it so, or name its fields (--field FIELD=NAME)"
+        if shape.is_own and lacking:
+            form = shape.fields[lacking[0]].described
+            remedy = f"Name the field that holds {form} (--field {lacking[0][0]}=NAME)"
+        elif shape.is_own:
+            remedy = "Leave one of them out" if paths[0] in shape.without else "Correct it"
+        has_all = bool(paths) and not lacking and kind in (None, shape.kind)
+        reason = "wrong_type" if has_all else "missing_field"
         return Refused(reason, f"nearest shape: {shape}, but {told}", remedy)
 
 
