@@ -46,9 +46,8 @@ if TYPE_CHECKING:
     from packstore.errors import PackstoreError
     from packstore.etl.concat import append, concat
     from packstore.etl.pipeline import pack
-    from packstore.etl.reports.doctor import doctor
-    from packstore.etl.reports.estimate import estimate
-    from packstore.etl.reports.preflight import check
+    from packstore.etl.reports.place import check
+    from packstore.etl.reports.records import doctor, estimate
     from packstore.exchange import export
     from packstore.io.dataset.dataset import Dataset, open
     from packstore.io.dataset.scan import scan
@@ -84,11 +83,11 @@ _LAZY = {
     "PackstoreError": "packstore.errors",
     "Plan": "packstore.pack.plan",
     "append": "packstore.etl.concat",
-    "check": "packstore.etl.reports.preflight",
+    "check": "packstore.etl.reports.place",
     "clean": "packstore.io.maintain.clean",
     "concat": "packstore.etl.concat",
-    "doctor": "packstore.etl.reports.doctor",
-    "estimate": "packstore.etl.reports.estimate",
+    "doctor": "packstore.etl.reports.records",
+    "estimate": "packstore.etl.reports.records",
     "export": "packstore.exchange",
     "open": "packstore.io.dataset.dataset",
     "plan": "packstore.pack.plan",

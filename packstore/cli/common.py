@@ -45,19 +45,32 @@ def stdout_console() -> Console:
     return console
 
 
-def add_flags(parser: Any, flags: Mapping[str, str], **defaults: object) -> None:
-    """Adds flags, from "--flag METAVAR" to help: N is a whole number, X a number.
+def _whole_numbers(text: str) -> list[int]:
+    try:
+        return [int(number) for number in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError("must be whole numbers, comma-separated") from None
 
-    A flag without a metavar is a switch.
-    """
+
+_TYPES: dict[str, Callable[[str], Any]] = {
+    "N": int,
+    "X": float,
+    "N,N,…": _whole_numbers,
+    "NAME,NAME,…": lambda text: text.split(","),
+}
+"""Metavar of a flag -> what reads its value; all others are text."""
+
+
+def add_flags(parser: Any, flags: Mapping[str, str], **defaults: object) -> None:
+    """Adds flags, from "--flag --another METAVAR" to help; one without a metavar is a switch."""
     for words, text in flags.items():
-        flag, _, metavar = words.partition(" ")
-        if metavar:
-            kind = {"N": int, "X": float}.get(metavar, str)
-            default = defaults.get(flag.strip("-").replace("-", "_"), parser.argument_default)
-            parser.add_argument(flag, metavar=metavar, type=kind, default=default, help=text)
-        else:
-            parser.add_argument(flag, action="store_true", help=text)
+        *names, metavar = words.split()
+        if metavar.startswith("-"):
+            parser.add_argument(*names, metavar, action="store_true", help=text)
+            continue
+        default = defaults.get(names[0].strip("-").replace("-", "_"), parser.argument_default)
+        kind = _TYPES.get(metavar, str)
+        parser.add_argument(*names, metavar=metavar, type=kind, default=default, help=text)
 
 
 def add_source(parser: argparse.ArgumentParser, help: str = "as for packstore pack") -> None:
@@ -161,6 +174,12 @@ def print_json(text: str) -> None:
 def print_result(result: Any) -> None:
     """Prints one JSON value; dataclasses become objects, and other values text."""
     print_json(json.dumps(result, indent=1, default=_plain) + "\n")
+
+
+def print_outcome(ok: bool, parts: Mapping[str, Any]) -> int:
+    """Prints a check's parts as JSON, with whether it is ok; returns the exit code."""
+    print_result({"ok": ok, **parts})
+    return 0 if ok else 1
 
 
 def print_table(

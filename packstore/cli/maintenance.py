@@ -82,8 +82,7 @@ def _verify(args: argparse.Namespace) -> int:
     with progress_of("verify", args) as progress:
         report = dataset.verify(progress, jobs=args.jobs)
     if args.json:
-        common.print_result({"ok": report.ok, **dataclasses.asdict(report)})
-        return 0 if report.ok else 1
+        return common.print_outcome(report.ok, dataclasses.asdict(report))
     console = common.stdout_console()
     for problem in report.problems:
         console.print(problem, style="red")

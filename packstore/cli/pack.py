@@ -92,26 +92,19 @@ def _job(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _dry_run(args: argparse.Namespace, job: dict[str, Any]) -> int:
-    from packstore.cli.reports import print_diagnosis, print_estimate, print_findings
-    from packstore.etl.reports.doctor import dry_run
+    from packstore.cli import reports
+    from packstore.etl.reports.records import dry_run
 
     with progress_of("dry run", args) as progress:
-        result = dry_run(**job, progress=progress)
+        report, findings = dry_run(**job, progress=progress)
     if args.json:
-        common.print_result(
-            {
-                "ok": result.ok,
-                "diagnosis": result.diagnosis,
-                "estimate": result.estimate.choices[0],
-                "findings": [finding._asdict() for finding in result.findings],
-            }
-        )
-    else:
-        if result.diagnosis is not None:
-            print_diagnosis(result.diagnosis)
-        print_estimate(result.estimate)
-        print_findings(result.findings)
-    return 0 if result.ok else 1
+        ok = all(finding.ok for finding in findings)
+        diagnosis = reports.parts_of(report, reports.DIAGNOSIS)
+        result = {"diagnosis": diagnosis, "estimate": report.choices[0], "findings": findings}
+        return common.print_outcome(ok, result)
+    reports.print_diagnosis(report)
+    reports.print_estimate(report)
+    return reports.print_findings(findings)
 
 
 PACK = Command(

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from collections.abc import Iterable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
@@ -19,26 +17,53 @@ from packstore.errors import display
 from packstore.pages import charts, frame
 
 if TYPE_CHECKING:
-    from packstore.etl.reports.doctor import Diagnosis
-    from packstore.etl.reports.estimate import Choice, Estimate
-    from packstore.etl.reports.preflight import Trial
+    from packstore.etl.reports.result import Choice, Finding, Report
 
 NOTE = (
     "padded: fill once sequences are padded (pad_to_multiple); saved: tokens that the layout "
     "leaves out; per pack, per step: examples; too long: examples that do not fit; steps: "
     "optimizer steps of an epoch."
 )
-NUMBERS = {
-    "sample": "most records to look at, from all over (20000)",
-    "records": "records in all, if SOURCE is a part of them",
-    "world_size": "ranks that share a step (1)",
-    "packs_per_batch": "packs of a batch on one rank (1)",
-    "accumulation": "batches of an optimizer step (1)",
-    "examples_per_step": "most examples of a step, instead",
+TRIED = {
+    "--pack-sizes --pack-size N,N,…": "2048 to 32768",
+    "--layouts --layout NAME,NAME,…": "concat,shared_prefix",
+    "--strategies --strategy NAME,NAME,…": "pool",
+    "--seed N": "of the sample and the plans (0)",
+    "--sample N": "most records to look at, from all over (20000)",
+    "--records N": "records in all, if SOURCE is a part of them",
+    "--world-size --ranks N": "ranks that share a step (1)",
+    "--packs-per-batch N": "packs of a batch on one rank (1)",
+    "--accumulation N": "batches of an optimizer step (1)",
+    "--examples-per-step N": "most examples of a step, instead",
 }
-"""Argument of :func:`packstore.estimate` -> help of its flag."""
+"""Flag of an argument of :func:`packstore.estimate` -> its help, with the default."""
 
-_MARKS = {True: ("ok", None), False: ("FAILED", "red"), None: ("–", "dim")}
+DIAGNOSIS = ("kind", "records", "findings", "shapes")
+ESTIMATE_OF = ("kind", "sample", "scale", "recommended", "choices")
+"""Parts of a report that are printed as JSON, for doctor and for estimate."""
+
+_MARKS = {"ok": ("ok", None), "problem": ("FAILED", "red"), "remark": ("–", "dim")}
+
+
+def _add_settings(parser: argparse.ArgumentParser) -> None:
+    common.add_json(parser)
+    common.add_storage_options(parser)
+    common.add_settings(parser, "tokenization", TokenizeConfig)
+    common.add_settings(parser, "running", WorkConfig)
+
+
+def _given(args: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "source": common.source_of(args.source),
+        "tokenizer": args.tokenizer,
+        "storage_options": args.storage_option,
+        **common.read_settings(args, PackConfig),
+    }
+
+
+def parts_of(report: Report, names: Iterable[str]) -> dict[str, Any]:
+    """Returns the parts of a report that are named, for JSON."""
+    return {name: getattr(report, name) for name in names}
 
 
 def _configure_doctor(parser: argparse.ArgumentParser) -> None:
@@ -49,38 +74,26 @@ def _configure_doctor(parser: argparse.ArgumentParser) -> None:
         "--strict": "remarks count as problems",
     }
     common.add_flags(parser, flags)
-    common.add_json(parser)
-    common.add_storage_options(parser)
-    common.add_settings(parser, "tokenization", TokenizeConfig)
-    common.add_settings(parser, "running", WorkConfig)
+    _add_settings(parser)
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    from packstore.etl.reports.doctor import doctor
+    from packstore.etl.reports.records import doctor
 
     with progress_of("doctor", args) as progress:
-        diagnosis = doctor(
-            common.source_of(args.source),
-            args.tokenizer,
-            sample=args.sample,
-            storage_options=args.storage_option,
-            progress=progress,
-            **common.read_settings(args, PackConfig),
-        )
+        report = doctor(**_given(args), sample=args.sample, progress=progress)
     if args.json:
-        common.print_result({"ok": diagnosis.ok, **dataclasses.asdict(diagnosis)})
+        common.print_result({"ok": report.ok, **parts_of(report, DIAGNOSIS)})
     else:
-        print_diagnosis(diagnosis)
-    return 0 if diagnosis.ok and not (args.strict and diagnosis.findings) else 1
+        print_diagnosis(report)
+    return 0 if report.ok and not (args.strict and report.findings) else 1
 
 
-def print_diagnosis(diagnosis: Diagnosis) -> None:
-    """Prints the findings as a table."""
-    from packstore.etl.notes import meaning
-
+def print_diagnosis(report: Report) -> None:
+    """Prints the findings of :func:`packstore.doctor` as a table."""
     console = common.stdout_console()
-    console.print(f"{diagnosis.records:,} records of kind {diagnosis.kind}")
-    for shape, records in diagnosis.shapes.items():
+    console.print(f"{report.records:,} records of kind {report.kind}")
+    for shape, records in report.shapes.items():
         console.print(Text(f"  {records:,} {shape}"))
     table = Table(
         Column("check", no_wrap=True),
@@ -88,95 +101,67 @@ def print_diagnosis(diagnosis: Diagnosis) -> None:
         Column("share", justify="right"),
         Column("for example", overflow="fold"),
     )
-    for finding in diagnosis.findings:
+    for finding in report.findings:
         style = "red" if finding.level == "problem" else "yellow"
         table.add_row(
             Text(f"{finding.level}: {finding.check}", style),
             common.number(finding.records),
-            f"{finding.records / max(diagnosis.records, 1):.1%}",
-            "\n".join(filter(None, (meaning(finding.check), *finding.examples))),
+            f"{(finding.records or 0) / max(report.records, 1):.1%}",
+            "\n".join(filter(None, (finding.text, *finding.examples))),
         )
-    if diagnosis.findings:
+    if report.findings:
         console.print(table)
     else:
         console.print("nothing to remark", style="green")
 
 
-def _sizes(text: str) -> list[int]:
-    try:
-        return [int(size) for size in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError("must be whole numbers, comma-separated") from None
-
-
 def _configure_estimate(parser: argparse.ArgumentParser) -> None:
     common.add_source(parser)
-    parser.add_argument("--tokenizer", metavar="PATH", help="as for packstore pack")
+    common.add_flags(parser, {"--tokenizer PATH": "as for packstore pack"})
     tried = parser.add_argument_group("what is tried", argument_default=argparse.SUPPRESS)
-    for one, many, usual in (
-        ("--pack-size", "--pack-sizes", "2048 to 32768"),
-        ("--layout", "--layouts", "concat,shared_prefix"),
-        ("--strategy", "--strategies", "pool"),
-    ):
-        read = _sizes if one == "--pack-size" else partial(str.split, sep=",")
-        text = f"comma-separated ({usual})"
-        tried.add_argument(many, one, type=read, metavar="LIST", help=text)
-    tried.add_argument("--seed", type=int, metavar="N", help="of the sample and the plans (0)")
-    for name, text in NUMBERS.items():
-        flags = ["--" + name.replace("_", "-")] + ["--ranks"] * (name == "world_size")
-        tried.add_argument(*flags, type=int, metavar="N", help=text)
-    parser.add_argument("--html", metavar="FILE", help="also write a page with charts")
-    common.add_json(parser)
-    common.add_storage_options(parser)
-    common.add_settings(parser, "tokenization", TokenizeConfig)
-    common.add_settings(parser, "running", WorkConfig)
+    common.add_flags(tried, TRIED)
+    common.add_flags(parser, {"--html FILE": "also write a page with charts"})
+    _add_settings(parser)
 
 
 def _estimate(args: argparse.Namespace) -> int:
-    from packstore.etl.reports.estimate import estimate
+    from packstore.etl.reports.records import estimate
 
     if args.html:
         frame.check_writable(args.html)
-    named = ("pack_sizes", "layouts", "strategies", *NUMBERS)
-    options: dict[str, Any] = {n: value for n, value in vars(args).items() if n in named}
+    names = [flags.split()[0].strip("-").replace("-", "_") for flags in TRIED]
+    tried = {name: getattr(args, name) for name in names if name in args}
     with progress_of("estimate", args) as progress:
-        result = estimate(
-            common.source_of(args.source),
-            args.tokenizer,
-            **options,
-            storage_options=args.storage_option,
-            progress=progress,
-            **common.read_settings(args, PackConfig),
-        )
+        report = estimate(**{**_given(args), **tried}, progress=progress)
     if args.html:
-        frame.write(args.html, _page(result, ", ".join(map(display, args.source))))
+        frame.write(args.html, _page(report, ", ".join(map(display, args.source))))
     if args.json:
-        names = ("kind", "sample", "scale", "recommended", "choices")
-        common.print_result({name: getattr(result, name) for name in names})
+        common.print_result(parts_of(report, ESTIMATE_OF))
     else:
-        print_estimate(result)
+        print_estimate(report)
     return 0
 
 
-def print_estimate(result: Estimate) -> None:
+def print_estimate(report: Report) -> None:
     """Prints the choices as a table, with a recommendation if there are several."""
     console = common.stdout_console()
-    console.print(_summary(result))
-    columns = [Column(c, justify="right", no_wrap=True) for c in _cells(result.choices[0])]
+    console.print(_summary(report))
+    columns = [Column(c, justify="right", no_wrap=True) for c in _cells(report.choices[0])]
     table = Table(*columns, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for choice in result.choices:
-        style = "bold green" if choice is result.recommended else None
+    for choice in report.choices:
+        style = "bold green" if choice is report.recommended else None
         table.add_row(*_cells(choice).values(), style=style)
     console.print(table)
     console.print(NOTE)
-    if len(result.choices) > 1:
-        console.print(_advice(result))
+    if len(report.choices) > 1:
+        console.print(_advice(report))
 
 
-def _summary(result: Estimate) -> str:
+def _summary(report: Report) -> str:
     """Returns the size of the sample, how it was drawn, and the error of the counts."""
-    tally, sample = result.tally, result.sample
-    of_kind = f"records of kind {result.kind}"
+    tally, sample = report.tally, report.sample
+    assert sample is not None
+    of_kind = f"records of kind {report.kind}"
     if sample.whole:
         text = f"{tally.read:,} {of_kind}"
     elif sample.total is None:
@@ -189,12 +174,12 @@ def _summary(result: Estimate) -> str:
     text += f", {tally.kept:,} usable"
     dropped = ", ".join(f"{reason} {n:,}" for reason, n in tally.dropped.most_common())
     text += f" (dropped: {dropped})" if dropped else ""
-    if result.scale > 1:
-        text += f"; counts scaled by {result.scale:.4g}"
+    if report.scale > 1:
+        text += f"; counts scaled by {report.scale:.4g}"
     if sample.total is None:
         return f"{text}; what follows them is not known, as the input has no length"
-    packs = max((c.packs_error or 0) / max(c.packs, 1) for c in result.choices)
-    overlong = max(c.overlong_error or 0 for c in result.choices)
+    packs = max((c.packs_error or 0) / max(c.packs, 1) for c in report.choices)
+    overlong = max(c.overlong_error or 0 for c in report.choices)
     if packs or overlong:
         text += (
             f": packs within {packs:.1%}, too long within {overlong:,} "
@@ -203,12 +188,12 @@ def _summary(result: Estimate) -> str:
     return text
 
 
-def _advice(result: Estimate) -> str:
-    from packstore.etl.reports.estimate import ENOUGH_FILL
+def _advice(report: Report) -> str:
+    from packstore.etl.reports.result import ENOUGH_FILL
 
-    best = result.best
+    best = report.best
     choice = f"pack size {best.pack_size}, layout {best.layout}, strategy {best.strategy}"
-    if result.recommended is None:
+    if report.recommended is None:
         return (
             "no pack size that was tried fills to 99 % and keeps 99.9 % of the records that can be "
             f"kept; the fullest is {choice}: {best.fill_rate:.2%}. Try larger ones."
@@ -239,18 +224,18 @@ def _cells(choice: Choice) -> dict[str, str]:
     }
 
 
-def _page(result: Estimate, source: str) -> str:
+def _page(report: Report, source: str) -> str:
     fills: dict[str, list[tuple[float, float]]] = {}
-    for choice in result.choices:
+    for choice in report.choices:
         name = f"{choice.layout}, {choice.strategy}"
         fills.setdefault(name, []).append((choice.pack_size, choice.fill_rate))
-    cells = [_cells(choice) for choice in result.choices]
-    lengths = {f"an example, layout {name}": n for name, n in result.example_tokens.items()}
-    lengths["a sequence"] = result.sequence_tokens
+    cells = [_cells(choice) for choice in report.choices]
+    lengths = {f"an example, layout {name}": n for name, n in report.example_tokens.items()}
+    lengths["a sequence"] = report.sequence_tokens
     return charts.charts_page(
         "Packing estimate",
-        f"{source}: {_summary(result)}",
-        note=_advice(result),
+        f"{source}: {_summary(report)}",
+        note=_advice(report),
         charts=[
             charts.curves("Fill", "pack size", fills),
             *(charts.histogram(f"Tokens of {of}", n, "tokens") for of, n in lengths.items()),
@@ -266,24 +251,23 @@ def _configure_check(parser: argparse.ArgumentParser) -> None:
 
 
 def _check(args: argparse.Namespace) -> int:
-    from packstore.etl.reports.preflight import preflight
+    from packstore.etl.reports.place import try_place
     from packstore.io.store.location import Location
 
-    findings = preflight(Location(args.url, {**CHECK_RETRIES, **args.storage_option}))
+    findings = try_place(Location(args.url, {**CHECK_RETRIES, **args.storage_option}))
     if not args.json:
         return print_findings(findings)
     results = list(findings)
-    common.print_result([finding._asdict() for finding in results])
-    return int(any(finding.ok is False for finding in results))
+    return common.print_outcome(all(f.ok for f in results), {"findings": results})
 
 
-def print_findings(findings: Iterable[Trial]) -> int:
-    """Prints each finding as soon as it is known; returns the exit code."""
+def print_findings(findings: Iterable[Finding]) -> int:
+    """Prints each finding at a place as soon as it is known; returns the exit code."""
     console, failed = common.stdout_console(), False
     for finding in findings:
-        mark, style = _MARKS[finding.ok]
-        console.print(f"{mark:6} {finding.what:12} {finding.text}", style=style)
-        failed = failed or finding.ok is False
+        mark, style = _MARKS[finding.level]
+        console.print(f"{mark:6} {finding.check:12} {finding.text}", style=style)
+        failed = failed or not finding.ok
     return int(failed)
 
 

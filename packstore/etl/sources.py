@@ -34,6 +34,7 @@ from packstore.tokenizer import (
     typed_carry,
 )
 from packstore.tokenizer.fastest import EngineWatch, is_worthwhile, with_fastest_engine
+from packstore.tokenizer.record_tokenizer import Lint
 from packstore.tokenizer.records.parse import parse_record
 from packstore.tokenizer.records.paths import with_paths
 from packstore.tokenizer.records.shapes import named_shape, table
@@ -56,13 +57,13 @@ def open_examples(
     source: Any,
     tokenizer: Any,
     config: PackConfig,
-    storage_options: dict[str, Any],
+    storage_options: Mapping[str, Any],
     block_bytes: int = BLOCK_BYTES,
 ) -> ExampleReader:
     """Opens `source` for packing, its records in blocks of about `block_bytes`."""
     dataset = source if isinstance(source, Dataset) else find_dataset(source, storage_options)
     if dataset is None:
-        return RecordExampleReader(source, tokenizer, config, storage_options, block_bytes)
+        return RecordExampleReader(source, tokenizer, config, dict(storage_options), block_bytes)
     if tokenizer is not None:
         text = "is a packed dataset, which is repacked without tokenizing: leave tokenizer out."
         raise ConfigError(f"{dataset.url} {text}")
@@ -186,14 +187,14 @@ class RecordExampleReader:
             return self._config.partitions or max(1, -(-sum(self.sizes) // PARTITION_BYTES))
         return _only_one(self._config)
 
-    def tokenize(self) -> Tokenize:
+    def tokenize(self, lint: Lint | None = None) -> Tokenize:
         """Returns the picklable function that turns a block into a part."""
         name = self.tokenizer.engine_name if self.tokenizer else None
         # A template is rendered by Python code, which holds the GIL.
         threads = not self._renders and local.cores() <= FEW_CORES.get(name, 0)
         quick = not self._renders and name in (None, FAST)
         alone = local.QUICK_SECONDS if quick else local.WORTH_SECONDS
-        stage = RecordTokenizer(self.tokenizer, self._config, self.kind)
+        stage = RecordTokenizer(self.tokenizer, self._config, self.kind, lint)
         watch = EngineWatch(self.tokenizer, self._config, self._config.seed, len(self.inputs))
         return Tokenize(stage, None if threads else alone, watch)
 

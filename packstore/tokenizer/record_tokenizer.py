@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -38,6 +38,9 @@ from packstore.tokenizer.refusals import Refused, raise_if_error
 from packstore.tokenizer.rendered import check_responses, draft_record
 from packstore.tokenizer.tokenizer import Tokenizer
 
+Lint = Callable[[Parsed], Iterable[tuple[str, str]]]
+"""Returns the events of a record, each with a detail. Picklable."""
+
 
 @dataclass
 class _Block:
@@ -65,11 +68,19 @@ class Encoded(NamedTuple):
 class RecordTokenizer:
     """Converts records to examples, deterministically. Picklable.
 
-    `tokenizer` may be None only if all records are token ids.
+    `tokenizer` may be None only if all records are token ids. `lint` sees every record
+    that is kept.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, config: TokenizeConfig, kind: str) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        config: TokenizeConfig,
+        kind: str,
+        lint: Lint | None = None,
+    ) -> None:
         self.tokenizer = tokenizer
+        self._lint = lint
         self.config = config
         self.kind = kind
         self.carry = parse_carry(config)
@@ -195,7 +206,11 @@ class RecordTokenizer:
             full: Any = rows.values[i] if i not in block.refused else {}
             tally.unused.update(n for n in full if shape.passes(n) and not is_empty(full[n]))
         pairs = zip(block.records, block.parsed, strict=True)
-        kept = [parsed for i, parsed in pairs if i not in block.refused]
+        records = {i: parsed for i, parsed in pairs if i not in block.refused}
+        for i, parsed in records.items():
+            for event, detail in self._lint(parsed) if self._lint else ():
+                tally.note(event, rows.where(i), detail)
+        kept = [*records.values()]
         shapes = (block.shapes.get(i) for i in block.records if i not in block.refused)
         tally.shapes.update(str(s or p.shape) for s, p in zip(shapes, kept, strict=True))
         tally.chats = sum(parsed.is_chat for parsed in kept)

@@ -47,6 +47,7 @@ def command(folder: Path, text: str) -> list[str]:
         ("verify packed", {"ok": True, "problems": []}),
         ("clean packed", {"deleted": False, "leftovers": []}),
         ("doctor pairs.jsonl --tokenizer t.json", {"ok": False, "records": 21}),
+        ("check more", {"ok": True}),
         ("export nemo packed out.npy --overwrite", {"format": "nemo"}),
         ("stats packed", {}),
         ("estimate pairs.jsonl --tokenizer t.json", {"kind": "preference"}),

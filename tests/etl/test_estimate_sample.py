@@ -40,7 +40,7 @@ def ordered(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The input is small: it has as many places as a large one, if they are small too."""
-    monkeypatch.setattr("packstore.etl.reports.estimate.SAMPLE_BLOCK_BYTES", 1 << 13)
+    monkeypatch.setattr("packstore.etl.reports.records.SAMPLE_BLOCK_BYTES", 1 << 13)
 
 
 def sampled(source: Any, records: int = 900, **settings: Any) -> Any:

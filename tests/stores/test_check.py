@@ -57,7 +57,7 @@ def test_the_call_returns_the_lines_of_the_command(
     findings = packstore.check(str(tmp_path))
     assert all(finding.ok for finding in findings)
     text = check(capsys, str(tmp_path))[1]
-    assert [line.split()[1] for line in text.splitlines()] == [f.what.split()[0] for f in findings]
+    assert [line.split()[1] for line in text.splitlines()] == [f.check.split()[0] for f in findings]
     (tmp_path / "file").touch()
     failed = [f for f in packstore.check(str(tmp_path / "file" / "x")) if f.ok is False]
     assert failed

@@ -15,7 +15,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from packstore.config import CHECK_RETRIES
 from packstore.errors import (
@@ -25,6 +25,7 @@ from packstore.errors import (
     message_with_notes,
     sentence,
 )
+from packstore.etl.reports.result import Finding
 from packstore.io.dataset.dataset import Dataset, open
 from packstore.io.manifest.commit import require_exclusive, versions
 from packstore.io.store.clients import PACKAGES
@@ -37,18 +38,10 @@ TRIAL_BYTES = 16 << 20
 """Bytes written and read to measure speed: two parts of an upload, as one is put at once."""
 
 
-class Trial(NamedTuple):
-    """One test of a location; `ok` is None if it was skipped."""
-
-    what: str
-    ok: bool | None
-    text: str
-
-
-def check(url: str, *, storage_options: Mapping[str, Any] | None = None) -> list[Trial]:
+def check(url: str, *, storage_options: Mapping[str, Any] | None = None) -> list[Finding]:
     """Tests a location as a job would use it: lists, reads, writes, commits, measures speed.
 
-        >>> all(trial.ok is not False for trial in packstore.check("s3://bucket/prefs-8k"))
+        >>> all(finding.ok for finding in packstore.check("s3://bucket/prefs-8k"))
         True
 
     Args:
@@ -58,31 +51,31 @@ def check(url: str, *, storage_options: Mapping[str, Any] | None = None) -> list
             :data:`packstore.config.CHECK_RETRIES`.
 
     Returns:
-        A line for each test. A failed one has `ok` False, and its text ends with the remedy.
+        The outcome of each test. The text of a problem ends with the remedy.
     """
-    return list(preflight(Location(url, {**CHECK_RETRIES, **(storage_options or {})})))
+    return list(try_place(Location(url, {**CHECK_RETRIES, **(storage_options or {})})))
 
 
-def preflight(location: Location) -> Iterator[Trial]:
-    """Yields the lines of :func:`check`, each as soon as it is known."""
-    yield Trial("versions", True, _versions(location))
-    listed = _run_trial("list", lambda: _list(location))
+def try_place(location: Location) -> Iterator[Finding]:
+    """Yields the findings of :func:`check`, each as soon as it is known."""
+    yield Finding("versions", "ok", _versions(location))
+    listed = _outcome("list", lambda: _list(location))
     yield listed
     if not listed.ok:
-        yield Trial("read", None, "what cannot be listed is not tried further")
+        yield Finding("read", "remark", "what cannot be listed is not tried further")
         return
-    yield from _read(location)
+    yield from _try_to_read(location)
     if location.url.startswith(("http://", "https://")):
-        yield Trial("write", None, "not tried: this place can only be read")
-        return
-    yield from _trial(location)
+        yield Finding("write", "remark", "not tried: this place can only be read")
+    else:
+        yield from _try_to_write(location)
 
 
-def _run_trial(name: str, try_it: Callable[[], str]) -> Trial:
+def _outcome(check: str, action: Callable[[], str]) -> Finding:
     try:
-        return Trial(name, True, try_it())
+        return Finding(check, "ok", action())
     except PackstoreError as error:
-        return Trial(name, False, message_with_notes(error))
+        return Finding(check, "problem", message_with_notes(error))
 
 
 def _versions(location: Location) -> str:
@@ -104,21 +97,20 @@ def _list(location: Location) -> str:
     return f"{files} files directly in it, {statistics.median(times) * 1000:.0f} ms a request"
 
 
-def _read(location: Location) -> Iterator[Trial]:
+def _try_to_read(location: Location) -> Iterator[Finding]:
     try:
-        known = versions(location)
-        if not known:
-            yield Trial("dataset", True, "none here yet")
-            return
-        dataset = open(location.url, location.storage_options)
+        dataset = open(location.url, location.storage_options) if versions(location) else None
     except PackstoreError as error:
-        yield Trial("dataset", False, message_with_notes(error))
+        yield Finding("dataset", "problem", message_with_notes(error))
         return
-    shards = dataset.manifest.shards
-    yield Trial("dataset", True, f"version {dataset.version}, {len(shards)} shards")
-    ends = {"first shard": 0, "last shard": len(dataset.row_groups) - 1}
-    for name, group in ends.items() if shards else ():
-        yield _run_trial(name, lambda group=group: _read_group(dataset, group))  # type: ignore[misc]
+    if dataset is None:
+        yield Finding("dataset", "ok", "none here yet")
+        return
+    shards = len(dataset.manifest.shards)
+    yield Finding("dataset", "ok", f"version {dataset.version}, {shards} shards")
+    if shards:
+        yield _outcome("first shard", lambda: _read_group(dataset, 0))
+        yield _outcome("last shard", lambda: _read_group(dataset, len(dataset.row_groups) - 1))
 
 
 def _read_group(dataset: Dataset, group: int) -> str:
@@ -128,7 +120,7 @@ def _read_group(dataset: Dataset, group: int) -> str:
     return f"a row group of {len(packs)} packs, checksums right, {ms:.0f} ms"
 
 
-def _trial(location: Location) -> Iterator[Trial]:
+def _try_to_write(location: Location) -> Iterator[Finding]:
     """Tests permissions, conditional puts, speed, and removal, with two files."""
     small = f".packstore-check-{uuid.uuid4().hex}"
     large, created = f"{small}-large", list[str]()
@@ -161,13 +153,13 @@ def _trial(location: Location) -> Iterator[Trial]:
         return "nothing is left"
 
     try:
-        written = _run_trial("write", write)
+        written = _outcome("write", write)
         yield written
         if written.ok:
-            yield _run_trial("commit", write_again)
-            yield _run_trial("speed", lambda: _measure(location, large))
+            yield _outcome("commit", write_again)
+            yield _outcome("speed", lambda: _measure(location, large))
     finally:
-        removed = _run_trial("clean up", clean_up)
+        removed = _outcome("clean up", clean_up)
         for folder in created:
             with contextlib.suppress(OSError):
                 os.rmdir(folder)

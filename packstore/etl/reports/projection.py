@@ -1,0 +1,156 @@
+"""Projects the packs of all records from the lengths of a sample.
+
+Each combination of settings is planned from lengths alone. Counts are scaled to all records with
+ratio estimates, whose errors come from the differences of neighbouring places of the sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from packstore.config import BatchConfig, PackConfig
+from packstore.etl.reports.result import Choice, Report
+from packstore.format import seeds
+from packstore.format.arrays import Bool, Examples, Int32, Int64, Tally, to_offsets
+from packstore.io.inputs.sampling import Sampling
+from packstore.pack.layout import sizes
+from packstore.pack.plan import Plan, plan
+
+STEPS_TRIED = 10_000
+"""Packs, of those of the sample in turn, that are cut into steps."""
+
+UNSEEN = 3
+"""95 % upper limit of hits in a sample without any (rule of three); scaled to all records."""
+
+
+class Projection:
+    """Lengths of a sample, added place by place, and what follows for all `total` records."""
+
+    def __init__(
+        self,
+        sample: Sampling,
+        total: int,
+        layouts: Iterable[str],
+        multiple: int,
+        parts: Iterable[tuple[Examples, Tally]] = (),
+    ) -> None:
+        self._sample, self._total = sample, total
+        self.scale = total / sample.records
+        self.layouts = tuple(dict.fromkeys(("concat", *layouts)))
+        self._multiple = multiple
+        self._parts: list[dict[str, Int32]] = []
+        self._records: list[tuple[int, int]] = []  # of each place: read, too long when tokenized
+        for examples, tally in parts:
+            self.add(examples, tally)
+
+    def add(self, examples: Examples, tally: Tally) -> None:
+        """Adds the examples of the next place."""
+        part = {
+            "place": np.full(examples.num_examples, len(self._parts), np.int32),
+            "sequence": examples.lengths,
+            "longest": np.maximum.reduceat(examples.lengths, examples.example_offsets[:-1]),
+        }
+        for layout in self.layouts:
+            part[layout] = sizes(examples, layout)
+            part[f"padded {layout}"] = sizes(examples, layout, self._multiple)
+        self._parts.append(part)
+        self._records.append((tally.read, tally.dropped["overlong"]))
+
+    def lengths(self, name: str) -> Int32:
+        """Returns tokens of each example in a layout, int32 `[E]`; of each ``sequence``, `[S]`."""
+        return np.concatenate([part[name] for part in self._parts])
+
+    def choice(self, config: PackConfig, batching: BatchConfig, world_size: int) -> Choice:
+        """Plans one combination."""
+        tokens, padded = self.lengths(config.layout), self.lengths(f"padded {config.layout}")
+        longest = self.lengths("longest")
+        fits: Bool = (padded <= config.pack_size) & (longest <= config.sequence_limit)
+        packing = plan(padded[fits], config=config)
+        packing = replace(packing, tokens=int(tokens[fits].sum()))
+        examples, _ = self._sum(fits)
+        overlong, overlong_error = self._sum(~fits, np.array(self._records)[:, 1])
+        stored, stored_error = self._sum(tokens * fits)
+        packs_per_token = packing.num_packs / max(packing.tokens, 1)
+        packs = round(stored * packs_per_token)
+        # The plan of all records may have fewer packs over the tokens than that of a few.
+        spare = max(packing.num_packs - packing.aligned_tokens // packing.pack_size, 1)
+        packs_error = round(stored_error * packs_per_token + spare * (self.scale - 1))
+        most_overlong = round(max(overlong_error, UNSEEN * (self.scale - 1)))
+        from_all = self._sample.total is not None
+        steps, step_mean, largest = _steps(np.diff(packing.offsets), packs, batching, world_size)
+        return Choice(
+            pack_size=packing.pack_size,
+            layout=config.layout,
+            strategy=packing.strategy,
+            packs=packs,
+            examples=round(examples),
+            overlong=round(overlong),
+            packs_error=packs_error if from_all else None,
+            overlong_error=most_overlong if from_all else None,
+            fill_rate=packing.fill_rate,
+            fill_but_emptiest=_fill_but_emptiest(packing, tokens[fits]),
+            aligned_fill_rate=packing.aligned_fill_rate,
+            examples_per_pack=packing.examples_per_pack[1],
+            tokens_saved=float(1 - tokens.sum() / max(self.lengths("concat").sum(), 1)),
+            steps=steps,
+            examples_per_step=step_mean,
+            largest_step=largest,
+        )
+
+    def planned(self, report: Report, choices: Sequence[Choice]) -> Report:
+        """Returns a report on the sample, with choices."""
+        return replace(
+            report,
+            sample=self._sample,
+            scale=self.scale,
+            choices=choices,
+            example_tokens={layout: self.lengths(layout) for layout in self.layouts},
+            sequence_tokens=self.lengths("sequence"),
+        )
+
+    def _sum(self, values: npt.NDArray[Any], more: Any = 0) -> tuple[float, float]:
+        """Estimates a sum over all records of `values` `[E]` and `more` `[B]`; two errors of it."""
+        read = np.array(self._records)[:, 0]
+        weights = np.full(len(read), float(self._sample.run))
+        weights[-1] = self._sample.last_run
+        weights /= weights @ read / self._total
+        by_place = np.bincount(self.lengths("place"), values, len(read)) + more
+        total, known = float(weights @ by_place), read.sum() / self._total
+        if known >= 1:
+            return total, 0.0
+        if len(read) < 2:
+            return total, 2 * total
+        off = weights * (by_place - total / (weights @ read) * read)
+        variance = np.sum(np.diff(off) ** 2) / (2 * (len(off) - 1))
+        return total, 2 * float(np.sqrt((1 - known) * len(off) * variance))
+
+
+def _fill_but_emptiest(packing: Plan, tokens: Int32) -> float:
+    if packing.num_packs < 2:
+        return packing.fill_rate
+    by_pack = np.add.reduceat(tokens[packing.order], packing.offsets[:-1], dtype=np.int64)
+    return float((by_pack.sum() - by_pack.min()) / ((packing.num_packs - 1) * packing.pack_size))
+
+
+def _steps(
+    examples: Int64, packs: int, batching: BatchConfig, world_size: int
+) -> tuple[int, float, int]:
+    """Steps of `packs` packs like those of the sample, and their mean and most examples."""
+    wanted = batching.examples_per_step or 0
+    least = world_size * (1 if wanted else batching.width * batching.accumulation)
+    tried = min(packs, max(STEPS_TRIED, 10 * least))
+    if not tried or not len(examples):
+        return 0, 0.0, 0
+    offsets = to_offsets(np.resize(examples[seeds.permutation(len(examples), 0, "steps")], tried))
+    most = np.searchsorted(offsets, offsets[:-1] + wanted, side="right") - 1
+    ends = np.minimum(np.maximum(most, np.arange(tried) + least), tried).tolist()
+    edges = [0]
+    while edges[-1] < tried:
+        edges.append(ends[edges[-1]])
+    sizes_of_steps, steps = np.diff(offsets[edges]), len(edges) - 1
+    return -(-steps * packs // tried), float(sizes_of_steps.mean()), int(sizes_of_steps.max())
