@@ -23,7 +23,7 @@ REFUSED: Refusals = {
     "label_smoothing_factor": ((0, 0.0), "Label smoothing is part of the loss: take cdpo"),
     "neftune_noise_alpha": ((None,), "Its noise would depend on the length of the packed row"),
     "parallelism_config": ((None,), "Split rows by packstore.torch.parallel in your own loop"),
-    "deepspeed": ((None,), "Run DeepSpeed's engine in a loop of your own: docs/loaders.md"),
+    "deepspeed": ((None,), "Run DeepSpeed's engine in a loop of your own: docs/frameworks.md"),
     "fp16": ((False,), "Log-probs of a packed row need bf16"),
     "fp16_full_eval": ((False,), "Leave it out"),
     "bf16_full_eval": ((False,), "Use bf16, which is autocast"),
