@@ -132,16 +132,17 @@ def commands() -> Iterator[str]:
 
 
 def shapes() -> Iterator[str]:
-    """Yields the page of the named shapes: each with its sets, its source, and an example."""
+    """Yields the page of shapes: the named ones with their sets, packstore's own, and names."""
     from packstore.config.record_shapes import known
 
     entries = {n: entry for n, entry in known().entries.items() if "becomes" not in entry}
-    yield "# Named shapes\n"
+    yield "# Shapes\n"
+    yield "The forms of records that packstore reads ([Records](../records.md)).\n"
+    yield "## Named shapes\n"
     yield "Records of these sets and trainers are read without a flag: `packstore pack "
-    yield "hf://datasets/SET/FILES OUT --tokenizer …`. How they are recognised, and how to add "
-    yield "one: [Records](../records.md). *Tried*: a real file was packed; *seen*: the form was "
-    yield "read at its source; *memory*: neither, so look at the first line of the log. In the "
-    yield "last column, learned text is in «».\n"
+    yield "hf://datasets/SET/FILES OUT --tokenizer …`. *Tried*: a real file was packed. *Seen*: "
+    yield "the form was read at its source. *Memory*: neither, so look at the first line of the "
+    yield "log. In the last column, learned text is in «».\n"
     rows = []
     for name, entry in entries.items():
         sets = "<br>".join(f"`{s}`" for s in entry.get("sets", ()))
@@ -151,6 +152,34 @@ def shapes() -> Iterator[str]:
         kind = entry.get("kind", "refused")
         rows.append((f"[{name}]({entry['source']})", fields, sets, kind, tried, _cell(becomes)))
     yield from _table(("shape", "fields", "sets", "kind", "", "becomes"), rows)
+    yield from own_shapes()
+
+
+def own_shapes() -> Iterator[str]:
+    """Yields the tables of packstore's own shapes, of the forms of values, and of further names."""
+    from packstore.config.record_shapes import known
+    from packstore.tokenizer.records.forms import FORMS
+    from packstore.tokenizer.records.shapes import table
+
+    yield "\n## packstore's own shapes\n"
+    yield "A record without a named shape gets the first of these that it fits whole.\n"
+    rows = []
+    for shape in table().own:
+        fields = ", ".join(f"`{name}` {form}" for name, form in shape.entry["fields"].items())
+        takes = ", ".join(f"`{name}`" for name in shape.entry.get("takes", ()))
+        rows.append((shape.name, shape.kind, fields, takes, shape.entry["becomes"]))
+    yield from _table(("shape", "kind", "fields", "optional", "becomes"), rows)
+    yield "\n## Forms of values\n"
+    yield from _table(("form", "value"), ((name, form.described) for name, form in FORMS.items()))
+    yield "\n## Other names of fields\n"
+    yield "Names that end in `_ids` or `_input_ids` are read for token ids, too, and further names "
+    yield "of rewards where they hold numbers.\n"
+    names = {
+        name: ", ".join(f"`{spelling}`" for spelling in spellings if spelling != name)
+        for name, spellings in known().spellings.items()
+    }
+    rows = [(f"`{name}`", others) for name, others in names.items() if others]
+    yield from _table(("field", "also read under the names"), rows)
 
 
 def dependencies() -> Iterator[str]:

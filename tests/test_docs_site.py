@@ -36,6 +36,7 @@ from packstore.cli import main, parser
 from packstore.config import PackConfig
 from packstore.errors import PackstoreError, message_with_notes
 from packstore.tokenizer.chat.builtin_templates import BUILTIN
+from packstore.tokenizer.records.shapes import table
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -215,6 +216,12 @@ def test_a_setting_is_on_its_page_with_its_default() -> None:
         row = f"| `{field.name}` | `{field.type}` | "
         assert any(line.startswith(row) for line in lines), field.name
     assert any(line.startswith("| `pack_size` | `int` | `8192` | ") for line in lines)
+
+
+def test_every_shape_is_on_its_page() -> None:
+    page = "\n".join(runpy.run_path(str(DOCS / "made_pages.py"))["shapes"]())
+    assert all(f"| {shape.name} | {shape.kind} | " in page for shape in table().own)
+    assert all(f"| [{shape.name}](" in page for shape in table().named)
 
 
 def run_page(page: Path, names: dict[str, Any]) -> None:

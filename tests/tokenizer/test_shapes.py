@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from packstore.config.record_shapes import known
 from packstore.errors import RecordError
-from packstore.tokenizer.records.forms import FORMS
-from packstore.tokenizer.records.shapes import table
 
 TEMPLATE = (
     "{% for t in tools or [] %}{{ t.function.name }};{% endfor %}"
@@ -487,22 +483,3 @@ def test_a_shape(name, pack, byte_level):
     with pytest.raises(RecordError) as caught:
         pack(tokenizer, record, on=stop)
     assert all(part in str(caught.value) for part in expected.split(" … "))
-
-
-def test_the_page_prints_the_table():
-    """Each shape with its fields, the forms of their values, and what becomes of them."""
-    rows = ["| shape | kind | fields | optional | becomes |", "|---|---|---|---|---|"]
-    for shape in table().own:
-        fields = ", ".join(f"`{n}` {form}" for n, form in shape.entry["fields"].items())
-        takes = ", ".join(f"`{name}`" for name in shape.entry.get("takes", ()))
-        cells = shape.name, shape.kind, fields, takes, shape.entry["becomes"]
-        rows.append(f"| {' | '.join(cells)} |")
-    rows += ["", "| form | value |", "|---|---|"]
-    rows += [f"| {name} | {form.described} |" for name, form in FORMS.items()]
-    rows += ["", "| field | also read under the names |", "|---|---|"]
-    for name, (first, *others) in known().spellings.items():
-        if others or first != name:
-            names = ", ".join(f"`{n}`" for n in (first, *others) if n != name)
-            rows.append(f"| `{name}` | {names} |")
-    page = (Path(__file__).parents[2] / "docs/records.md").read_text(encoding="utf-8")
-    assert "\n".join(rows) in page, "\n".join(rows)
