@@ -31,7 +31,10 @@ _LEGEND = {
     "in a response, not supervised": _UNSUPERVISED,
 }
 
-_TEXT = {"--tokenizer PATH": "default: the dataset's", "--ids": "token ids instead of text"}
+_TEXT = {
+    "--tokenizer PATH": "file, folder or hub name; default: the dataset's, if it is here",
+    "--ids": "token ids instead of text",
+}
 """Flags of both commands."""
 
 log = logging.getLogger("packstore")
@@ -43,7 +46,7 @@ def _reader(args: argparse.Namespace, dataset: Dataset) -> PackReader:
         return PackReader(dataset, None)
     from packstore.tokenizer import recorded_tokenizer
 
-    remedy = "Give --tokenizer PATH, or --ids"
+    remedy = "Give --tokenizer PATH or NAME, or --ids"
     recorded = dataset.manifest.provenance
     tokenizer = recorded_tokenizer(recorded, args.tokenizer, dataset.url, remedy)
     return PackReader(dataset, tokenizer.decode)

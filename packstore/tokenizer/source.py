@@ -150,9 +150,10 @@ def load_tokenizer(
 def recorded_tokenizer(
     provenance: Mapping[str, Any], path: str | None, where: str, remedy: str
 ) -> Tokenizer:
-    """Loads the tokenizer that a dataset was made with: at `path`, or where its manifest says.
+    """Loads the tokenizer that a dataset was made with: `path`, or what its manifest names.
 
-    `do`: the remedy if it is missing.
+    `path` is the user's word, and may be a name on the hub. What only the manifest names must be on
+    this machine.
     """
     recorded = provenance.get("tokenizer") or {}
     chosen = path or recorded.get("path")

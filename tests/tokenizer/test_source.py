@@ -12,7 +12,7 @@ import transformers
 
 from packstore.cli import main
 from packstore.errors import CompatibilityError, MissingExtraError, TokenizerError
-from packstore.tokenizer.source import recorded_tokenizer
+from packstore.tokenizer.source import load_tokenizer, recorded_tokenizer
 
 IDS = {"prompt": [0], "chosen": [1], "rejected": [0]}
 
@@ -118,6 +118,12 @@ def test_names_on_the_hub(hub: Path, facts, monkeypatch: pytest.MonkeyPatch) -> 
     folder(repository / "snapshots" / commit, word_level(), tokenizer_config=settings)
     names = ("eos_token", "chat_template", "path")
     assert facts("some/model", *names) == ("b", "{{ 1 }}", "some/model")
+    recorded = {**load_tokenizer("some/model").provenance(), "path": "some/model"}
+    provenance = {"tokenizer": recorded}
+    with pytest.raises(TokenizerError, match="must be on this machine"):
+        recorded_tokenizer(provenance, None, "ds", "Name it")
+    named = recorded_tokenizer(provenance, "some/model", "ds", "Name it")
+    assert named.sha256 == recorded["sha256"]
     Path("some/model").mkdir(parents=True)
     folder(Path("some/model"), word_level(), tokenizer_config={"eos_token": "a"})
     assert facts("some/model", "eos_token") == ("a",)
