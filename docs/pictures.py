@@ -144,7 +144,7 @@ def weights() -> str:
     parts: list[str] = []
     rows = (
         ("mean of each pack, then of packs", (0.5, *[0.125] * 4)),
-        ("sum of all, by the count", [0.2] * 5),
+        ("sum of all pairs, by their count", [0.2] * 5),
     )
     parts.append(text(20, 40, "packs", font_weight="bold"))
     x = 250.0
@@ -185,7 +185,7 @@ def gains() -> str:
     """Tokens of an epoch by the way it is batched: the least and the most of four sets of pairs."""
     measured = json.loads((RESULTS / "why_pack.json").read_text(encoding="utf-8"))["results"]
     left, unit = 290, 112
-    parts = [text(20, 36, "tokens of an epoch (packs: 1)", font_weight="bold")]
+    parts = [text(20, 36, "Tokens that an epoch processes, relative to packs", font_weight="bold")]
     for i, (name, way) in enumerate(WAYS.items()):
         y = 56 + i * 34
         found = [r["tokens"][way] / r["tokens"]["packs"] for r in measured]
@@ -201,7 +201,7 @@ def gains() -> str:
         ]
     base, bottom = left + unit, 56 + 34 * len(WAYS)
     parts.append(f'<path d="M{base} 48V{bottom}" stroke="{INK}" stroke-dasharray="3 3"/>')
-    sets = f"{len(measured)} sets of real pairs, pack size 4096: the least, and in light the most"
+    sets = f"{len(measured)} sets of real pairs, pack size 4096. Dark: the least; light: the most."
     parts.append(text(20, bottom + 26, sets, fill=QUIET))
     return picture(780, bottom + 44, "Tokens of an epoch by how it is batched; packs are 1", *parts)
 
