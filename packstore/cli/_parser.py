@@ -50,7 +50,7 @@ train:
   ref-logps  compute the log-probs of a reference model once, as a side dataset
              $ packstore ref-logps prefs-8k prefs-8k-ref --model my-sft-model
   evaluate   compute accuracy, margins, rewards and loss of a model on a dataset
-             $ packstore evaluate prefs-8k --model run/model --ref-logps ref-8k
+             $ packstore evaluate prefs-8k --model run --ref-logps ref-8k
 
 exchange:
   export     write a dataset in the format of another trainer

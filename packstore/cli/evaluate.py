@@ -160,9 +160,9 @@ def _text(name: str, value: float) -> str:
 
 
 EVALUATE = Command(
-    "  packstore evaluate held-out-8k --model run/model --ref-logps held-out-ref\n"
-    "  packstore evaluate held-out-8k --model run/model --ref-logps ref --html evaluation.html\n"
-    "  packstore evaluate held-out-8k --model run/model --ref-logps ref --examples rows.parquet\n"
+    "  packstore evaluate held-out-8k --model run --ref-logps held-out-ref\n"
+    "  packstore evaluate held-out-8k --model run --ref-logps ref --html evaluation.html\n"
+    "  packstore evaluate held-out-8k --model run --ref-logps ref --examples rows.parquet\n"
     "  packstore evaluate chats-8k --model my-sft-model --json\n"
     "  torchrun --nproc-per-node 8 -m packstore evaluate prefs-8k --model run --ref-logps ref\n",
     _configure_evaluate,
