@@ -136,9 +136,9 @@ def train() -> str:
     LlamaForCausalLM(config).save_pretrained("model")
     made = Tokenizer.from_file("tokenizer.json")
     PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>").save_pretrained("model")
-    where = ("--model", "model", "--dataset", "for-train", "--output", "run")
-    command("train", *where, "--examples-per-step", "8", "--epochs", "1")
-    models = ("--model", "run/model", "--reference-model", "model")
+    where = ("--model", "model", "--train-dataset", "for-train", "--output-dir", "run")
+    command("train", *where, "--examples-per-step", "8", "--num-train-epochs", "1")
+    models = ("--model", "run", "--reference-model", "model")
     assert "accurac" in command("evaluate", "for-train", *models)
     return "a tiny model trained and evaluated from the command line"
 
