@@ -92,6 +92,7 @@ def test_code_does_what_the_page_says(
         run_page(page, dict(names))
 
 
+@pytest.mark.slow
 def test_the_readme_runs(quickstart: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     """Its commands as they stand, with a hub on this machine; its Python with what they made."""
     folder, names = quickstart

@@ -86,7 +86,7 @@ def test_the_number_of_records_is_estimated_while_a_file_is_read(
     tokenizer = {"tokenizer": trained_tokenizer(["0123456789 "])} if name == "cells.csv" else {}
     WRITERS[name](frame, tmp_path / name)
     settings = {"partitions": 3, "dedup": "pair", **tokenizer}  # blocks are small for partitions
-    for stage in ("read", "compare"):
+    for stage in ("read", "compare") if name == "lines.jsonl" else ("read",):
         check(calls(stage, str(tmp_path / name), tmp_path / stage, **settings))
 
 

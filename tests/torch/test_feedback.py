@@ -177,7 +177,7 @@ def on_rank(task: dict[str, Any]) -> dict[tuple[str, str, int], Step]:
     return found
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_loss_and_gradients_are_those_of_sequences_alone(
     kit: SimpleNamespace, tmp_path: Path, world: int
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 EXAMPLE = Path(__file__).parents[3] / "examples" / "grpo.py"
 
 
+@pytest.mark.slow
 def test_the_reward_rises() -> None:
     pytest.importorskip("transformers", reason="transformers is in the extra train")
     curve = runpy.run_path(str(EXAMPLE))["train"](30)

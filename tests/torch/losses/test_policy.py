@@ -32,6 +32,7 @@ from packstore.torch import (
 )
 
 KINDS = {"scored": 7, "preference": 14, "sft": 28}
+FAST = {"preference", "token"}
 EXAMPLES = {k: random_examples(n, seed=5, kind=k) for k, n in KINDS.items()}
 LAYOUTS: tuple[Any, ...] = ("concat", "shared_prefix")
 SIZES = (110, 200, 10_000)
@@ -89,8 +90,15 @@ def expected(model: Any, kind: str, given: Given, settings: dict[str, Any], by_t
     return total.detach(), take_gradients(model)
 
 
-@pytest.mark.parametrize("name", STEPS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        pytest.param(
+            kind, name, marks=[pytest.mark.slow] * (kind != "preference" and name != "token")
+        )
+        for kind, name in product(KINDS, STEPS)
+    ],
+)
 def test_loss_and_gradients_are_those_of_sequences_alone(
     kit: SimpleNamespace, kind: str, name: str
 ) -> None:

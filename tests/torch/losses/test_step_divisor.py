@@ -166,7 +166,8 @@ def on_rank(task: dict[str, Any]) -> dict[tuple[str, str], list[Any]]:
     return found
 
 
-@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2])
 def test_a_loop_takes_the_steps_of_unpacked_training(
     kit: SimpleNamespace, tmp_path: Path, world: int
 ) -> None:

@@ -196,11 +196,12 @@ FAMILIES: dict[str, dict[str, Any]] = {"llama": {}, "gemma3_text": TWO_KINDS, "o
 RUNS = product(FAMILIES, (True, False))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "runs",
     [
         [("llama", True, 2)],
-        pytest.param([(*run, 2 - i % 2) for i, run in enumerate(RUNS)], marks=pytest.mark.slow),
+        [(*run, 2 - i % 2) for i, run in enumerate(RUNS)],
     ],
     ids=["one", "many"],
 )
@@ -267,6 +268,7 @@ def test_what_is_not_compiled_is_told(
     assert any("sdpa" in text for text in told)
 
 
+@pytest.mark.slow
 def test_layers_that_pass_no_layout_on(
     kit: SimpleNamespace, as_on_a_gpu: None, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -277,6 +277,7 @@ def test_a_loss_of_tokens(kit: SimpleNamespace, made: SimpleNamespace, tmp_path:
         trainer.evaluate(made.data)
 
 
+@pytest.mark.slow
 def test_its_best_model_and_its_defaults(made: SimpleNamespace, tmp_path: Path) -> None:
     """In bfloat16 by autocast, recomputed, resumed: policy and reference begin exactly equal."""
     how = {"eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, "bf16": True}

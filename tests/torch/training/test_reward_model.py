@@ -140,6 +140,7 @@ def test_a_run_and_its_model_in_transformers(
     assert first.evaluation["eval_loss"] == pytest.approx(expected.mean(), abs=1e-6)
 
 
+@pytest.mark.slow
 def test_the_head_is_drawn_by_the_seed_and_runs_go_on(
     made: SimpleNamespace, tmp_path: Path
 ) -> None:
@@ -179,6 +180,7 @@ def on_rank(task: dict[str, Any]) -> None:
     train(**task)
 
 
+@pytest.mark.slow
 def test_two_ranks_equal_one(made: SimpleNamespace, tmp_path: Path) -> None:
     long: dict[str, Any] = {"examples_per_step": 20, "num_train_epochs": 3}
     train(**settings(made, tmp_path / "one", **long))

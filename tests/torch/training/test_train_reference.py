@@ -109,6 +109,7 @@ def test_the_reference_is_the_one_that_the_settings_name(
     train(**{**further, **own}, output_dir=str(tmp_path / "e"))
 
 
+@pytest.mark.slow
 def test_of_each_part_of_a_dataset_that_grew(made: dict[str, Any], tmp_path: Path) -> None:
     """Several side datasets: none may be left out, and each is checked; also if it goes on."""
     source = {"sources": [{"path": "pairs", "records": 99}]}

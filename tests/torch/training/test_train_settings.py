@@ -188,10 +188,9 @@ def test_what_is_resumed_must_be_there_and_whole(made: dict[str, Any], tmp_path:
     for name in ("model.safetensors", "optimizer.pt", "packstore.json"):
         file = newest / name
         whole = file.read_bytes()
-        for damage in (lambda: file.write_bytes(whole[:100]), lambda: file.write_bytes(b"")):  # noqa: B023
-            damage()
-            with pytest.raises(FormatError, match=r"checkpoint|packstore\.json"):
-                train(**settings, max_steps=2)
+        file.write_bytes(whole[:100])
+        with pytest.raises(FormatError, match=r"checkpoint|packstore\.json"):
+            train(**settings, max_steps=2)
         file.write_bytes(whole)
     with small_files(20_000), pytest.raises(StorageError, match="must be possible to write it"):
         train(**settings, max_steps=2)
