@@ -21,6 +21,7 @@ from packstore.tokenizer.encode import assemble
 from packstore.tokenizer.records.fast_path import straight_texts
 from packstore.tokenizer.records.fields import (
     carried,
+    check_placeholders,
     check_read,
     count_unused,
     names_of,
@@ -137,13 +138,15 @@ class RecordTokenizer:
                 fields = used_fields(shape, parsed[i].fields, (*given[i],), config.fields)
                 parsed[i] = parsed[i]._replace(fields=fields)
         unread: dict[tuple[str, ...], dict[str, str]] = {}
-        for i, record in [*parsed.items()] if groups else ():
+        for i, record in [*parsed.items()]:
             if (left := unread.get(record.fields)) is None:
                 left = {n: group for n, group in groups.items() if n not in record.fields}
                 unread[record.fields] = left
             try:
                 if left:
                     check_read(given[i], left, self.kind, isinstance(record.prompt, np.ndarray))
+                if "media" in self._checked:
+                    check_placeholders(record.questions)
             except Refused as error:
                 block.refused[i] = error.with_traceback(None)
                 del parsed[i]

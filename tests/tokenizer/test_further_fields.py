@@ -161,7 +161,7 @@ def test_the_remedy_reads_it(pack, byte_level):
 @pytest.mark.parametrize("column", ["images", "videos", "audios"])
 @pytest.mark.parametrize("form", ["swift", "factory"])
 def test_a_placeholder_beside_its_images_is_not_learned_as_text(column, form, said):
-    """The forms of ms-swift and LLaMA-Factory."""
+    """The forms of ms-swift and LLaMA-Factory; also if its images have gone."""
     text = f"<{column[:-1]}>What is it?"
     chat = [{"role": "user", "content": text}, A]
     records = {
@@ -182,6 +182,34 @@ def test_a_placeholder_beside_its_images_is_not_learned_as_text(column, form, sa
         ],
     }  # fmt: skip
     for kind, record in records[form]:
-        assert said(kind, record) == ({}, [])
-        assert said(kind, {**record, column: ["a.bin"]})[0] == {"unread_field": 1}
-        assert said(kind, {**record, column: []}) == ({}, [])
+        for given in (record, {**record, column: ["a.bin"]}, {**record, column: []}):
+            assert said(kind, given)[0] == {"unread_field": 1}
+
+
+@pytest.mark.parametrize(
+    ("text", "is_refused"),
+    [
+        ("<image>\nWhat is it?", True),  # LLaVA
+        ("What is it?\n<image>", True),
+        ("<image><image>这是什么？", True),  # ms-swift
+        ("<image>", True),
+        ("<image> is no tag of HTML, is it?", False),
+        ("What is the tag <image>?", False),
+        ("What does this do:\n<video>", False),
+        ("<video>\n<source src='a.mp4'>\n</video>", False),
+        ("<image><url>a.png</url></image>", False),
+        ("<image href='a.png'/>", False),
+        ("<img>", False),
+    ],
+)
+def test_a_placeholder_is_one_where_trainers_write_it(text, is_refused, said):
+    expected = {"unread_field": 1} if is_refused else {}
+    turns = [{"role": "user", "content": text}, A]
+    for kind, record in [
+        ("sft", {"messages": turns}),
+        ("sft", {"messages": [Q, A, *turns]}),
+        ("preference", {"prompt": text, "chosen": "x", "rejected": "y"}),
+        ("preference", {"prompt": "Q", "chosen": text, "rejected": "y"}),
+    ]:
+        of_answer = record.get("chosen") == text
+        assert said(kind, record)[0] == ({} if of_answer else expected)

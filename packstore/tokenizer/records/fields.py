@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -37,6 +38,8 @@ SHORT = 40
 _IGNORE = 'say that it means something else (on={"unpaired_feedback": "keep"})'
 
 _CHANGES_NOTHING = 'say that it changes nothing (on={"unread_field": "keep"})'
+
+_PLACEHOLDER = re.compile(r"(?:<(image|video|audio)>)+(?=\n|[^\s<]|\Z)")
 
 _TURNS = ("messages", "rejected_messages", "prompt", "chosen", "rejected", "response")
 """Fields that may be JSON text of messages."""
@@ -276,6 +279,20 @@ def check_read(record: Any, groups: Mapping[str, str], kind: str, is_ids: bool) 
         ways.append(_IGNORE if feedback else _CHANGES_NOTHING)
         reason = "unpaired_feedback" if feedback else "unread_field"
         raise Refused(reason, f"{name} {quote(value)}", ", ".join(ways))
+
+
+def check_placeholders(questions: Iterable[str]) -> None:
+    """Refuses a question that begins or ends with what stands for an image, a video or a sound.
+
+    So LLaMA-Factory, ms-swift and LLaVA write it. A tag that is closed, or a word in a sentence, is
+    text.
+    """
+    for text in questions:
+        begins = _PLACEHOLDER.match(text)
+        name = begins[1] if begins else "image" if text.endswith("\n<image>") else ""
+        if name and f"</{name}>" not in text:
+            remedy = f"{known().remedies['media']}, or {_CHANGES_NOTHING}"
+            raise Refused("unread_field", f"the place of a missing {name} in {quote(text)}", remedy)
 
 
 def _is_flat(mask: object) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -61,6 +62,14 @@ class Parsed(NamedTuple):
     def is_chat(self) -> bool:
         """True if prompt and responses are messages."""
         return isinstance(self.prompt, list)
+
+    @property
+    def questions(self) -> list[str]:
+        """The text before the responses, or of each turn of the user."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        turns: Any = itertools.chain(self.prompt, *self.responses) if self.is_chat else ()
+        return [turn["content"] or "" for turn in turns if turn["role"] == "user"]
 
 
 def parse_record(
