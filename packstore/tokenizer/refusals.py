@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from packstore.config import REASONS, TokenizeConfig
-from packstore.errors import RecordError, sentence
+from packstore.errors import RecordError, quote, sentence
 
 
 class Refused(Exception):
@@ -21,6 +21,11 @@ class Refused(Exception):
         setting = f'set on={{"{reason}": "drop"}} (--on {reason}=drop)'
         remedy = f"{self.remedy}, or {setting} to count and leave out such records"
         return RecordError(sentence(where, REASONS[reason].rule, self.detail, remedy))
+
+
+def wrong_type(rule: str, found: object) -> Refused:
+    """Returns the refusal of a value that breaks a rule of its type."""
+    return Refused("wrong_type", f"{rule}, found {quote(found)}")
 
 
 def raise_if_error(refused: Refused, where: str, config: TokenizeConfig) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from dataclasses import replace
 
 import numpy as np
 
 from packstore.config import TokenizeConfig
+from packstore.format.arrays import Int64
 from packstore.tokenizer.records.sequences import Tokens, common_prefix
 from packstore.tokenizer.refusals import Refused
 
@@ -27,38 +29,34 @@ def fit(sequences: list[Tokens], config: TokenizeConfig, specials: frozenset[int
     left_out = np.zeros(len(lengths), np.int64)
     if config.layout == "shared_prefix":
         left_out[1:] = [max(n - 1, 0) for n in shared[1:]]
-    size, multiple = config.pack_size, config.pad_to_multiple
-    longest, total = int(lengths.max()), _padded(lengths - left_out, multiple)
-    if longest <= config.sequence_limit and total <= size:
+
+    def stored(lengths: Int64) -> int:
+        """Tokens of an example of sequences of these lengths, each padded to a multiple."""
+        multiple = config.pad_to_multiple
+        return int((-(-(lengths - left_out) // multiple) * multiple).sum())
+
+    longest, total = int(lengths.max()), stored(lengths)
+    if longest <= config.sequence_limit and total <= config.pack_size:
         return sequences
     if config.on["overlong"] == "truncate_prompt":
         # A prompt token stored once is also saved only once.
-        stored = (np.arange(len(lengths)) == 0) | (config.layout == "concat")
-        over = int(lengths.sum() - left_out.sum()) - size
-        cut = max(longest - config.sequence_limit, -(-over // int(stored.sum())), 1)
+        saved = (np.arange(len(lengths)) == 0) | (config.layout == "concat")
         head = min(sequences[0].head, min(shared))
-        most = min(shared) - max(head, 1)
-        while cut <= most and _padded(lengths - left_out - cut * stored, multiple) > size:
-            cut += 1
-        if cut <= most:
-            return [_without(s, head, head + cut, "truncated_prompt") for s in sequences]
+        cuts = range(max(longest - config.sequence_limit, 1), min(shared) - max(head, 1) + 1)
+        fits = bisect_left(cuts, -config.pack_size, key=lambda n: -stored(lengths - n * saved))
+        if fits < len(cuts):
+            return [_without(s, head, head + cuts[fits], "truncated_prompt") for s in sequences]
     if config.on["overlong"] == "truncate_response":
-        limit = _common_limit(lengths, config.sequence_limit, size + int(left_out.sum()))
-        while limit > 0 and _padded(np.minimum(lengths, limit) - left_out, multiple) > size:
-            limit -= 1
-        fitted = [_cut_response(s, limit, specials) for s in sequences]
-        if all(tokens is not None for tokens in fitted):
-            return [tokens for tokens in fitted if tokens is not None]
+        limits = range(1, config.sequence_limit + 1)
+        limit = bisect_right(limits, config.pack_size, key=lambda n: stored(np.minimum(lengths, n)))
+        fitted = [cut for s in sequences if (cut := _cut_response(s, limit, specials))]
+        if len(fitted) == len(sequences):
+            return fitted
     raise Refused(
         "overlong",
         f"longest sequence {longest} of at most {config.sequence_limit} tokens, "
         f"example {total} of at most {config.pack_size}",
     )
-
-
-def _padded(lengths: np.ndarray, multiple: int) -> int:
-    """Tokens of segments of these lengths, each padded to a multiple."""
-    return int((-(-lengths // multiple) * multiple).sum())
 
 
 def _prompt_length(tokens: Tokens) -> int:
@@ -70,17 +68,6 @@ def _without(tokens: Tokens, start: int, end: int, event: str) -> Tokens:
     gone = slice(start, end)
     ids, supervised = np.delete(tokens.ids, gone), np.delete(tokens.supervised, gone)
     return Tokens(ids, supervised, tokens.head, [*tokens.events, event])
-
-
-def _common_limit(lengths: np.ndarray, limit: int, budget: int) -> int:
-    """The largest length to which all can be truncated so that their sum fits `budget`."""
-    ordered = np.sort(np.minimum(lengths, limit))
-    for i, length in enumerate(ordered):
-        share = budget // (len(ordered) - i)
-        if length > share:
-            return int(share)
-        budget -= int(length)
-    return limit
 
 
 def _cut_response(tokens: Tokens, limit: int, specials: frozenset[int]) -> Tokens | None:
