@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from packstore.config import TokenizeConfig
 from packstore.config.record_shapes import known
@@ -16,17 +16,10 @@ from packstore.tokenizer.records.fields import is_number
 from packstore.tokenizer.records.forms import is_text
 from packstore.tokenizer.records.paths import follow, parse_path
 from packstore.tokenizer.records.shapes import Shape, named_shape
-from packstore.tokenizer.refusals import Refused
+from packstore.tokenizer.refusals import Refused, wrong_type
 
 _BESIDE = ("chosen_reward", "rejected_reward", "margin", "system", "tools", "chat_template_kwargs")
 """Fields that have our meaning beside those of any shape."""
-
-
-class Canonical(NamedTuple):
-    """A record with our own field names."""
-
-    record: Any
-    shape: Shape | None = None
 
 
 def canonical(
@@ -36,15 +29,15 @@ def canonical(
     *,
     templated: bool = True,
     ids: bool = False,
-) -> Canonical:
-    """Returns a record with our own field names.
+) -> tuple[Any, Shape | None]:
+    """Returns a record with our own field names, and its named shape, if it has one.
 
     `kind`: of the job; `templated`: the tokenizer has a chat template, so that texts of a set for
     instruct models are chats by default; `ids`: of a record that holds texts and ids, the ids.
     """
     shape = named_shape(record, config, kind, ids)
     if shape is None:
-        return Canonical(record)
+        return record, None
     as_chat = config.as_chat
     if as_chat is None:
         as_chat = templated and bool(shape.entry.get("as_chat"))
@@ -52,7 +45,7 @@ def canonical(
         raise Refused("wrong_type", shape.refusal)
     try:
         found = _read(shape, record, as_chat, config.fields)
-        return Canonical({config.fields.get(n, n): v for n, v in found.items()}, shape)
+        return {config.fields.get(name, name): value for name, value in found.items()}, shape
     except Refused as error:
         if error.reason == "wrong_type":
             error.detail = f"{shape.name}: {error.detail}"
@@ -91,24 +84,15 @@ def _read(
         if keys := shape.entry.get("turns"):
             parts = [_with_keys(part, keys) for part in parts]
         if parts:
-            kept = parts if name == "votes" else parts[0]
-            found[name] = kept if len(parts) == 1 or kept is parts else _joined(parts)
+            is_list = name == "votes"
+            found[name] = parts if is_list else parts[0] if len(parts) == 1 else _joined(parts)
     found |= {name: record[at] for name, at in fields.items() if record.get(at) is not None}
     if isinstance(found.get("system"), list):
         found["system"] = _joined(found["system"])
     if "good" in found:
         good, bad = found.pop("good"), found.pop("bad")
         found |= {"responses": [*good, *bad], "scores": [1] * len(good) + [0] * len(bad)}
-    if "options" in found:
-        options, scores = found.pop("options"), found.pop("scores", ())
-        if len(options) != 2 or len(scores) not in (0, 2):
-            raise Refused("wrong_type", f"there must be two answers, found {len(options)}")
-        found |= zip(("first", "second"), options, strict=True)
-        found |= zip(("first_score", "second_score"), scores, strict=False)
-    if "questions" in found:
-        asked = found.pop("questions")
-        found |= {side: _dialogue(asked, found[side]) for side in ("first", "second")}
-    if "first" in found:
+    if "first" in found or "options" in found:
         _choose(shape, found)
     if "ranks" in found:
         found["scores"] = [-_number(rank) for rank in found.pop("ranks")]
@@ -116,7 +100,7 @@ def _read(
         found["scores"] = [_number(score) for score in scores]
     history = found.pop("history", None)
     if as_chat:
-        _render(shape, found, _rounds(shape, history or []))
+        _render(shape, found, _rounds(history or [], shape.entry.get("rounds", (0, 1))))
     elif not is_empty(history):
         remedy = "Make chats of text (--as-chat)"
         raise Refused("unread_field", "earlier turns beside plain text", remedy)
@@ -125,27 +109,35 @@ def _read(
 
 def _choose(shape: Shape, found: dict[str, Any]) -> None:
     """Turns two answers and a verdict, votes or scores into the chosen and the rejected one."""
-    sides, entry = [found.pop("first"), found.pop("second")], shape.entry
+    entry, keys = shape.entry, ("first", "second")
+    sides = found.pop("options") if "options" in found else [found.pop(key) for key in keys]
+    if "questions" in found:
+        asked = found.pop("questions")
+        sides = [_dialogue(asked, answers) for answers in sides]
     scores: list[float] = []
     if votes := found.pop("votes", None):
         verdict: Any = votes
-        scores = [sum(vote in entry[key] for vote in votes) for key in ("first", "second")]
-    elif "first_score" in found:
-        verdict = [found.pop("first_score"), found.pop("second_score")]
-        scores = [_number(score) for score in verdict]
-    else:
+        scores = [sum(vote in entry[key] for vote in votes) for key in keys]
+    elif "verdict" in found:
         verdict = found.pop("verdict")
         if entry.get("signed"):
             gap = _number(verdict)
             scores = [max(-gap, 0), max(gap, 0)]
+    else:
+        verdict = found.pop("scores", None)
+        if verdict is None:
+            verdict = [found.pop(f"{key}_score") for key in keys]
+        scores = [_number(score) for score in verdict]
+    if len(sides) != 2 or len(scores) not in (0, 2):
+        raise Refused("wrong_type", f"there must be two answers, found {len(sides)}")
     if scores:
         second = None if scores[0] == scores[1] else int(scores[1] > scores[0])
     else:
-        said = [any(verdict == v for v in entry.get(key, ())) for key in ("first", "second")]
+        said = [any(verdict == value for value in entry.get(key, ())) for key in keys]
         second = said.index(True) if True in said else None
         if second is None and verdict not in entry.get("tie", ()):
             rule = f"the verdict must be one of {entry['first']} or {entry['second']}"
-            raise Refused("wrong_type", f"{rule}, found {quote(verdict)}")
+            raise wrong_type(rule, verdict)
     if second is None:
         raise Refused("tie", f"verdict {quote(verdict)}")
     found["chosen"], found["rejected"] = sides[second], sides[1 - second]
@@ -153,20 +145,14 @@ def _choose(shape: Shape, found: dict[str, Any]) -> None:
         found["chosen_reward"], found["rejected_reward"] = scores[second], scores[1 - second]
 
 
-def _rounds(shape: Shape, history: Any) -> list[dict[str, Any]]:
-    """Returns earlier rounds as messages: lists of two texts, objects of two, or texts by turns."""
-    names = shape.entry.get("rounds", (0, 1))
+def _rounds(history: Any, names: Sequence[str | int] = (0, 1)) -> list[dict[str, Any]]:
+    """Returns rounds as messages: lists of two texts, objects of two, or texts by turns."""
     try:
         texts = [item[name] for item in history for name in names] if names else [*history]
     except (KeyError, IndexError, TypeError):
         texts = [None]
     if not all(map(is_text, texts)):
-        rule = "earlier turns must be a list of a question and an answer each"
-        raise Refused("wrong_type", f"{rule}, found {quote(history)}")
-    return _turns(texts)
-
-
-def _turns(texts: list[Any]) -> list[dict[str, Any]]:
+        raise wrong_type("rounds must be a list of a question and an answer each", history)
     roles = itertools.cycle(("user", "assistant"))
     return [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
 
@@ -175,13 +161,10 @@ def _dialogue(questions: Any, answers: Any) -> list[dict[str, Any]]:
     """Returns as many questions and answers, lists or their JSON text, as messages."""
     try:
         lists = [json.loads(v) if is_text(v) else v for v in (questions, answers)]
-        texts = [text for pair in zip(*lists, strict=True) for text in pair]
+        return _rounds([*zip(*lists, strict=True)])
     except (ValueError, TypeError):
-        texts = [None]
-    if not all(map(is_text, texts)):
         rule = "questions and answers must be lists of as many texts"
-        raise Refused("wrong_type", f"{rule}, found {quote(questions)}, {quote(answers)}")
-    return _turns(texts)
+        raise wrong_type(rule, [questions, answers]) from None
 
 
 def _with_keys(value: Any, keys: Mapping[str, str | None]) -> Any:
@@ -220,8 +203,8 @@ def _joined(parts: list[Any]) -> Any:
     """Returns texts joined by a line break each, without the empty ones."""
     parts = [part for part in parts if part == part]  # NaN, which pandas writes for none
     if not all(map(is_text, parts)):
-        raise Refused("wrong_type", f"parts of a prompt must be text, found {quote(parts)}")
-    return "\n".join(part for part in parts if part)
+        raise wrong_type("parts of a prompt must be text", parts)
+    return "\n".join(filter(None, parts))
 
 
 def _number(value: Any) -> float:
@@ -229,4 +212,4 @@ def _number(value: Any) -> float:
     try:
         return value if is_number(value) else float(value)
     except (TypeError, ValueError):
-        raise Refused("wrong_type", f"a score must be a number, found {quote(value)}") from None
+        raise wrong_type("a score must be a number", value) from None

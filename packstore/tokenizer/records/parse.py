@@ -77,8 +77,8 @@ def parse_record(
 ) -> Parsed:
     """Parses a record of a named shape, or with our own field names; see `canonical`."""
     given = with_paths(record, config)
-    found = canonical(given, config, kind, templated=templated, ids=ids)
-    return parse_canonical(found.record, kind, config, ids=ids)
+    found, _ = canonical(given, config, kind, templated=templated, ids=ids)
+    return parse_canonical(found, kind, config, ids=ids)
 
 
 def parse_canonical(
