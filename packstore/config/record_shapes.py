@@ -93,8 +93,3 @@ class Known:
 
 known = functools.cache(Known)
 """Returns the names, read once."""
-
-
-def __getattr__(name: str) -> Any:
-    """Returns a constant: an attribute of :class:`Known` in capital letters."""
-    return getattr(known(), name.lower())

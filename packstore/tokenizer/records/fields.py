@@ -19,7 +19,7 @@ from packstore.format.schema import COLUMN_NAME, COLUMNS
 from packstore.tokenizer.chat.messages import is_empty, parsed_json
 from packstore.tokenizer.chat.sandbox import as_json
 from packstore.tokenizer.records.sequences import unwrapped
-from packstore.tokenizer.refusals import Refused
+from packstore.tokenizer.refusals import Refused, wrong_type
 
 TYPES: dict[str, tuple[type, Any]] = {
     "string": (str, np.object_),
@@ -112,9 +112,7 @@ class Fields:
         A field under a synonym is a reward only if it holds a number.
         """
         for place, spelling in enumerate(self.spellings(name)):
-            if (value := self.record.get(spelling)) is None:
-                continue
-            value = unwrapped(value)
+            value = unwrapped(self.record.get(spelling))
             if value is not None and (not place or is_number(value)):
                 self.used[spelling] = None
                 return number(value, spelling)
@@ -140,8 +138,7 @@ class Fields:
 def number(value: object, name: str) -> float:
     """Returns `value`; an integer stays one, as a float could be another number."""
     if not is_number(value) or not abs(value) <= LARGEST_REWARD:  # type: ignore[arg-type]
-        rule = f"{name} must be a finite number, as a float32"
-        raise Refused("wrong_type", f"{rule}, found {quote(value)}")
+        raise wrong_type(f"{name} must be a finite number, as a float32", value)
     return value  # type: ignore[return-value]
 
 
@@ -196,8 +193,7 @@ def _values(records: Sequence[Any], name: str) -> set[str]:
     """Returns the values of a field as short texts; above :data:`FEW_VALUES`, some of them."""
     values: set[str] = set()
     for record in records:
-        value = record.get(name)
-        text = value if isinstance(value, str) else "" if value is None else _as_text(value)
+        text = _as_text(record.get(name))
         if len(text) > SHORT:
             digest = hashlib.blake2b(text.encode(errors="replace"), digest_size=8).hexdigest()
             text = f"{text[:SHORT]}…{digest}"
@@ -208,6 +204,8 @@ def _values(records: Sequence[Any], name: str) -> set[str]:
 
 
 def _as_text(value: object) -> str:
+    if value is None or isinstance(value, str):
+        return value or ""
     try:
         return as_json(value, sort_keys=True)
     except (TypeError, ValueError):  # records made in Python may hold any object
@@ -270,15 +268,14 @@ def check_read(record: Any, groups: Mapping[str, str], kind: str, is_ids: bool) 
         labels = name in known().labels or group == "weighs"
         if value == 1 if group == "weighs" and not feedback else labels and _verdict(value) == 1.0:
             continue
+        remedy = known().remedies[group].format(name)
         if feedback:
-            ways = [f"Pack good and bad ones (--kind scored --field score={name})"]
-        else:
-            ways = [known().remedies[group].format(name)]
+            remedy = f"Pack good and bad ones (--kind scored --field score={name})"
         if COLUMN_NAME.fullmatch(name) and (feedback or group != "weighs"):
-            ways.append(f"carry it (--carry {name})")
-        ways.append(_IGNORE if feedback else _CHANGES_NOTHING)
+            remedy += f", carry it (--carry {name})"
+        remedy += f", {_IGNORE if feedback else _CHANGES_NOTHING}"
         reason = "unpaired_feedback" if feedback else "unread_field"
-        raise Refused(reason, f"{name} {quote(value)}", ", ".join(ways))
+        raise Refused(reason, f"{name} {quote(value)}", remedy)
 
 
 def check_placeholders(questions: Iterable[str]) -> None:
@@ -327,9 +324,8 @@ def typed_carry(config: TokenizeConfig, records: Sequence[object]) -> tuple[str,
     typed = []
     for entry in config.carry:
         kinds = {type(record.get(entry)) for record in records if isinstance(record, Mapping)}
-        inferred = "bool" if bool in kinds else "string"
-        if kinds & {int, float} and bool not in kinds:
-            inferred = "float64" if float in kinds else "int64"
+        order = ("bool", "float64", "int64")
+        inferred = next((name for name in order if TYPES[name][0] in kinds), "string")
         typed.append(entry if ":" in entry else f"{entry}:{inferred}")
     return tuple(typed)
 

@@ -30,12 +30,10 @@ from packstore.tokenizer.records.named import canonical
 from packstore.tokenizer.records.paths import with_paths
 from packstore.tokenizer.records.sequences import as_ids, masked_ids, supervised_ids
 from packstore.tokenizer.records.shapes import Shape, table
-from packstore.tokenizer.refusals import Refused
+from packstore.tokenizer.refusals import Refused, wrong_type
 
 SYSTEM = ("system", "developer")
 """Roles of turns before the first question."""
-
-PROMPT = ("prompt",)
 
 _SIDES = ("messages", "rejected_messages", "response", "chosen", "rejected")
 
@@ -109,9 +107,7 @@ def _parse(fields: Fields, shape: Shape) -> Parsed:
     responses = [fields.get(name, ids) for name in sides]
     if "responses" in shape.roots:
         responses = fields.get("responses", ids)
-    prompt: Any = (
-        fields.get("prompt", ids) if (PROMPT in shape.fields or PROMPT in shape.takes) else None
-    )
+    prompt: Any = fields.get("prompt", ids) if "prompt" in shape.known else None
     rest: dict[str, Any] = {"rewards": [1.0], "shape": str(shape)}
     if "scores" in shape.roots:
         scores = _each(fields, "scores", responses)
@@ -187,8 +183,7 @@ def _each(fields: Fields, name: str, responses: list[Any]) -> list[Any]:
     if values is None:
         return [None] * len(responses)
     if len(values) != len(responses):
-        rule = f"{name} must be a list of {len(responses)}"
-        raise Refused("wrong_type", f"{rule}, found {quote(values)}")
+        raise wrong_type(f"{name} must be a list of {len(responses)}", values)
     return list(values)
 
 

@@ -8,10 +8,9 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from packstore.errors import quote
 from packstore.format.arrays import IGNORE_INDEX, Bool, Int32, Int64, to_offsets
 from packstore.tokenizer.chat.template import Span
-from packstore.tokenizer.refusals import Refused
+from packstore.tokenizer.refusals import Refused, wrong_type
 from packstore.tokenizer.tokenizer import Tokenizer
 
 MAX_ID = (1 << 31) - 1
@@ -117,8 +116,7 @@ def as_ids(value: object, name: str) -> Int32:
     """Converts a list or an array of ids to int32 `[N]`."""
     array = _whole_numbers(value)
     if array is None or (len(array) and (array.min() < 0 or array.max() > MAX_ID)):
-        rule = f"{name} must be token ids, whole numbers in 0..{MAX_ID}"
-        raise Refused("wrong_type", f"{rule}, found {quote(value)}")
+        raise wrong_type(f"{name} must be token ids, whole numbers in 0..{MAX_ID}", value)
     return np.asarray(array, np.int32)
 
 
@@ -139,7 +137,7 @@ def supervised_ids(ids: Int32, labels: object, name: str) -> Bool:
     ignored = array == IGNORE_INDEX
     if array is None or array.shape != ids.shape or ((array != ids) & ~ignored).any():
         rule = f"each label of {name} must be the id at its place, or {IGNORE_INDEX}"
-        raise Refused("wrong_type", f"{rule}, found {quote(labels)}")
+        raise wrong_type(rule, labels)
     return np.asarray(~ignored)
 
 

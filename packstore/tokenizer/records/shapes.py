@@ -67,7 +67,7 @@ class Shape:
         self._passes = frozenset(entry.get("passes", ()))
         self._patterns = [name for name in self._passes if "*" in name]
         read = [path for paths in self.reads.values() for path in paths]
-        self.known = {str(path[0]) for path in (*read, *self.fields)}
+        self.known = {str(path[0]) for path in (*read, *self.fields, *self.takes)}
 
     def __str__(self) -> str:
         return self._title
@@ -152,26 +152,21 @@ class Table:
         self.named = [shape for shape in shapes if not shape.is_own]
         self.own: list[Shape] = [shape for shape in shapes if shape.is_own] or table().own
         self.insists, self.digest = insists, digest
-        self._of_names: dict[tuple[str, ...], list[Shape]] = {}
-        self._own_of: dict[tuple[str | None, bool], list[Shape]] = {}
+        self.candidates = functools.lru_cache(1000)(self._candidates)
+        self.own_of = functools.cache(self._own_of)
         ids = {n for names in known().id_spellings.values() for n in names if n.endswith("_ids")}
         self._ids = {*ids, "input_ids"}
 
-    def candidates(self, record: Mapping[str, Any]) -> list[Shape]:
-        """Returns the named shapes whose fields a record has by name."""
-        names = tuple(record)
-        if (found := self._of_names.get(names)) is None:
-            found = [shape for shape in self.named if shape.roots <= {*names}]
-            if len(self._of_names) < 1000:
-                self._of_names[names] = found
-        return found
+    def _candidates(self, *names: str) -> list[Shape]:
+        """Returns the named shapes that a record with these fields may have."""
+        return [shape for shape in self.named if shape.roots <= {*names}]
 
     def shape_of(self, fields: Fields, kind: str | None = None, ids: bool = True) -> Shape | None:
         """Returns the one named shape that a record fits whole, or None; `ids`: ids are wanted."""
         names = fields.record.keys()
         fits = [
             shape
-            for shape in self.candidates(fields.record)
+            for shape in self.candidates(*fields.record)
             if (kind in (None, shape.kind) or shape.refuse) and not any(shape.misfits(fields))
         ]
         if not fits:
@@ -193,13 +188,10 @@ class Table:
             raise Refused("wrong_type", f"a record of {both}", "Choose one (--shape NAME)")
         return fits[0]
 
-    def own_of(self, kind: str | None, ids: bool = False) -> list[Shape]:
+    def _own_of(self, kind: str | None, ids: bool = False) -> list[Shape]:
         """Returns packstore's own shapes of a kind, in order; `ids`: those of ids first."""
-        if (found := self._own_of.get((kind, ids))) is None:
-            found = [shape for shape in self.own if kind in (None, shape.kind)]
-            found.sort(key=lambda shape: ids and not shape.holds_ids)
-            self._own_of[kind, ids] = found
-        return found
+        found = [shape for shape in self.own if kind in (None, shape.kind)]
+        return sorted(found, key=lambda shape: ids and not shape.holds_ids)
 
     def own_shape(self, fields: Fields, kind: str, ids: bool) -> Shape:
         """Returns packstore's own shape that a record has, or refuses it by the nearest."""
@@ -303,7 +295,7 @@ def named_shape(
     if type(record) is not dict or (config.fields and not config.shape):
         return None
     shapes = table(config.shape)
-    if not (shapes.insists or shapes.candidates(record)):
+    if not (shapes.insists or shapes.candidates(*record)):
         return None
     return shapes.shape_of(Fields(record, config), kind, ids)
 
@@ -321,7 +313,7 @@ def detect_kind(record: Any, config: TokenizeConfig, where: str = "the first rec
             if named is not None and named.refuse:
                 rule = "packstore must be able to read it"
                 raise RecordError(sentence(where, rule, named.refusal))
-            for shape in (named,) if named else shapes.own:
+            for shape in [named] if named else shapes.own:
                 if named or shape.is_told_by(fields):
                     return shape.kind
             told = f"fields {', '.join(map(repr, record))}"
