@@ -7,7 +7,7 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -18,8 +18,10 @@ from packstore.progress import Progress
 QUIET = ("fsspec", "s3fs", "aiobotocore", "gcsfs", "azure", "httpx", "httpx2", "urllib3")
 """Libraries of which warnings are shown only."""
 
-SECONDS = 5.0
-"""Between two log lines on the progress of a stage."""
+FIRST, SECONDS = 5.0, 60.0
+"""When a stage logs its first line, and between two of them."""
+SETTLED = 10.0
+"""Seconds after which a rate tells the time that is left."""
 
 log = logging.getLogger("packstore")
 
@@ -94,28 +96,46 @@ def progress_of(command: str, args: argparse.Namespace) -> Iterator[Progress]:
 
         def report(stage: str, done: int, total: int | None, unit: str) -> None:
             if stage not in tasks:
-                tasks[stage] = bars.add_task(stage, total=total, unit=unit)
+                name = _name_pass(stage, tasks)
+                tasks[stage] = bars.add_task(name, total=total, unit=unit)
             bars.update(tasks[stage], completed=done, total=total)
 
         yield report
 
 
+def _name_pass(stage: str, earlier: Container[str]) -> str:
+    """The name of a stage; of two that read the input, with its number."""
+    if stage == "compare":
+        return "compare (pass 1 of 2)"
+    return "read (pass 2 of 2)" if stage == "read" and "compare" in earlier else stage
+
+
 def _lines(command: str) -> Progress:
-    """Returns a function that logs a line per stage every few seconds, and one at its end."""
-    starts: dict[str, tuple[float, int]] = {}
+    """Returns a function that logs a stage every minute, and its end.
+
+    A total that has changed before is an estimate, and is called so.
+    """
+    starts: dict[str, tuple[float, int, int | None]] = {}
     due: dict[str, float] = {}
+    estimated: set[str] = set()
 
     def report(stage: str, done: int, total: int | None, unit: str) -> None:
         now = time.monotonic()
-        start, before = starts.setdefault(stage, (now, done))
-        if now < due.setdefault(stage, now + SECONDS) and done != total:
+        start, before, first = starts.setdefault(stage, (now, done, total))
+        if total != first:
+            estimated.add(stage)
+        at_end = done == total
+        if now < due.setdefault(stage, now + FIRST) and not at_end:
             return
         due[stage] = now + SECONDS
-        text = f"{command}: {stage} {done:,}{f' of {total:,}' if total else ''} {unit}"
+        text = f"{command}: {_name_pass(stage, starts)} {done:,}"
+        if total and not at_end:
+            text += f" of {'about ' if stage in estimated else ''}{total:,}"
+        text += f" {unit}"
         if done > before and now > start:
             rate = (done - before) / (now - start)
             text += f", {rate:,.0f}/s"
-            if total and total > done:
+            if total and total > done and now > start + SETTLED:
                 text += f", {timedelta(seconds=round((total - done) / rate))} left"
         log.info("%s", text)
 
