@@ -49,9 +49,14 @@ def _configure_concat(parser: argparse.ArgumentParser) -> None:
 def _concat(args: argparse.Namespace) -> int:
     from packstore.etl.concat import concat
 
-    dataset = concat(
-        args.datasets, args.out, overwrite=args.overwrite, storage_options=args.storage_option
-    )
+    with progress_of("concat", args) as progress:
+        dataset = concat(
+            args.datasets,
+            args.out,
+            overwrite=args.overwrite,
+            storage_options=args.storage_option,
+            progress=progress,
+        )
     common.print_dataset(args, dataset)
     return 0
 

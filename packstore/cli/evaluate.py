@@ -100,18 +100,22 @@ def _evaluate(args: argparse.Namespace) -> int:
             raise ConfigError(f"loss {name!r} compares with a reference: {remedy}.")
         tell_unused(loss, args.reference_model, *args.ref_logps)
         wanted = loss.reference and args.reference_model
-        result: Any = evaluate(
-            loaded(args, args.model, args.adapter, device, loss.scores),
-            dataset,
-            loss=loss,
-            reference=loaded(args, args.reference_model, None, device) if wanted else None,
-            side=args.ref_logps,
-            rows=bool(args.html or args.examples),
-            mixed_precision=args.mixed_precision,
-            head=args.head,
-            packs_per_batch=args.packs_per_batch,
-            tokens_per_batch=args.tokens_per_batch,
-        )
+        policy = loaded(args, args.model, args.adapter, device, loss.scores)
+        reference = loaded(args, args.reference_model, None, device) if wanted else None
+        with progress_of("evaluate", args) as progress:
+            result: Any = evaluate(
+                policy,
+                dataset,
+                loss=loss,
+                reference=reference,
+                side=args.ref_logps,
+                rows=bool(args.html or args.examples),
+                mixed_precision=args.mixed_precision,
+                head=args.head,
+                progress=progress,
+                packs_per_batch=args.packs_per_batch,
+                tokens_per_batch=args.tokens_per_batch,
+            )
     if not say():
         return 0
     metrics, rows = result["metrics"], result.get("rows")

@@ -6,6 +6,7 @@ Existing shards are not rewritten; a new manifest names them.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -111,6 +112,7 @@ def concat(
     *,
     overwrite: bool = False,
     storage_options: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
 ) -> Dataset:
     """Concatenates datasets; their shards are copied as they are, in order.
 
@@ -123,6 +125,7 @@ def concat(
         overwrite: replace an existing dataset.
         storage_options: passed to the fsspec filesystems of `out`, and of `datasets` given as
             text.
+        progress: see :func:`packstore.pack`.
 
     Raises:
         CompatibilityError: the datasets were packed differently; names the differences.
@@ -154,7 +157,7 @@ def concat(
                 raise lost_commit_race(
                     location
                 )  # its newest version is meant, and another was committed
-        manifest = _copy_shards(job, opened, run)
+        manifest = _copy_shards(job, opened, run, progress)
         job.require_shards(manifest.shards)
         job.commit(manifest)
     return job.committed
@@ -220,7 +223,9 @@ def _settings_of(base: Dataset, settings: Mapping[str, Any], packed: bool) -> Pa
     return config
 
 
-def _copy_shards(job: WriteJob, datasets: Sequence[Dataset], run: str) -> Manifest:
+def _copy_shards(
+    job: WriteJob, datasets: Sequence[Dataset], run: str, progress: Progress | None
+) -> Manifest:
     """Copies the shards of all datasets, puts the pack index, and returns the manifest."""
     number, members, further = 0, list[Member](), dict[StoredFile, Dataset]()
     with Staging(job.location, (FOLDER, DATA)) as staging:
@@ -242,12 +247,23 @@ def _copy_shards(job: WriteJob, datasets: Sequence[Dataset], run: str) -> Manife
         for file, dataset in further.items():
             copying = partial(_copy, dataset.location, file, job.location, file.path, staging)
             copies.append(copying)
-        run_parallel(copies, COPIES_AT_ONCE)
+        _run_copies(copies, progress)
         merged = merge(members)
         if not merged.shards:
             return merged
         sizes = (d.shard_sizes(i) for d in datasets for i in range(len(d.manifest.shards)))
         return replace(merged, pack_index=put_index(job.location, sizes, job.version))
+
+
+def _run_copies(copies: Sequence[Callable[[], None]], progress: Progress | None) -> None:
+    done = itertools.count(1)
+
+    def run(copying: Callable[[], None]) -> None:
+        copying()
+        if progress is not None:
+            progress("copy", next(done), len(copies), "files")
+
+    run_parallel([partial(run, copying) for copying in copies], COPIES_AT_ONCE)
 
 
 def _is_same_place(a: Location, b: Location) -> bool:

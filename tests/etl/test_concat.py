@@ -64,7 +64,10 @@ def test_concat_copies_shards_as_they_are(tmp_path: Path, where: str) -> None:
     a = pack(f"{memory}/a" if where == "from_memory" else tmp_path / "a", pairs(60))
     b = pack(f"{memory}/b" if where == "from_memory" else tmp_path / "b", pairs(40, 60))
     out = f"{memory}/out" if where == "memory" else str(tmp_path / "out")
-    whole = packstore.concat([a, b.url], out)
+    told: list[tuple[object, ...]] = []
+    whole = packstore.concat([a, b.url], out, progress=lambda *t: told.append(t))
+    shards = len(whole.manifest.shards)
+    assert sorted(told) == [("copy", i + 1, shards, "files") for i in range(shards)]
     assert whole.verify().ok
     assert [t for _, t in examples(whole)] == [t for d in (a, b) for _, t in examples(d)]
     assert [s.sha256 for s in whole.manifest.shards] == [

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from os import PathLike
 from typing import Any
 
@@ -22,6 +22,7 @@ from packstore.errors import CompatibilityError, sentence
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.manifest.side_manifest import REF_LOGPS
 from packstore.io.side.side import Side, open_side
+from packstore.progress import Progress
 from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.batch.transfer import inference_batching, to_device
 from packstore.torch.data.dataset import PackedDataset
@@ -48,6 +49,7 @@ def evaluate(
     rows: bool = False,
     mixed_precision: Precision = "auto",
     head: str = "auto",
+    progress: Progress | None = None,
     **batching: Any,
 ) -> Figures:
     """Computes the metrics of `model` over `dataset`, exactly for any packing, batches and ranks.
@@ -68,6 +70,7 @@ def evaluate(
             autocast that is active around this call, if any; ``auto``: see
             :func:`~packstore.torch.reference.arithmetic.choose_precision`.
         head: `backend` of :func:`~packstore.torch.segment_logps`.
+        progress: called with stage, done, total and unit after each batch of this rank.
         batching: `packs_per_batch` or `tokens_per_batch`; default: 1 pack, on a CUDA device the
             tokens of 4.
 
@@ -97,10 +100,18 @@ def evaluate(
         for joined in sides:
             if REF_LOGPS in joined.manifest.columns and len(models) < 2:
                 check_arithmetic(joined, model)
-        figures = evaluate_batches(policy, loader, grouped, online, device, examples)
+        batches = loader if progress is None else _reported(loader, progress)
+        figures = evaluate_batches(policy, batches, grouped, online, device, examples)
     if examples is not None:
         figures["rows"] = examples.table()
     return figures
+
+
+def _reported(loader: PackedDataLoader, progress: Progress) -> Iterator[PackedBatch]:
+    total = len(loader)
+    for done, batch in enumerate(loader, 1):
+        yield batch
+        progress("evaluate", done, total, "batches")
 
 
 def check_kind(loss_fn: PreferenceLoss, model: Any) -> None:

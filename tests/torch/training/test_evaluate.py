@@ -133,7 +133,12 @@ def test_a_row_for_each_example(kit: SimpleNamespace, pairs: Dataset) -> None:
     for model in (policy, reference):
         use_packed_attention(model)
     given: dict[str, Any] = {"loss": PreferenceLoss("dpo", beta=BETA), "reference": reference}
-    found = evaluate(policy, pairs, rows=True, packs_per_batch=4, **given)
+    told: list[tuple[object, ...]] = []
+    found = evaluate(
+        policy, pairs, rows=True, packs_per_batch=4, progress=lambda *t: told.append(t), **given
+    )
+    batches = math.ceil(len(pairs) / 4)
+    assert told == [("evaluate", i + 1, batches, "batches") for i in range(batches)]
     frame = polars.from_arrow(found["rows"])
     # The examples were shuffled before they were packed: ids are places in the input.
     assert frame["example_id"].to_list() == list(range(N))
