@@ -32,7 +32,7 @@ _LEGEND = {
 }
 
 _TEXT = {
-    "--tokenizer PATH": "file, folder or hub name; default: the dataset's, if it is here",
+    "--tokenizer PATH": "path or hub name; default: the dataset's",
     "--ids": "token ids instead of text",
 }
 """Flags of both commands."""
