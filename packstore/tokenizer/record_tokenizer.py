@@ -18,7 +18,7 @@ from packstore.format.arrays import Examples, Int64, Rows, Tally, example_id, to
 from packstore.tokenizer.chat.limits import limited, restart_clock
 from packstore.tokenizer.chat.messages import is_empty
 from packstore.tokenizer.encode import assemble
-from packstore.tokenizer.records.fast_path import straight_texts
+from packstore.tokenizer.records.fast_path import parse_plain_texts
 from packstore.tokenizer.records.fields import (
     carried,
     check_placeholders,
@@ -123,7 +123,7 @@ class RecordTokenizer:
         parsed: dict[int, Parsed] = {}
         if self.tokenizer is not None:
             hint = self.tokenizer.control_hint
-            parsed = straight_texts(values, self.kind, config, hint)
+            parsed = parse_plain_texts(values, self.kind, config, hint)
         for i, value in enumerate(values):
             try:
                 if i in parsed or i in block.refused:

@@ -65,10 +65,10 @@ def draft_record(
     """Returns the texts of a record's sequences, and events to note."""
     guard = ""
     events: list[str] = []
-    rendered = not parsed.is_straight and _is_rendered(parsed.prompt, tokenizer, config)
+    rendered = not parsed.is_plain and _is_rendered(parsed.prompt, tokenizer, config)
     if rendered:
         events = ["rendered_text"]
-    elif not parsed.is_straight:
+    elif not parsed.is_plain:
         parsed, guard, events = _apply_special_tokens(parsed, tokenizer, config)
     prompt = parsed.prompt
     if isinstance(prompt, str):
@@ -76,7 +76,7 @@ def draft_record(
         mode: Mode = "literal" if literal else "control"
         texts = [prompt + response for response in parsed.responses]  # type: ignore[operator]
         drafts = [Draft(text, ((len(prompt), len(text)),), mode) for text in texts]
-        if parsed.is_straight:
+        if parsed.is_plain:
             return drafts, events
     else:
         drafts, noted = _draft_messages(parsed, tokenizer, config, guard)

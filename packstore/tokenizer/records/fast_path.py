@@ -19,7 +19,7 @@ from packstore.tokenizer.records.parse import Parsed, parse_canonical
 from packstore.tokenizer.refusals import Refused
 
 
-def straight_texts(
+def parse_plain_texts(
     values: Sequence[Any], kind: str, config: TokenizeConfig, hint: str
 ) -> dict[int, Parsed]:
     """Parses the records, by their indices, that are text which only has to be encoded.
@@ -32,7 +32,7 @@ def straight_texts(
         if type(value) is dict:
             alike[tuple(zip(value, map(type, value.values()), strict=True))].append(i)
     spelled = (*known().spellings.values(), *known().id_spellings.values())
-    names, straight = {*chain(*spelled), *config.fields.values()}, {}
+    names, found = {*chain(*spelled), *config.fields.values()}, {}
     for types, records in alike.items():
         meant = {name: kind for name, kind in types if name in names and kind is not type(None)}
         if not {str, int, float}.issuperset(meant.values()) or config.thinking == "strip":
@@ -56,11 +56,11 @@ def straight_texts(
         left = set(chain.from_iterable(compress(count(), column) for column in suspects))
         given: Iterable[Any] = zip(*rewards, strict=True) if rewards else repeat(first.rewards)
         rows = zip(records, prompts, zip(*used, strict=True), given, strict=False)
-        alike_first = first._replace(events=(), is_straight=True)[3:]
+        alike_first = first._replace(events=(), is_plain=True)[3:]
         for j, (i, prompt, responses, reward) in enumerate(rows):
             if j not in left:
-                straight[i] = Parsed(prompt, responses, reward, *alike_first)
-    return straight
+                found[i] = Parsed(prompt, responses, reward, *alike_first)
+    return found
 
 
 def _suspects(prompts: list[str], sides: list[list[str]], hint: str) -> Iterator[Iterable[object]]:

@@ -54,7 +54,7 @@ class Parsed(NamedTuple):
     supervised: list[Bool] | None = None  # masks of responses that are ids; None: all tokens
     events: tuple[str, ...] = ()
     shape: str = ""  # packstore's own that it has
-    is_straight: bool = False  # True: its texts passed all checks, and hold no control string
+    is_plain: bool = False  # True: its texts passed all checks, and hold no control string
 
     @property
     def is_chat(self) -> bool:
