@@ -44,6 +44,9 @@ class Known:
         spellings: our name -> accepted names, in order of precedence, unless `fields` maps it.
         id_spellings: the same of fields that hold ids: a record may have its texts as well.
         not_text: fields whose values are never text: their CSV cells are parsed as JSON.
+        turns: fields that may be JSON text of messages.
+        lists: fields with one value for each response.
+        beside: names of fields that are read beside those of any named shape.
         remedies: group of further fields, which change a record's meaning -> what to do if nothing
             reads one.
         feedback: the groups that judge, weigh or add an answer: such an answer is no SFT.
@@ -59,14 +62,17 @@ class Known:
                 if "becomes" in entry:
                     forms.setdefault(name, set()).add(form)
         self.field_names = tuple(forms)
-        self.not_text = tuple(
-            n for n, of in forms.items() if of.isdisjoint(("text", "HH text", "turns", "variables"))
-        )
+        texts, turns = {"text", "HH text", "turns", "variables"}, {"messages", "turns"}
+        lists = {"texts", "dialogues", "lists of ids", "numbers", "lists of labels"}
+        self.not_text = tuple(name for name, of in forms.items() if of.isdisjoint(texts))
+        self.turns = {name for name, of in forms.items() if of & turns}
+        self.lists = {name for name, of in forms.items() if of & lists}
         self.spellings = {n: tuple(names["spellings"].get(n, [n])) for n in forms}
         self.id_spellings = {
             name: tuple(s + end for end in ("_ids", "_input_ids", "") for s in self.spellings[name])
             for name in ("prompt", "chosen", "rejected", "response")
         }
+        self.beside = {name for field in names["beside"] for name in self.spellings[field]}
         further = names["further"]
         self.remedies = {group: entry["remedy"] for group, entry in further.items()}
         self.feedback = frozenset(names["feedback"])

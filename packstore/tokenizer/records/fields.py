@@ -41,12 +41,6 @@ _CHANGES_NOTHING = 'say that it changes nothing (on={"unread_field": "keep"})'
 
 _PLACEHOLDER = re.compile(r"(?:<(image|video|audio)>)+(?=\n|[^\s<]|\Z)")
 
-_TURNS = ("messages", "rejected_messages", "prompt", "chosen", "rejected", "response")
-"""Fields that may be JSON text of messages."""
-
-_LISTS = ("responses", "scores", "response_labels")
-"""Fields with one value for each response."""
-
 
 class Fields:
     """Looks up fields of one record by canonical name; null counts as absent."""
@@ -79,9 +73,9 @@ class Fields:
             if value is None and others:
                 at = next((n for n in spellings if self.record.get(n) is not None), at)
                 value = self.record.get(at)
-            if name in _LISTS and isinstance(value := unwrapped(value), list | np.ndarray):
+            if name in known().lists and isinstance(value := unwrapped(value), list | np.ndarray):
                 value = [parsed_json(unwrapped(item)) for item in value]
-            elif name in _TURNS and type(value) is str:
+            elif name in known().turns and type(value) is str:
                 value = parsed_json(value)
             elif value is not None:
                 value = unwrapped(value)

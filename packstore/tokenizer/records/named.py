@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 from collections.abc import Mapping, Sequence
@@ -17,9 +16,6 @@ from packstore.tokenizer.records.forms import is_text
 from packstore.tokenizer.records.paths import follow, parse_path
 from packstore.tokenizer.records.shapes import Shape, named_shape
 from packstore.tokenizer.refusals import Refused, wrong_type
-
-_BESIDE = ("chosen_reward", "rejected_reward", "margin", "system", "tools", "chat_template_kwargs")
-"""Fields that have our meaning beside those of any shape."""
 
 
 def canonical(
@@ -62,13 +58,8 @@ def used_fields(
     ours = known().field_names
     keys = [key for key in shape.reads if key in (*fields, *of_turns) or key not in ours]
     used = {str(path[0]) for key in keys for path in shape.reads[key]}
-    used |= ({*fields} & _beside()) - shape.reads.keys() | beside
+    used |= ({*fields} & known().beside) - shape.reads.keys() | beside
     return tuple(name for name in names if name in used)
-
-
-@functools.cache
-def _beside() -> frozenset[str]:
-    return frozenset(name for field in _BESIDE for name in known().spellings[field])
 
 
 def _read(
@@ -78,7 +69,7 @@ def _read(
     for text, values in shape.entry.get("drops", {}).items():
         if (value := follow(record, parse_path(text))) in values:
             raise Refused("tie", f"{text} {quote(value)}")
-    found = {n: v for n, v in record.items() if n in _beside() and not shape.passes(n)}
+    found = {n: v for n, v in record.items() if n in known().beside and not shape.passes(n)}
     for name, paths in shape.reads.items():
         parts = [v for path in paths if (v := follow(record, path)) is not None]
         if keys := shape.entry.get("turns"):
