@@ -169,13 +169,16 @@ def test_what_is_almost_of_a_shape_is_refused_with_what_differs(
     assert differs in str(caught.value)
 
 
-def test_what_lacks_a_field_stops_and_what_has_it_in_another_form_is_dropped(pack, byte_level):
+@pytest.mark.parametrize("shape", [None, "NeMo-RL"])
+def test_what_lacks_a_field_stops_and_what_has_it_in_another_form_is_dropped(
+    shape, pack, byte_level
+):
     record, tokenizer = ENTRIES["NeMo-RL"]["example"], byte_level(template=TEMPLATE)
     other = {**record, "completions": [{"rank": 0, "completion": 3}]}
-    assert pack(tokenizer, record, other).dropped == {"wrong_type": 1}
+    assert pack(tokenizer, record, other, shape=shape).dropped == {"wrong_type": 1}
     for lacking in ([{"completion": "x"}], [{"rank": None, "completion": "x"}], None):
         with pytest.raises(RecordError, match="nearest shape: NeMo-RL"):
-            pack(tokenizer, record, {**record, "completions": lacking})
+            pack(tokenizer, record, {**record, "completions": lacking}, shape=shape)
 
 
 def test_ties_are_dropped_and_counted(pack, byte_level):
@@ -196,6 +199,9 @@ def test_two_shapes_that_fit_are_refused_unless_one_is_named(pack, byte_level):
         pack(tokenizer, both, shape="fireflie")
     with pytest.raises(RecordError, match="nearest shape: Nectar"):
         pack(tokenizer, both, shape="Nectar")
+    pair = {"prompt": "Q", "chosen": "x", "rejected": "y"}
+    with pytest.raises(RecordError, match=r"text pairs .* but it is of kind preference"):
+        pack(tokenizer, pair, shape="text pairs", kind="sft")
 
 
 def test_texts_of_an_instruct_set_are_chats_if_there_is_a_template(pack, byte_level):

@@ -171,9 +171,7 @@ class Table:
         ]
         if not fits:
             if self.insists and self.named:
-                why = self.refusal(fields, kind)
-                remedy = "Name another shape (--shape NAME), or none and its fields (--field)"
-                raise Refused("wrong_type", why.detail, remedy)
+                raise self.refusal(fields, kind)
             return None
         fits = [s for s in fits if not any(s.roots < other.roots for other in fits)]
         if len(fits) > 1:
@@ -214,8 +212,10 @@ class Table:
         Nearest is the shape that has most fields of the record and must change fewest of them.
         """
         shapes = self.near(fields)
+        remedy = "Name another shape (--shape NAME), or none and its fields (--field)"
         if not (self.insists and self.named):
-            shapes = [*self.own_of(kind, ids), *shapes]
+            shapes = [*(self.own_of(kind, ids) or self.own), *shapes]
+            remedy = "Write it so, or name its fields (--field FIELD=NAME)"
         misfits = {shape: [*shape.misfits(fields)] for shape in shapes}
         # Refuses what is no JSON.
         absent = {s: [p for p in misfits[s] if s.value(fields, p) is None] for s in shapes}
@@ -227,15 +227,14 @@ class Table:
             return far, not shape.is_own, len(misfits[shape]) - known, bool(absent[shape])
 
         # One of our own may fit, where another is named.
-        shape = min((s for s in shapes if misfits[s] or not s.is_own), key=distance)
+        shape = min([s for s in shapes if misfits[s] or not s.is_own] or shapes, key=distance)
         paths, lacking = misfits[shape], absent[shape]
         told = "; ".join(dict.fromkeys(shape.difference(fields, path) for path in paths))
         told = told or f"it is of kind {shape.kind}"
-        remedy = "Write it so, or name its fields (--field FIELD=NAME)"
         if shape.is_own and lacking:
             form = shape.fields[lacking[0]].described
             remedy = f"Name the field that holds {form} (--field {lacking[0][0]}=NAME)"
-        elif shape.is_own:
+        elif shape.is_own and paths:
             remedy = "Leave one of them out" if paths[0] in shape.without else "Correct it"
         has_all = bool(paths) and not lacking and kind in (None, shape.kind)
         reason = "wrong_type" if has_all else "missing_field"
