@@ -90,8 +90,7 @@ def _evaluate(args: argparse.Namespace) -> int:
         parameters["beta"] = args.beta
     with ranks(args.device) as device:
         from packstore.torch.losses.loss import PreferenceLoss
-        from packstore.torch.training.evaluate import evaluate
-        from packstore.torch.training.reference import tell_unused
+        from packstore.torch.training.evaluate import evaluate, tell_unused
 
         loss = PreferenceLoss(name, **parameters)
         loss.check_data(dataset)

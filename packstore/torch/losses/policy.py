@@ -121,6 +121,11 @@ class PolicyLoss(StepLoss):
         whole = _tokens(draws, torch.tensor([0, 0, 1]))
         check_function(f"loss {self.name!r}", self.function, whole, (of_one, of_other))
 
+    @property
+    def reference(self) -> bool:
+        """True if the loss compares with a reference model."""
+        return self.kl_weight > 0
+
     def __repr__(self) -> str:
         values = "".join(f", {name}={value}" for name, value in self.parameters.items())
         return f"PolicyLoss({self.name}{values}, average={self.average!r})"

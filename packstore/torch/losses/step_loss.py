@@ -68,6 +68,16 @@ class StepLoss(ABC):
         self.router_aux_loss_coef = router_aux_loss_coef
         self.gradients = choice("gradients", gradients, get_args(Gradients))
 
+    @property
+    def reference(self) -> bool:
+        """True if the loss compares with a reference model."""
+        return False
+
+    @property
+    def scores(self) -> bool:
+        """True if the loss takes a reward model's scores in place of log-probs."""
+        return False
+
     @abstractmethod
     def units(self, batch: PackedBatch) -> tuple[str, str | None]:
         """Returns what the loss and its SFT term are divided by.

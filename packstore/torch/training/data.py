@@ -15,7 +15,6 @@ from packstore.io.side.side import open_side
 from packstore.torch.data.dataset import PackedDataset
 from packstore.torch.data.loader import PackedDataLoader
 from packstore.torch.training.checkpoints import read_position, step_of
-from packstore.torch.training.reference import needs_reference
 from packstore.torch.training.step_loader import Steps, datasets_of, is_packed
 from packstore.torch.training.step_metrics import StepMetrics
 
@@ -69,7 +68,7 @@ class DataMixin(Trainer):  # type: ignore[misc]
     def _loader(self, data: Any, part: str, examples: int | None) -> PackedDataLoader:
         args = self.args
         if not isinstance(data, PackedDataset):
-            urls = self._sides[part] if needs_reference(self.loss_fn) else ()
+            urls = self._sides[part] if self.loss_fn.reference else ()
             side = [open_side(url, self._options) for url in urls]
             seed = args.seed if args.data_seed is None else args.data_seed
             data = PackedDataset(data, seed=seed, side=side, shuffle=part == "train")

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from os import PathLike
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from packstore.errors import CompatibilityError, sentence
+from packstore.errors import CompatibilityError, display, sentence
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.manifest.side_manifest import REF_LOGPS
 from packstore.io.side.side import Side, open_side
@@ -30,11 +31,13 @@ from packstore.torch.data.loader import PackedDataLoader
 from packstore.torch.logprobs.head import PackedPolicy
 from packstore.torch.losses.figures import ExampleRows, Figures, GroupedMetrics
 from packstore.torch.losses.loss import PreferenceLoss
+from packstore.torch.losses.step_loss import StepLoss
 from packstore.torch.models.compatibility import check_model
 from packstore.torch.models.unwrap import evaluating, is_reward_model
 from packstore.torch.reference.arithmetic import Precision, lowered
 from packstore.torch.reference.reference_fingerprint import check_arithmetic
-from packstore.torch.training.reference import tell_unused
+
+logger = logging.getLogger("packstore")
 
 
 @torch.no_grad()
@@ -82,8 +85,8 @@ def evaluate(
     loss_fn = loss if isinstance(loss, PreferenceLoss) else PreferenceLoss(loss)
     loss_fn.check_data(dataset)
     check_kind(loss_fn, model)
-    models = [model] if reference is None or not loss_fn.reference else [model, reference]
     tell_unused(loss_fn, None if reference is None else "reference")
+    models = [model] if reference is None or not loss_fn.reference else [model, reference]
     for each in models:
         check_model(dataset, each)
     sides = [s if isinstance(s, Side) else open_side(os.fspath(s)) for s in side]
@@ -91,20 +94,22 @@ def evaluate(
     device = next(model.parameters()).device
     chosen: Any = inference_batching(batching, device, dataset.manifest.pack_size)
     loader = PackedDataLoader(data, pin_memory=device.type == "cuda", **chosen)
-    lower = lowered(mixed_precision, model)
-    policy = PackedPolicy(model, backend=head)
-    online = PackedPolicy(models[1], backend=head) if len(models) > 1 else None
-    grouped = GroupedMetrics(loss_fn, dataset, by)
-    examples = ExampleRows(loss_fn, dataset.manifest.carried) if rows else None
-    with lower(), evaluating(*models):
+    policies = [PackedPolicy(each, backend=head) for each in models]
+    online = policies[1] if len(policies) > 1 else None
+    with lowered(mixed_precision, model)(), evaluating(*models):
         for joined in sides:
-            if REF_LOGPS in joined.manifest.columns and len(models) < 2:
+            if REF_LOGPS in joined.manifest.columns and online is None:
                 check_arithmetic(joined, model)
         batches = loader if progress is None else _reported(loader, progress)
-        figures = evaluate_batches(policy, batches, grouped, online, device, examples)
-    if examples is not None:
-        figures["rows"] = examples.table()
-    return figures
+        how: Any = {"by": by, "rows": rows}
+        return evaluate_batches(policies[0], batches, loss_fn, online, device, dataset, **how)
+
+
+def tell_unused(loss_fn: StepLoss, *given: str | None) -> None:
+    """Warns of references that are `given` to a loss without one."""
+    names = ", ".join(map(display, filter(None, given)))
+    if names and not loss_fn.reference:
+        logger.warning("the loss has no reference; not used: %s", names)
 
 
 def _reported(loader: PackedDataLoader, progress: Progress) -> Iterator[PackedBatch]:
@@ -127,17 +132,28 @@ def check_kind(loss_fn: PreferenceLoss, model: Any) -> None:
 def evaluate_batches(
     policy: nn.Module,
     batches: Iterable[PackedBatch],
-    grouped: GroupedMetrics,
+    loss_fn: PreferenceLoss,
     reference: Callable[[PackedBatch], Tensor | None] | None,
     device: torch.device,
-    rows: ExampleRows | None = None,
+    dataset: Dataset | None = None,
+    *,
+    by: str | None = None,
+    rows: bool = False,
 ) -> Figures:
-    """Computes metrics of the batches, at least one on each rank, for evaluation; collective."""
+    """Computes metrics of the batches, at least one on each rank, for evaluation; collective.
+
+    `dataset` is theirs, if they are packed: it names groups, and the columns of rows.
+    """
+    grouped = GroupedMetrics(loss_fn, dataset, by)
+    examples = ExampleRows(loss_fn, dataset.manifest.carried) if rows and dataset else None
     with evaluating(policy):
         for batch in batches:
             here = to_device(batch, device)
             logps, ref_logps = policy(here), reference(here) if reference else None
             grouped.add(logps, here, ref_logps, batch)
-            if rows is not None:
-                rows.add(logps, here, ref_logps, batch)
-    return grouped.figures(device)
+            if examples is not None:
+                examples.add(logps, here, ref_logps, batch)
+    figures = grouped.figures(device)
+    if examples is not None:
+        figures["rows"] = examples.table()
+    return figures

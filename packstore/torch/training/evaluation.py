@@ -10,7 +10,6 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from packstore.errors import ConfigError, sentence
 from packstore.torch.data.loader import PackedDataLoader
-from packstore.torch.losses.figures import ExampleRows, GroupedMetrics
 from packstore.torch.losses.loss import PreferenceLoss
 from packstore.torch.training.evaluate import evaluate_batches
 
@@ -30,26 +29,29 @@ class EvaluationMixin(Trainer):  # type: ignore[misc]
         if not isinstance(self.loss_fn, PreferenceLoss):
             found = repr(self.loss_fn)
             raise ConfigError(sentence("evaluation", "it must be of a PreferenceLoss", found))
-        packed = isinstance(dataloader, PackedDataLoader)
-        dataset = dataloader.data.stream.datasets[0] if packed else None
-        rows = None
-        if prediction_loss_only is not True:
-            if dataset is None:
-                where, rule = "predict", "it must be asked for rows of a packed dataset"
-                raise ConfigError(sentence(where, rule, "another dataset", "Give its folder"))
-            rows = ExampleRows(self.loss_fn, dataset.manifest.carried)
-        if packed:
+        dataset = None
+        if isinstance(dataloader, PackedDataLoader):
             dataloader.set_epoch(0)
+            dataset = dataloader.data.stream.datasets[0]
+        elif prediction_loss_only is not True:
+            where, rule = "predict", "it must be asked for rows of a packed dataset"
+            raise ConfigError(sentence(where, rule, "another dataset", "Give its folder"))
         if not self.is_in_train and not self.accelerator._models:
             self.model_wrapped = self.accelerator.prepare_model(self.model, evaluation_mode=True)
         if hasattr(self.optimizer, "eval"):  # of schedule-free ones; a step turns it back
             self.optimizer.eval()
-        model, grouped = self.model_wrapped, GroupedMetrics(self.loss_fn, dataset)
-        reference = partial(self._reference_logps, model)
-        figures = evaluate_batches(model, dataloader, grouped, reference, self.args.device, rows)
+        figures = evaluate_batches(
+            self.model_wrapped,
+            dataloader,
+            self.loss_fn,
+            partial(self._reference_logps, self.model_wrapped),
+            self.args.device,
+            dataset,
+            rows=prediction_loss_only is not True,
+        )
         means = dict(figures["metrics"])
         number = int(means.pop("examples"))
         if self._num_tokens:
             means["num_tokens"] = self._num_tokens
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in means.items()}
-        return EvalLoopOutput(rows and rows.table(), None, metrics, number)
+        return EvalLoopOutput(figures.get("rows"), None, metrics, number)

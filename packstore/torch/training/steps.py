@@ -29,7 +29,6 @@ from packstore.torch.models.unwrap import adapted, as_reference
 from packstore.torch.training.checkpoints import CheckpointMixin, newest_checkpoint
 from packstore.torch.training.data import DataMixin
 from packstore.torch.training.evaluation import EvaluationMixin
-from packstore.torch.training.reference import needs_reference
 from packstore.torch.training.step_loader import is_packed
 from packstore.torch.training.step_metrics import LogFirstSteps, StepMetrics
 
@@ -150,7 +149,7 @@ class PackedSteps(DataMixin, EvaluationMixin, CheckpointMixin):
 
         They may come of side data, with a PackedDataset, or from TRL.
         """
-        if not needs_reference(self.loss_fn) or batch.ref_logps is not None:
+        if not self.loss_fn.reference or batch.ref_logps is not None:
             return None
         return self._online_reference(model, batch)
 

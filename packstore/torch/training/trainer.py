@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import TrainingArguments, set_seed
 
@@ -29,7 +30,6 @@ from packstore.config.settings import check_names
 from packstore.errors import CompatibilityError, ConfigError, display, quote, sentence
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.side.side import open_side
-from packstore.registry import missing_extra
 from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.logprobs.head import PackedPolicy
 from packstore.torch.losses.loss import PreferenceLoss
@@ -47,8 +47,7 @@ from packstore.torch.reference.reference_fingerprint import check_arithmetic, ch
 from packstore.torch.training.arguments import OF_PACKS, check_arguments, examples_of_step
 from packstore.torch.training.card import model_card
 from packstore.torch.training.checkpoints import read_position
-from packstore.torch.training.evaluate import check_kind
-from packstore.torch.training.reference import needs_reference, tell_unused
+from packstore.torch.training.evaluate import check_kind, tell_unused
 from packstore.torch.training.step_loader import datasets_of, has_ref_logps
 from packstore.torch.training.steps import PackedSteps, take_batches
 
@@ -116,14 +115,14 @@ class PackedTrainer(PackedSteps):
         check_arguments(args, OF_PACKS, others)
         self.examples_per_step = examples_of_step(args, examples_per_step)
         self.packs_per_batch = packs_per_batch
-        self.loss_fn: Any = loss
         if not isinstance(loss, StepLoss):
-            self.loss_fn = PreferenceLoss(loss, **(loss_parameters or {}))
+            loss = PreferenceLoss(loss, **(loss_parameters or {}))
+        self.loss_fn: Any = loss
         self._options = dict(storage_options or {}) or None
         train, held_out = self._opened(train_dataset), self._opened(eval_dataset)
         self._sides = {"train": _urls(ref_logps), "eval": _urls(eval_ref_logps)}
         tell_unused(self.loss_fn, _name_of(reference), *itertools.chain(*self._sides.values()))
-        needs = needs_reference(self.loss_fn)
+        needs = self.loss_fn.reference
         stored = all(
             data is None or self._sides[part] or has_ref_logps(data)
             for part, data in (("train", train), ("eval", held_out))
@@ -140,8 +139,9 @@ class PackedTrainer(PackedSteps):
             reference = copy.deepcopy(model)
         if peft_config is not None:
             model = self._with_adapter(model, peft_config)
-        per_token = {"per_token": True} if isinstance(self.loss_fn, PolicyLoss) else {}
-        self._how: dict[str, Any] = {} if self._scores else {"backend": head, **per_token}
+        self._how: dict[str, Any] = {"backend": head}
+        if isinstance(self.loss_fn, PolicyLoss):
+            self._how["per_token"] = True
         take_batches(model, **self._how)
         super().__init__(model, args, callbacks=callbacks, eval_dataset=held_out, **others)
         self.train_dataset = train
@@ -162,20 +162,16 @@ class PackedTrainer(PackedSteps):
         if not isinstance(model, str | os.PathLike):
             return use_packed_attention(model, load.keywords["attention"])
         self._source, self._goes_on = os.fspath(model), is_adapter(model)
-        loaded = load(model, trainable=True, scores=self._scores)
+        loaded = load(model, trainable=True, scores=self.loss_fn.scores)
         if self._goes_on and as_reference:
             loaded.load_adapter(self._source, REF_ADAPTER, is_trainable=False)
         return loaded
-
-    @property
-    def _scores(self) -> bool:
-        return bool(getattr(self.loss_fn, "scores", False))
 
     def _check_reference(self, checkpoint: Path | None) -> None:
         """Refuses log-probs of another reference; of a run that goes on with its own, warns."""
         data = {"train": self.train_dataset, "eval": self.eval_dataset}
         given = [(url, data[part]) for part, urls in self._sides.items() for url in urls]
-        if not given or not needs_reference(self.loss_fn):
+        if not given or not self.loss_fn.reference:
             return
         known = checkpoint is not None and (
             read_position(checkpoint)["settings"]["sides"] == self._described()["settings"]["sides"]
@@ -204,7 +200,9 @@ class PackedTrainer(PackedSteps):
         check_same_tokenizer([dataset.manifest for dataset in datasets])
         for dataset in datasets:
             check_model(dataset, model)
-        if self.loss_fn.router_aux_loss_coef and (self._scores or router_settings(model) is None):
+        if self.loss_fn.router_aux_loss_coef and (
+            self.loss_fn.scores or router_settings(model) is None
+        ):
             rule = "the model's config must have output_router_logits and router_aux_loss_coef > 0"
             found = type(unwrapped(model)).__name__
             remedy = "Leave it out, or add them to its config.json"
@@ -215,14 +213,10 @@ class PackedTrainer(PackedSteps):
         if self._goes_on:
             rule, remedy = "the model must have no adapter", "Leave it out to train it further"
             raise ConfigError(sentence("peft_config", rule, str(self._source), remedy))
-        try:
-            from peft import LoraConfig, get_peft_model
-        except ImportError as error:
-            raise missing_extra("peft_config", "train", error) from error
         if isinstance(peft_config, Mapping):
             known = [field.name for field in fields(LoraConfig)]
             check_names(peft_config, known, "PEFT's LoraConfig", "member of peft_config")
-            task = "SEQ_CLS" if self._scores else "CAUSAL_LM"
+            task = "SEQ_CLS" if self.loss_fn.scores else "CAUSAL_LM"
             defaults = {"target_modules": "all-linear", "task_type": task}
             peft_config = LoraConfig(**{**defaults, **peft_config})
         try:
