@@ -35,10 +35,10 @@ def _configure_ref_logps(parser: argparse.ArgumentParser) -> None:
 
 def _ref_logps(args: argparse.Namespace) -> int:
     dataset = common.open_dataset(args)
-    with ranks(args.device) as device:
+    with ranks(args) as device:
         from packstore.torch.reference.reference import write_ref_logps
 
-        model = loaded(args, args.model, args.adapter, device)
+        model = loaded(args, args.model, device)
         with progress_of("ref-logps", args) as progress:
             side = write_ref_logps(
                 model,
@@ -88,7 +88,7 @@ def _evaluate(args: argparse.Namespace) -> int:
         if "beta" in parameters:
             raise ConfigError("give --beta or --loss-parameter beta, not both.")
         parameters["beta"] = args.beta
-    with ranks(args.device) as device:
+    with ranks(args) as device:
         from packstore.torch.losses.loss import PreferenceLoss
         from packstore.torch.training.evaluate import evaluate, tell_unused
 
@@ -99,8 +99,8 @@ def _evaluate(args: argparse.Namespace) -> int:
             raise ConfigError(f"loss {name!r} compares with a reference: {remedy}.")
         tell_unused(loss, args.reference_model, *args.ref_logps)
         wanted = loss.reference and args.reference_model
-        policy = loaded(args, args.model, args.adapter, device, loss.scores)
-        reference = loaded(args, args.reference_model, None, device) if wanted else None
+        policy = loaded(args, args.model, device, loss.scores)
+        reference = loaded(args, args.reference_model, device) if wanted else None
         with progress_of("evaluate", args) as progress:
             result: Any = evaluate(
                 policy,

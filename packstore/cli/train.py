@@ -9,12 +9,11 @@ from typing import Any
 
 from packstore.cli import Command, common
 from packstore.cli._model import join_logs, say
+from packstore.config.job import read_yaml
 from packstore.config.training import FURTHER, TrainConfig, TrainModelConfig
-from packstore.config.training import read_settings as read_file
 from packstore.errors import display
 from packstore.pages.charts import train_page
 from packstore.pages.frame import check_writable, write
-from packstore.registry import missing_extra
 
 FLAGS = [name for name in FURTHER if name != "debug"]
 """Of transformers' fields; its `debug` is for settings in a file, as ours shows tracebacks."""
@@ -60,15 +59,12 @@ def _run(args: argparse.Namespace) -> int:
         example = files("packstore.cli").joinpath("examples", f"{args.example}.yaml")
         sys.stdout.write(example.read_text(encoding="utf-8"))
         return 0
-    settings: dict[str, Any] = {} if args.config is None else read_file(args.config)
+    settings: dict[str, Any] = {} if args.config is None else read_yaml(args.config)
     further = {name: value for name, value in vars(args).items() if name in FLAGS}
     config = TrainConfig.of(**settings | common.read_settings(args, TrainConfig) | further)
-    from packstore.torch import train
+    from transformers import TrainerCallback
 
-    try:
-        from transformers import TrainerCallback
-    except ImportError as error:
-        raise missing_extra("packstore train", "train", error) from error
+    from packstore.torch import train  # first: it says what is not installed
 
     history: list[dict[str, float]] = []
 

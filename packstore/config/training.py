@@ -9,10 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from os import PathLike
 from typing import Any, Literal, Self
 
-from packstore.config.job import read_yaml
 from packstore.config.settings import Settings, check_names, setting
 from packstore.errors import ConfigError, sentence
 
@@ -96,7 +94,7 @@ class TrainConfig(TrainModelConfig):
     save_steps: float = setting(500, "steps between checkpoints", low=0)
     report_to: tuple[str, ...] = setting((), "trackers, e.g. tensorboard (repeatable)")
     seed: int = setting(42, "of every random choice", low=0, high=2**32 - 1)
-    resume_from_checkpoint: str = setting("auto", "auto (newest), never, or a checkpoint")
+    resume_from_checkpoint: str | None = setting(None, "default: the newest of output_dir")
     arguments: Mapping[str, Any] = setting(dict, "further fields of TrainingArguments")
 
     @classmethod
@@ -115,15 +113,5 @@ class TrainConfig(TrainModelConfig):
         if self.eval_dataset is None:
             for name in ("eval_steps", "eval_ref_logps"):
                 if getattr(self, name):
-                    rule, remedy = (
-                        "it needs an evaluation set",
-                        "Give eval_dataset, or leave it out",
-                    )
+                    rule, remedy = "it needs an evaluation set", "Give eval_dataset"
                     raise ConfigError(sentence(f"setting {name}", rule, "none", remedy))
-
-
-def read_settings(path: str | PathLike[str]) -> dict[str, Any]:
-    """Reads settings from a YAML file, as keywords of :meth:`TrainConfig.of`."""
-    settings = read_yaml(path)
-    check_names(settings, (*TrainConfig.names(), *FURTHER), TrainConfig.LISTED_BY)
-    return settings

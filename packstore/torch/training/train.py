@@ -186,23 +186,13 @@ def _checkpoint(config: TrainConfig) -> str | None:
         rule, remedy = "it must be a folder that can be written", "Name another"
         raise StorageError(sentence(where, rule, str(error.strerror), remedy)) from error
     newest = newest_checkpoint(str(output))
-    if asked not in ("auto", "never"):
-        if newest is not None and Path(asked).is_dir() and _number(newest) > _number(asked):
+    if asked is not None:
+        if newest is not None and Path(asked).is_dir() and not Path(asked).samefile(newest):
             rule, remedy = "it must be the newest of its output_dir", "Remove the later ones"
             raise ConfigError(sentence(f"checkpoint {asked}", rule, newest, remedy))
         return asked
-    if newest is not None and asked == "never":
-        remedy = "Choose another, or resume_from_checkpoint: auto"
-        raise ConfigError(sentence(where, "it must be new", Path(newest).name, remedy))
-    model = next(
-        filter(Path.is_file, map(output.joinpath, ("config.json", "adapter_config.json"))), None
-    )
-    if newest is None and model is not None:
+    models = map(output.joinpath, ("config.json", "adapter_config.json"))
+    if newest is None and (model := next(filter(Path.is_file, models), None)) is not None:
         rule = "it must hold no model without checkpoints"
         raise ConfigError(sentence(where, rule, model.name, "Choose another, or move it away"))
     return newest
-
-
-def _number(checkpoint: str) -> int:
-    number = Path(checkpoint).name.removeprefix("checkpoint-")
-    return int(number) if number.isdigit() else -1

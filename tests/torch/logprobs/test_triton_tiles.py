@@ -251,7 +251,7 @@ def test_refused_names_and_absent_packages(
         PackedPolicy(model, backend="triton")
     with pytest.raises(MissingExtraError, match=missing):
         train(**run, head="triton", output_dir=str(tmp_path / "run"))
-    more = ["--model", run["model"], "--head", "triton", "--device", "cpu"]
+    more = ["--model", run["model"], "--head", "triton", "--use-cpu"]
     for command in (
         ["ref-logps", run["train_dataset"], str(tmp_path / "side")],
         ["evaluate", run["train_dataset"], "--reference-model", run["model"]],

@@ -46,7 +46,7 @@ def made(kit: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> dict
 def precompute(made: dict[str, Any], side: Path, *flags: str) -> str:
     """`packstore ref-logps` of the model of the run."""
     command = ["ref-logps", made["train_dataset"], str(side), "--model", made["model"]]
-    assert main([*command, "--device", "cpu", *flags]) == 0
+    assert main([*command, "--use-cpu", *flags]) == 0
     return str(side)
 
 
@@ -96,7 +96,7 @@ def test_evaluation_computes_as_the_reference_did_or_says_so(
 ) -> None:
     side = precompute(made, tmp_path / "ref", "--mixed-precision", "bf16")
     command = ["evaluate", made["train_dataset"], "--model", made["model"], "--ref-logps", side]
-    command += ["--device", "cpu", "--json"]
+    command += ["--use-cpu", "--json"]
     capsys.readouterr()
     with caplog.at_level(logging.WARNING, logger="packstore"):
         assert main([*command, "--mixed-precision", "bf16"]) == 0
@@ -176,7 +176,7 @@ def test_training_reference_and_evaluation_choose_alike(
     assert first["rewards/margins"] == first["rewards/chosen"] == 0.0
     capsys.readouterr()
     command = ["evaluate", made["train_dataset"], "--model", made["model"], "--ref-logps", side]
-    assert main([*command, "--attention", "sdpa", "--device", "cpu", "--json"]) == 0
+    assert main([*command, "--attention", "sdpa", "--use-cpu", "--json"]) == 0
     metrics = json.loads(capsys.readouterr().out)["metrics"]
     assert metrics["rewards/margins"] == metrics["rewards/chosen"] == 0.0
     AcceleratorState._reset_state(True)

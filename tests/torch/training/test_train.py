@@ -277,9 +277,6 @@ def test_the_same_command_goes_on_and_only_that(made: SimpleNamespace, tmp_path:
     given = {"save_steps": 1, "save_total_limit": 9}
     result = train(**settings(made, tmp_path, **given))
     assert train(**settings(made, tmp_path, **given)).step == result.step
-    never = {**given, "resume_from_checkpoint": "never"}
-    with pytest.raises(ConfigError, match=r"output_dir .*: it must be new; found checkpoint-"):
-        train(**settings(made, tmp_path, **never))
     for changed in ({"loss": "ipo"}, {"loss_parameters": {"beta": 0.2}}):
         with pytest.raises(ConfigError, match="a run that goes on must keep its loss"):
             train(**settings(made, tmp_path, **changed, **given))
