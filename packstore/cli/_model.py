@@ -39,6 +39,12 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     add_flags(group, flags)
 
 
+def inference_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns those arguments that inference on packs takes as keywords."""
+    names = ("mixed_precision", "head", "packs_per_batch", "tokens_per_batch")
+    return {name: getattr(args, name) for name in names}
+
+
 def loaded(args: argparse.Namespace, path: str, device: torch.device, scores: bool = False) -> Any:
     """Loads the model at `path` with the dtype and attention of the arguments, on `device`."""
     join_logs()

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 
 from packstore.cli import Command, common
 from packstore.cli._messages import progress_of
-from packstore.cli._model import add_model, loaded, ranks, say
+from packstore.cli._model import add_model, inference_settings, loaded, ranks, say
 from packstore.config.training import TrainModelConfig
 from packstore.errors import ConfigError, display
 from packstore.pages import charts, frame
@@ -47,10 +47,7 @@ def _ref_logps(args: argparse.Namespace) -> int:
                 overwrite=args.overwrite,
                 storage_options=args.storage_option,
                 progress=progress,
-                mixed_precision=args.mixed_precision,
-                head=args.head,
-                packs_per_batch=args.packs_per_batch,
-                tokens_per_batch=args.tokens_per_batch,
+                **inference_settings(args),
             )
     if not say():
         return 0
@@ -68,7 +65,6 @@ def _configure_evaluate(parser: argparse.ArgumentParser) -> None:
     references.add_argument("--ref-logps", metavar="SIDE", action="append", default=[], help=help)
     flags = {
         "--loss NAME": "default: dpo, or sft for kind sft",
-        "--beta X": "beta of the loss",
         "--html FILE": "also write a page with charts",
         "--examples FILE": "also write Parquet, a row for each example",
     }
@@ -83,16 +79,11 @@ def _evaluate(args: argparse.Namespace) -> int:
     for path in filter(None, (args.html, args.examples)):
         frame.check_writable(path)
     name = args.loss or ("sft" if kind == "sft" else "dpo")
-    parameters = getattr(args, "loss_parameters", {})
-    if args.beta is not None:
-        if "beta" in parameters:
-            raise ConfigError("give --beta or --loss-parameter beta, not both.")
-        parameters["beta"] = args.beta
     with ranks(args) as device:
         from packstore.torch.losses.loss import PreferenceLoss
         from packstore.torch.training.evaluate import evaluate, tell_unused
 
-        loss = PreferenceLoss(name, **parameters)
+        loss = PreferenceLoss(name, **getattr(args, "loss_parameters", {}))
         loss.check_data(dataset)
         if loss.reference and not (args.reference_model or args.ref_logps):
             remedy = "give --reference-model or --ref-logps"
@@ -109,11 +100,8 @@ def _evaluate(args: argparse.Namespace) -> int:
                 reference=reference,
                 side=args.ref_logps,
                 rows=bool(args.html or args.examples),
-                mixed_precision=args.mixed_precision,
-                head=args.head,
                 progress=progress,
-                packs_per_batch=args.packs_per_batch,
-                tokens_per_batch=args.tokens_per_batch,
+                **inference_settings(args),
             )
     if not say():
         return 0

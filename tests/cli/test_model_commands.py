@@ -69,12 +69,12 @@ def test_from_end_to_end(
     assert main(["ref-logps", made.pairs, side, "--model", made.reference]) == 0
     assert "model_sha256" in capsys.readouterr().out
     assert len(open_side(side)) == 20
-    policy = ["--model", made.policy, "--beta", "0.2"]
+    policy = ["--model", made.policy, "--loss-parameter", "beta=0.2"]
     online = figures(capsys, made.pairs, *policy, "--reference-model", made.reference)
     stored = figures(capsys, made.pairs, *policy, "--ref-logps", side)
     assert stored == online  # float32 both, one pack a batch
     assert online["metrics"]["examples"] == 20
-    twice = figures(capsys, made.pairs, *policy[:-1], "0.4", "--ref-logps", side)["metrics"]
+    twice = figures(capsys, made.pairs, *policy[:-1], "beta=0.4", "--ref-logps", side)["metrics"]
     margins = [each["rewards/margins"] for each in (online["metrics"], twice)]
     assert margins[1] == pytest.approx(2 * margins[0])
     assert margins[0] != 0

@@ -23,7 +23,6 @@ from packstore.torch.integrations.collator import PackCollator
 from packstore.torch.logprobs.head import PackedPolicy
 from packstore.torch.logprobs.logprobs import segment_logps
 from packstore.torch.losses.loss import PreferenceLoss
-from packstore.torch.models.compatibility import check_model
 from packstore.torch.models.model import use_packed_attention
 from packstore.torch.models.unwrap import adapted, as_reference, evaluating
 from packstore.torch.training.arguments import (
@@ -77,7 +76,7 @@ class PackedDPOTrainer(PackedSteps, DPOTrainer):  # type: ignore[misc]
 
     Raises:
         ConfigError: a setting, loss or dataset does not go with packs.
-        CompatibilityError: a packed dataset is not of pairs, or holds longer sequences than
+        CompatibilityError: a packed dataset has no pairs, or holds longer sequences than
             `max_length` of the config.
     """
 
@@ -118,8 +117,7 @@ class PackedDPOTrainer(PackedSteps, DPOTrainer):  # type: ignore[misc]
             use_packed_attention(inner, disable_dropout=dropout)
             if not (self.is_fsdp_enabled or self.is_deepspeed_enabled):  # whose heads are not whole
                 self._reference_policy = PackedPolicy(inner).eval()
-        for dataset in datasets_of(train, held_out):
-            check_model(dataset, self.model)
+        self._check_model(self.model, [*datasets_of(train, held_out)])
         if is_packed(train):
             self.train_dataset = train
         take_batches(self.model)
@@ -173,18 +171,17 @@ def loss_of(args: DPOConfig) -> PreferenceLoss:
     weights = args.loss_weights or [1.0] * len(args.loss_type)
     for loss, weight in zip(args.loss_type, weights, strict=True):
         if loss == "sft":
-            raise ConfigError(
-                "setting loss_type: 'sft' averages the tokens of a device batch in TRL, so it "
-                "would depend on the packing. `packstore train` has sft_weight, over the step."
-            )
+            rule = "it must not depend on the packing"
+            found = "'sft', which averages the tokens of a device batch in TRL"
+            remedy = "`packstore train` has sft_weight, over the step"
+            raise ConfigError(sentence("setting loss_type", rule, found, remedy))
         parameters = {"beta": args.beta}
         name = NAMES.get(loss, loss)
         if args.f_divergence_type != "reverse_kl":
             if loss != "sigmoid":
-                raise ConfigError(
-                    f"setting f_divergence_type must be 'reverse_kl' with {loss!r}; found "
-                    f"{args.f_divergence_type!r}. It goes with loss_type 'sigmoid'."
-                )
+                rule, found = f"it must be 'reverse_kl' with {loss!r}", repr(args.f_divergence_type)
+                remedy = "It goes with loss_type 'sigmoid'"
+                raise ConfigError(sentence("setting f_divergence_type", rule, found, remedy))
             name = DIVERGENCES.get(args.f_divergence_type, args.f_divergence_type)
             if name == "fdpo_alpha":
                 parameters["alpha"] = args.f_alpha_divergence_coef
@@ -195,29 +192,23 @@ def loss_of(args: DPOConfig) -> PreferenceLoss:
         before = terms.get(name, {"weight": 0.0})["weight"]
         terms[name] = {**parameters, "weight": before + weight}
     if args.label_smoothing and SMOOTHED.isdisjoint(args.loss_type):
-        raise ConfigError(
-            f"setting label_smoothing changes none of {args.loss_type}, in TRL neither; found "
-            f"{args.label_smoothing}. Take loss_type 'robust', or cdpo in `packstore train`."
-        )
+        rule = f"it must be 0: label_smoothing changes none of {args.loss_type}, in TRL neither"
+        remedy = "Take loss_type 'robust', or cdpo in `packstore train`"
+        found = str(args.label_smoothing)
+        raise ConfigError(sentence("setting label_smoothing", rule, found, remedy))
     return PreferenceLoss(terms)
 
 
 def check_packed(data: Any, args: DPOConfig) -> None:
     """Refuses a packed dataset that the config would truncate, precompute or not understand."""
     if args.precompute_ref_log_probs:
-        raise ConfigError(
-            "setting precompute_ref_log_probs must be off with a packed dataset; found True. Write "
-            "them once by `packstore ref-logps`, and give PackedDataset(url, side=[…])."
-        )
+        rule = "it must be off with a packed dataset"
+        remedy = "Write them once by `packstore ref-logps`, and give PackedDataset(url, side=[…])"
+        raise ConfigError(sentence("setting precompute_ref_log_probs", rule, "True", remedy))
     for dataset in datasets_of(data):
-        kind, longest = dataset.manifest.kind, dataset.manifest.statistics.longest_sequence
-        if kind != "preference":
-            raise CompatibilityError(
-                f"PackedDPOTrainer: the dataset must be of kind preference; found {kind!r}."
-            )
+        longest = dataset.manifest.statistics.longest_sequence
         if args.max_length is not None and longest > args.max_length:
-            raise CompatibilityError(
-                f"{display(dataset.url)}: sequences must have at most max_length "
-                f"{args.max_length} of DPOConfig; found {longest} tokens. Set max_length=None to "
-                "train on whole sequences, or pack with this max_length."
-            )
+            rule = f"sequences must have at most max_length {args.max_length} of DPOConfig"
+            remedy = "Set max_length=None to train on whole sequences, or pack with this max_length"
+            found = f"{longest} tokens"
+            raise CompatibilityError(sentence(display(dataset.url), rule, found, remedy))

@@ -8,6 +8,7 @@ hold as in a loop of one's own, and ``len(get_train_dataloader())`` is the numbe
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import MethodType
@@ -17,17 +18,21 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from packstore.errors import DivergedError, sentence
+from packstore.errors import ConfigError, DivergedError, sentence
+from packstore.io.dataset.dataset import Dataset
 from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.logprobs.head import PackedPolicy, policy_output
 from packstore.torch.losses.divisor import StepDivisor
 from packstore.torch.losses.first_step_check import FirstStepCheck
 from packstore.torch.losses.loss import PreferenceLoss
 from packstore.torch.losses.step_loss import count_step
+from packstore.torch.models.compatibility import check_model, check_same_tokenizer
 from packstore.torch.models.compiled import tell_uncompiled
-from packstore.torch.models.unwrap import adapted, as_reference
+from packstore.torch.models.routers import router_settings
+from packstore.torch.models.unwrap import adapted, as_reference, unwrapped
 from packstore.torch.training.checkpoints import CheckpointMixin, newest_checkpoint
 from packstore.torch.training.data import DataMixin
+from packstore.torch.training.evaluate import check_kind
 from packstore.torch.training.evaluation import EvaluationMixin
 from packstore.torch.training.step_loader import is_packed
 from packstore.torch.training.step_metrics import LogFirstSteps, StepMetrics
@@ -80,6 +85,23 @@ class PackedSteps(DataMixin, EvaluationMixin, CheckpointMixin):
             self.accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
                 param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
             )
+
+    def _check_model(self, model: Any, datasets: Sequence[Dataset]) -> None:
+        """Refuses data and a model that do not belong to the loss, or to each other."""
+        if isinstance(self.loss_fn, PreferenceLoss):
+            check_kind(self.loss_fn, model)
+            for dataset in datasets:
+                self.loss_fn.check_data(dataset)
+        check_same_tokenizer([dataset.manifest for dataset in datasets])
+        for dataset in datasets:
+            check_model(dataset, model)
+        if self.loss_fn.router_aux_loss_coef and (
+            self.loss_fn.scores or router_settings(model) is None
+        ):
+            rule = "the model's config must have output_router_logits and router_aux_loss_coef > 0"
+            found = type(unwrapped(model)).__name__
+            remedy = "Leave it out, or add them to its config.json"
+            raise ConfigError(sentence("loss parameter router_aux_loss_coef", rule, found, remedy))
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
         """Trains; `resume_from_checkpoint`: a folder, or True: the newest that is whole, if any."""

@@ -35,19 +35,17 @@ from packstore.torch.logprobs.head import PackedPolicy
 from packstore.torch.losses.loss import PreferenceLoss
 from packstore.torch.losses.policy import PolicyLoss
 from packstore.torch.losses.step_loss import StepLoss
-from packstore.torch.models.compatibility import check_model, check_same_tokenizer
 from packstore.torch.models.compiled import compile_as_asked, compile_layers
 from packstore.torch.models.load import is_adapter, load_model
 from packstore.torch.models.model import use_packed_attention
 from packstore.torch.models.probe import probe_model
-from packstore.torch.models.routers import router_settings
 from packstore.torch.models.unwrap import REF_ADAPTER, adapted, unwrapped
 from packstore.torch.reference.reference import run_on_rank_zero
 from packstore.torch.reference.reference_fingerprint import check_arithmetic, check_reference
 from packstore.torch.training.arguments import OF_PACKS, check_arguments, examples_of_step
 from packstore.torch.training.card import model_card
 from packstore.torch.training.checkpoints import read_position
-from packstore.torch.training.evaluate import check_kind, tell_unused
+from packstore.torch.training.evaluate import tell_unused
 from packstore.torch.training.step_loader import datasets_of, has_ref_logps
 from packstore.torch.training.steps import PackedSteps, take_batches
 
@@ -190,23 +188,6 @@ class PackedTrainer(PackedSteps):
                         check_reference(side, model, dataset, adapter=adapter, device=device)
 
         run_on_rank_zero(check)
-
-    def _check_model(self, model: Any, datasets: Sequence[Dataset]) -> None:
-        """Refuses data and a model that do not belong to the loss, or to each other."""
-        if isinstance(self.loss_fn, PreferenceLoss):
-            check_kind(self.loss_fn, model)
-            for dataset in datasets:
-                self.loss_fn.check_data(dataset)
-        check_same_tokenizer([dataset.manifest for dataset in datasets])
-        for dataset in datasets:
-            check_model(dataset, model)
-        if self.loss_fn.router_aux_loss_coef and (
-            self.loss_fn.scores or router_settings(model) is None
-        ):
-            rule = "the model's config must have output_router_logits and router_aux_loss_coef > 0"
-            found = type(unwrapped(model)).__name__
-            remedy = "Leave it out, or add them to its config.json"
-            raise ConfigError(sentence("loss parameter router_aux_loss_coef", rule, found, remedy))
 
     def _with_adapter(self, model: Any, peft_config: Any) -> Any:
         """Adds an adapter to a frozen model; untrained, it changes nothing."""
