@@ -9,7 +9,6 @@ table of all of them is in ``docs/from-trl.md``.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import datasets  # type: ignore[import-untyped]
@@ -32,7 +31,7 @@ from packstore.torch.training.arguments import (
     examples_of_step,
 )
 from packstore.torch.training.arguments import REFUSED as REFUSED_BY_ALL
-from packstore.torch.training.step_loader import datasets_of, is_packed
+from packstore.torch.training.data import datasets_of, is_packed
 from packstore.torch.training.steps import PackedSteps, take_batches
 
 REFUSED: Refusals = {
@@ -97,7 +96,7 @@ class PackedDPOTrainer(PackedSteps, DPOTrainer):  # type: ignore[misc]
             check_arguments(args, OF_PACKS)
             self.examples_per_step = examples_of_step(args, None)
             # TRL takes datasets' classes only, and asks for columns.
-            train_dataset = datasets.Dataset.from_generator(_one_row)
+            train_dataset = datasets.Dataset.from_list([{"prompt": ""}])
         self._packed = train
         self._collator = data_collator or PackCollator("preference")
         given: Any = self._collator
@@ -158,10 +157,6 @@ class PackedDPOTrainer(PackedSteps, DPOTrainer):  # type: ignore[misc]
     def _from_logits(self, model: Any, batch: PackedBatch) -> Tensor:
         with self.accelerator.autocast():
             return segment_logps(batch, logits=model(**batch.model_inputs()).logits)
-
-
-def _one_row() -> Iterator[dict[str, str]]:
-    yield {"prompt": ""}
 
 
 def loss_of(args: DPOConfig) -> PreferenceLoss:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ from packstore.errors import (
     sentence,
 )
 from packstore.torch.training.resharding import is_sharded, load_optimizer, load_weights
-from packstore.torch.training.step_loader import Steps
 
 POSITION = "packstore.json"
 """File of the position in the data, in a checkpoint; the Trainer's state comes after it, last."""
@@ -35,7 +34,6 @@ class CheckpointMixin(Trainer):  # type: ignore[misc]
 
     loss_fn: Any
     _checkpoint: Path | None = None
-    _steps: Steps | None = None
 
     def _described(self) -> dict[str, dict[str, Any]]:
         """Describes this run: what all its checkpoints share, and settings that it goes on with."""
@@ -119,8 +117,8 @@ class CheckpointMixin(Trainer):  # type: ignore[misc]
     def _save_rng_state(self, output_dir: str) -> None:
         """Saves the position too; the Trainer's own state follows, and makes a checkpoint whole."""
         super()._save_rng_state(output_dir)
-        if self._steps is not None:
-            content = {"loader": self._steps.loader.state_dict(), **self._described()}
+        if self.steps is not None:
+            content = {"loader": self.steps.loader.state_dict(), **self._described()}
             if self.args.should_save:
                 text = json.dumps({**content, "sha256": _hash(content)})
                 Path(output_dir, POSITION).write_text(text, encoding="utf-8")
@@ -131,12 +129,9 @@ def newest_checkpoint(folder: str) -> str | None:
     """Returns the newest whole checkpoint: one that a killed run was writing is none."""
     found = []
     for path in Path(folder).glob("checkpoint-*"):
-        number = path.name.removeprefix("checkpoint-")
-        if number.isdigit() and (path / POSITION).is_file():
-            try:
+        if path.name.removeprefix("checkpoint-").isdigit() and (path / POSITION).is_file():
+            with suppress(OSError, ValueError, KeyError):
                 found.append((step_of(path), str(path)))
-            except (OSError, ValueError, KeyError):
-                continue
     return max(found)[1] if found else None
 
 

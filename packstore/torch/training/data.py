@@ -1,22 +1,86 @@
-"""The data of a Trainer on packs: datasets, loaders, and the number of steps."""
+"""The data of a Trainer on packs: datasets, and loaders whose items are optimizer steps.
+
+What the Trainer calls a batch is one step: the list of its packed batches. So steps by examples,
+divisors of whole steps, balance over ranks and every loss hold as in a loop of one's own, and
+``len(get_train_dataloader())`` is the number of steps.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from transformers import Trainer
 
 from packstore.errors import ConfigError, sentence
+from packstore.io.dataset.dataset import Dataset
 from packstore.io.dataset.dataset import open as open_dataset
+from packstore.io.manifest.side_manifest import REF_LOGPS
 from packstore.io.side.side import open_side
+from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.data.dataset import PackedDataset
 from packstore.torch.data.loader import PackedDataLoader
+from packstore.torch.data.stream import StoredPacks
 from packstore.torch.training.checkpoints import read_position, step_of
-from packstore.torch.training.step_loader import Steps, datasets_of, is_packed
-from packstore.torch.training.step_metrics import StepMetrics
+
+
+class Steps:
+    """Yields the packed batches of each optimizer step as one list.
+
+    Attributes:
+        waited: seconds in which it waited for batches.
+        through: epochs at the end of the step that it yielded last, with their fraction.
+    """
+
+    def __init__(self, loader: PackedDataLoader) -> None:
+        self.loader, self.waited, self.through = loader, 0.0, 0.0
+
+    def __len__(self) -> int:
+        return self.loader.plan().steps
+
+    def set_epoch(self, epoch: int) -> None:
+        """Moves to an epoch; does nothing for that of a loaded position."""
+        self.loader.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[list[PackedBatch]]:
+        steps = max(len(self), 1)  # once, as it looks at all packs
+        source, step = iter(self.loader), list[PackedBatch]()
+        while True:
+            before = time.perf_counter()
+            batch = next(source, None)
+            self.waited += time.perf_counter() - before
+            if batch is None:
+                return
+            step.append(batch)
+            if batch.step is not None and batch.step.last:
+                self.through = self.loader.data.epoch + (batch.step.index + 1) / steps
+                yield step
+                step = []
+
+
+def datasets_of(*given: Any) -> Iterator[Dataset]:
+    """Yields the packed datasets in what a trainer was given."""
+    for data in given:
+        if isinstance(data, PackedDataset):
+            yield from data.stream.datasets
+        elif isinstance(data, Dataset):
+            yield data
+        elif isinstance(data, Mapping):
+            yield from datasets_of(*data.values())
+
+
+def is_packed(data: Any) -> bool:
+    """Returns True for a packed dataset or a stream of one, or for several by name."""
+    return any(True for _ in datasets_of(data))
+
+
+def has_ref_logps(data: Any) -> bool:
+    """Returns True for a stream of packs to which log-probs of a reference are joined."""
+    stream = getattr(data, "stream", None)
+    return isinstance(stream, StoredPacks) and REF_LOGPS in stream.columns
 
 
 class DataMixin(Trainer):  # type: ignore[misc]
@@ -29,7 +93,7 @@ class DataMixin(Trainer):  # type: ignore[misc]
     _sides: Mapping[str, tuple[str, ...]] = {"train": (), "eval": ()}
     _options: dict[str, Any] | None = None
     _checkpoint: Path | None = None
-    _steps: Steps | None = None
+    steps: Steps | None = None
 
     def _opened(self, data: Any) -> Any:
         """Returns packed datasets in the place of their folders and URLs."""
@@ -48,9 +112,8 @@ class DataMixin(Trainer):  # type: ignore[misc]
             loader.load_state_dict(read_position(self._checkpoint)["loader"])
             if not loader.plan(1, left=True).steps:
                 loader.set_epoch(loader.data.epoch + 1)
-        self._steps = Steps(loader)
-        self._step_metrics = StepMetrics(self._steps)
-        return self._steps
+        self.steps = Steps(loader)
+        return self.steps
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """Returns the batches of a dataset; default: of the trainer's own, which may be named."""
@@ -92,9 +155,9 @@ class DataMixin(Trainer):  # type: ignore[misc]
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
         """Counts steps exactly: those done, and those of the data left."""
-        if self._steps is None:
+        if self.steps is None:
             return super().set_initial_training_values(args, dataloader)
-        loader = self._steps.loader
+        loader = self.steps.loader
         done = 0 if self._checkpoint is None else step_of(self._checkpoint)
         if args.max_steps > 0:
             steps, epochs = args.max_steps, loader.data.epoch + args.max_steps
@@ -116,4 +179,4 @@ class DataMixin(Trainer):  # type: ignore[misc]
     def _init_training_state(self, *args: Any) -> tuple[int, int]:
         """Begins at the epoch of the position, and skips nothing of it."""
         begun: tuple[int, int] = super()._init_training_state(*args)
-        return begun if self._steps is None else (self._steps.loader.data.epoch, 0)
+        return begun if self.steps is None else (self.steps.loader.data.epoch, 0)

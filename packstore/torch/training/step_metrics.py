@@ -12,30 +12,46 @@ from transformers import TrainerCallback
 from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.losses.step_loss import sequence_weights
 from packstore.torch.metrics import Metrics, all_reduce_sums, wide_dtype
-from packstore.torch.training.step_loader import Steps
+from packstore.torch.training.data import Steps
 
 FIRST = 10
 """The first steps, each of which is logged."""
 
 
-class StepMetrics:
-    """Sums of metrics and work between two records; without `steps`, of metrics and tokens."""
+class StepMetrics(TrainerCallback):  # type: ignore[misc]
+    """Sums metrics and work between two records, and has the first steps recorded.
 
-    def __init__(self, steps: Steps | None = None) -> None:
-        self.steps, self.metrics = steps, Metrics()
+    Of batches that another collator packs, metrics and tokens alone.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
         self._restart()
 
     def _restart(self) -> None:
-        self._since, self._of_steps = time.perf_counter(), list[list[float]]()
-        self._examples, self._packs = 0, 0
+        self.metrics, self._since = Metrics(), time.perf_counter()
+        self._of_steps, self._examples, self._packs = list[list[float]](), 0, 0
         self._tokens: Tensor | float = 0.0
-        self._waited = self.steps.waited if self.steps else 0.0
+        self._waited = self.trainer.steps.waited if self.trainer.steps else 0.0
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        """Forgets what a training before it left."""
+        self._restart()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Follows the Trainer's own callback, which decides what is saved and evaluated."""
+        if self.trainer.steps is None:
+            return
+        state.epoch = self.trainer.steps.through
+        due = control.should_save or control.should_evaluate
+        if due or state.global_step <= FIRST or state.global_step >= state.max_steps:
+            control.should_log = True
 
     def add(self, batches: list[PackedBatch]) -> None:
         """Adds the batches of this rank in one step."""
         for batch in batches:  # fillers do not count
             self._tokens = self._tokens + (batch.lengths * (sequence_weights(batch) > 0)).sum()
-        if self.steps is None or (info := batches[0].step) is None:
+        if self.trainer.steps is None or (info := batches[0].step) is None:
             return
         self._examples += info.examples
         self._packs += sum(batch.num_packs for batch in batches)
@@ -43,7 +59,7 @@ class StepMetrics:
         squares = sum(float(batch.cu_seqlens.diff().double().square().sum()) for batch in batches)
         self._of_steps.append([tokens, squares])
 
-    def close(self, accelerator: Any) -> dict[str, float]:
+    def close(self) -> dict[str, float]:
         """Returns means and rates over all ranks, and starts anew; a collective call.
 
         `num_tokens` is the number of tokens of the sequences, each with its prompt, as TRL counts.
@@ -51,19 +67,19 @@ class StepMetrics:
         record = self.metrics.means()
         if not record:  # no step since
             return {}
-        device = accelerator.device
+        device = self.trainer.accelerator.device
         record["num_tokens"] = all_reduce_sums([self._tokens], device=device)[0]
-        if self.steps is not None:
-            record |= self._rates(self.steps, accelerator)
+        if self.trainer.steps is not None:
+            record |= self._rates(self.trainer.steps)
         self._restart()
         return record
 
-    def _rates(self, steps: Steps, accelerator: Any) -> dict[str, float]:
+    def _rates(self, steps: Steps) -> dict[str, float]:
         seconds = max(time.perf_counter() - self._since, 1e-9)
         waited = (steps.waited - self._waited) / seconds
         own = [self._packs, waited, *(x for step in self._of_steps for x in step)]
-        device = accelerator.device
-        here = torch.tensor([own], dtype=wide_dtype(device), device=device)
+        accelerator = self.trainer.accelerator
+        here = torch.tensor([own], dtype=wide_dtype(accelerator.device), device=accelerator.device)
         ranks = accelerator.gather(here).cpu()
         work = ranks[:, 2:].unflatten(1, (-1, 2))  # [ranks, steps, tokens and squares]
         (packs, waited), tokens = ranks[:, :2].sum(0).tolist(), float(work[..., 0].sum())
@@ -81,20 +97,3 @@ class StepMetrics:
             record |= zip(("slowest/tokens", "slowest/squares"), over, strict=True)
             record["slowest/data_wait"] = float(ranks[:, 1].max())
         return record
-
-
-class LogFirstSteps(TrainerCallback):  # type: ignore[misc]
-    """Logs the first steps, the last, and before whatever is evaluated or saved."""
-
-    def __init__(self, trainer: Any) -> None:
-        self.trainer = trainer
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
-        """Follows the Trainer's own, which decides what is saved and evaluated."""
-        if self.trainer._steps is None:  # batches that another collator packs
-            return control
-        state.epoch = self.trainer.through
-        due = control.should_save or control.should_evaluate
-        if due or state.global_step <= FIRST or state.global_step >= state.max_steps:
-            control.should_log = True
-        return control

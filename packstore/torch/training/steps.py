@@ -1,9 +1,4 @@
-"""Shared parts of the trainers on packs: steps of packed batches, exact metrics, checkpoints.
-
-What transformers' Trainer calls a batch is here one optimizer step: the loader yields the list of
-its packed batches. So steps by examples, divisors of whole steps, balance over ranks and every loss
-hold as in a loop of one's own, and ``len(get_train_dataloader())`` is the number of steps.
-"""
+"""A step of a Trainer on packs: its batches, their loss and its reference, and its records."""
 
 from __future__ import annotations
 
@@ -31,11 +26,10 @@ from packstore.torch.models.compiled import tell_uncompiled
 from packstore.torch.models.routers import router_settings
 from packstore.torch.models.unwrap import adapted, as_reference, unwrapped
 from packstore.torch.training.checkpoints import CheckpointMixin, newest_checkpoint
-from packstore.torch.training.data import DataMixin
+from packstore.torch.training.data import DataMixin, is_packed
 from packstore.torch.training.evaluate import check_kind
 from packstore.torch.training.evaluation import EvaluationMixin
-from packstore.torch.training.step_loader import is_packed
-from packstore.torch.training.step_metrics import LogFirstSteps, StepMetrics
+from packstore.torch.training.step_metrics import StepMetrics
 
 
 def take_batches(model: nn.Module, **settings: Any) -> None:
@@ -63,9 +57,6 @@ class PackedSteps(DataMixin, EvaluationMixin, CheckpointMixin):
     that another collator packs, the Trainer's accumulation makes a step.
     """
 
-    through = 0.0
-    """Epochs done, with the part of the current one."""
-
     runs_whole_steps = True
     """Its batches are steps of the loader; of other Trainers that is checked."""
 
@@ -73,8 +64,8 @@ class PackedSteps(DataMixin, EvaluationMixin, CheckpointMixin):
 
     def _prepare_run(self) -> None:
         """Completes the constructor, after that of the Trainer."""
-        self._step_metrics = StepMetrics()
-        self.add_callback(LogFirstSteps(self))
+        self._step_metrics = StepMetrics(self)
+        self.add_callback(self._step_metrics)
         # The divisor of the step has scaled it; older transformers know the second name alone.
         self.loss_is_scaled_for_ga = self.model_accepts_loss_kwargs = True
         # It hides a loss that is not finite, and waits for the device in every step.
@@ -133,8 +124,6 @@ class PackedSteps(DataMixin, EvaluationMixin, CheckpointMixin):
         """Runs batches of one step; returns the part of this rank, times the ranks."""
         batches, total = _as_list(inputs), torch.zeros((), device=self.args.device)
         self._step_metrics.add(batches)
-        if self._steps is not None and (info := batches[0].step) is not None:
-            self.through = self._steps.loader.data.epoch + (info.index + 1) / self._steps.of_epoch
         for number, batch in enumerate(batches, start=1):
             # FSDP2 would hold whole gradients between batches that it does not reduce.
             reduced = number == len(batches) or self.accelerator.is_fsdp2
@@ -193,7 +182,7 @@ class PackedSteps(DataMixin, EvaluationMixin, CheckpointMixin):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds the metrics since the last record, over all ranks; stops a diverged run."""
         if "loss" in logs or "train_loss" in logs:  # the last record has those of the last steps
-            record = self._step_metrics.close(self.accelerator)
+            record = self._step_metrics.close()
             if record:
                 record["num_tokens"] += self._num_tokens
                 tell_uncompiled()

@@ -146,21 +146,20 @@ def _metrics(records: list[dict[str, float]]) -> dict[str, float]:
 
 def _arguments(config: TrainConfig, precision: str | None) -> TrainingArguments:
     """Makes the Trainer's settings; `precision` is that of a run that goes on."""
-    own = {n: getattr(config, n) for n in TrainConfig.names() if n not in TrainModelConfig.names()}
-    further = own.pop("arguments")
-    own.pop("resume_from_checkpoint")
+    others = (*TrainModelConfig.names(), "arguments", "resume_from_checkpoint")
+    own = {name: getattr(config, name) for name in TrainConfig.names() if name not in others}
     own["report_to"] = list(config.report_to) or "none"
     on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
     defaults: dict[str, Any] = {"disable_tqdm": True, "save_total_limit": 2, "use_cpu": on_cpu}
     if config.eval_steps is not None:
         defaults["eval_strategy"] = "steps"
-    given = {name: x for name, x in {**defaults, **own, **further}.items() if x is not None}
+    merged = {**defaults, **own, **config.arguments}
+    given = {name: value for name, value in merged.items() if value is not None}
     args = TrainingArguments(**given)
     if config.bf16 is None:
-        weights = getattr(torch, config.dtype)
-        chosen = precision or choose_precision("auto", args.device, weights)
+        chosen = precision or choose_precision("auto", args.device, getattr(torch, config.dtype))
         if chosen == "bf16":
-            args = TrainingArguments(**{**given, "bf16": True})
+            args = TrainingArguments(**given, bf16=True)
     return args
 
 

@@ -45,8 +45,8 @@ from packstore.torch.reference.reference_fingerprint import check_arithmetic, ch
 from packstore.torch.training.arguments import OF_PACKS, check_arguments, examples_of_step
 from packstore.torch.training.card import model_card
 from packstore.torch.training.checkpoints import read_position
+from packstore.torch.training.data import datasets_of, has_ref_logps
 from packstore.torch.training.evaluate import tell_unused
-from packstore.torch.training.step_loader import datasets_of, has_ref_logps
 from packstore.torch.training.steps import PackedSteps, take_batches
 
 TOKENIZER_FILES = (
