@@ -7,16 +7,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import ModelCardData
+
 from packstore.errors import display
+from packstore.torch.training.data import datasets_of
 from packstore.version import VERSION
 
 
 def model_card(trainer: Any, **front: Any) -> str:
     """Returns the text; `front`: further fields of its YAML head."""
-    from huggingface_hub import ModelCardData  # comes with transformers
-
-    args, dataset = trainer.args, trainer.dataset
-    manifest, state = dataset.manifest, trainer.state
+    args, state = trainer.args, trainer.state
+    dataset = next(datasets_of(trainer.train_dataset))  # of a mix the first
+    manifest = dataset.manifest
     started = trainer.accelerator.unwrap_model(trainer.model).config._name_or_path
     tags = ["packstore", *(front.pop("tags", None) or ())]
     known = {"base_model": started or None, "library_name": "transformers", "tags": tags}

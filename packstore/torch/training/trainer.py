@@ -28,7 +28,6 @@ from transformers import TrainingArguments, set_seed
 
 from packstore.config.settings import check_names
 from packstore.errors import CompatibilityError, ConfigError, display, quote, sentence
-from packstore.io.dataset.dataset import Dataset
 from packstore.io.side.side import open_side
 from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.logprobs.head import PackedPolicy
@@ -205,11 +204,6 @@ class PackedTrainer(PackedSteps):
         except ValueError as error:
             rule = "PEFT must be able to add it to the model"
             raise ConfigError(sentence("peft_config", rule, quote(str(error), 200))) from error
-
-    @property
-    def dataset(self) -> Dataset:
-        """The packed dataset that is trained on, of a mix the first."""
-        return next(datasets_of(self.train_dataset))
 
     def _online_reference(self, model: Any, batch: PackedBatch) -> Tensor | None:
         if self._reference is None:
