@@ -145,7 +145,9 @@ def evaluate_batches(
     `dataset` is theirs, if they are packed: it names groups, and the columns of rows.
     """
     grouped = GroupedMetrics(loss_fn, dataset, by)
-    examples = ExampleRows(loss_fn, dataset.manifest.carried) if rows and dataset else None
+    examples = None
+    if rows and dataset is not None:
+        examples = ExampleRows(loss_fn, dataset.manifest.carried)
     with evaluating(policy):
         for batch in batches:
             here = to_device(batch, device)

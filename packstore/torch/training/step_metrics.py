@@ -32,7 +32,8 @@ class StepMetrics(TrainerCallback):  # type: ignore[misc]
         self.metrics, self._since = Metrics(), time.perf_counter()
         self._of_steps, self._examples, self._packs = list[list[float]](), 0, 0
         self._tokens: Tensor | float = 0.0
-        self._waited = self.trainer.steps.waited if self.trainer.steps else 0.0
+        steps = self.trainer.steps  # whose truth is their number, for which all packs are looked at
+        self._waited = 0.0 if steps is None else steps.waited
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Forgets what a training before it left."""
