@@ -54,11 +54,9 @@ def main() -> None:
 
     sizes = DRY if args.cpu_dry_run else GPU
     if args.counted:
-        from gpu.predictions import ratios
+        from gpu.predictions import show
 
-        print("counted, not measured: pairs a second, shared prefixes over padding-free batches")
-        for names, over in ratios().items():
-            print("{:14}{:15}".format(*names), *(f"{x:.2f} ({h} head)" for h, x in over.items()))
+        show()
         return
     if args.prepare:
         from gpu.prepare import prepare

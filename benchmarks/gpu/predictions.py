@@ -8,13 +8,9 @@ shares below; without it, an H100's.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from gpu.sizes import GPU, LLAMA, LLAMA_8B, PROFILES, QWEN3, lengths
 
@@ -30,6 +26,14 @@ TOLERANCE = 0.25
 HEADS = {"triton": (4, 8 + 14), "eager": (4, 24 + 45), "trl": (4, 4 + 10), "logits": (3, 14 + 22)}
 """Way -> products of the head; bytes a logit that its passes move, forward and backward. ``logits``
 holds the logits of all tokens; the others make them twice, of supervised tokens alone."""
+
+LAYERS = {1024: (947_842, 162_435), 2048: (973_955, 269_613), 4096: (1_890_438, 506_434)}
+"""Width of a model -> bytes that the elementwise passes of a layer move by token, forward and
+backward: eager and compiled layers of Qwen3-0.6B, Llama-3.2-1B and Llama-3.1-8B, as
+``tests/torch/models/test_layer_kernels.py`` counts them."""
+
+REFERENCE = 0.3
+"""Forward pass of a reference as a share of a step without one, counted 0.29 to 0.32."""
 
 GATHERED = 8 + 18 + 6
 """Bytes that an element of a gathered key or value moves: two copies; its gradient, widened and
@@ -61,15 +65,21 @@ class Work(NamedTuple):
 
 
 def work(
-    family: str, config: dict[str, Any], queries: Any, keys: Any, targets: int, head: str
+    config: dict[str, Any],
+    queries: Any,
+    keys: Any,
+    targets: int,
+    head: str,
+    compiled: bool = False,
 ) -> Work:
-    """Counts a step with eager layers.
+    """Counts a step.
 
     Args:
-        family, config: of the model.
+        config: of the model.
         queries, keys: lengths of the segments, and of the key runs that they see, `[S]`.
         targets: supervised tokens.
         head: a name of `HEADS`.
+        compiled: count compiled layers in place of eager ones.
     """
     queries, keys = np.asarray(queries, float), np.asarray(keys, float)
     names = ("hidden_size", "num_hidden_layers", "vocab_size")
@@ -81,7 +91,8 @@ def work(
     times, passes = HEADS[head]
     rows = tokens if head == "logits" else targets
     seen = (queries * keys - queries * (queries - 1) / 2).sum()
-    traffic = tokens * layers * elementwise(family, **config) + rows * vocab * passes
+    moved = LAYERS.get(width, (0, 0))[compiled]
+    traffic = tokens * layers * moved + rows * vocab * passes
     traffic += 6 * (layers * layer + vocab * width)  # gradients are added to the last ones
     if keys.sum() > tokens:
         traffic += keys.sum() * layers * kv_width * GATHERED
@@ -94,61 +105,6 @@ def work(
     )
 
 
-class _Unread(torch.autograd.Function):
-    """Stands for attention, of which the counter sees nothing."""
-
-    @staticmethod
-    def forward(ctx: Any, *qkv: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(*qkv)
-        return torch.empty_like(qkv[0])
-
-    @staticmethod
-    def backward(ctx: Any, _: torch.Tensor) -> Any:
-        return tuple(map(torch.empty_like, ctx.saved_tensors))
-
-
-class _Traffic(TorchDispatchMode):
-    """Adds up the bytes that operators read and write; views and products move none."""
-
-    moved = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        name = func.overloadpacket.__name__
-        if not func.is_view and not any(x in name for x in ("mm", "empty", "detach", "view")):
-            for x in tree_leaves((args, kwargs, made)):
-                if isinstance(x, torch.Tensor):  # one that is broadcast is read once
-                    self.moved += min(x.numel() * x.itemsize, x.untyped_storage().nbytes())
-        return made
-
-
-@cache
-def elementwise(family: str, tokens: int = 8192, **config: Any) -> float:
-    """Bytes that the elementwise passes of a layer move by token, forward and backward.
-
-    Counted in transformers' eager layers on the device ``meta``, where nothing is computed.
-    """
-    import transformers
-
-    transformers.AttentionInterface.register(
-        "unread", lambda module, q, k, v, *_, **__: (_Unread.apply(q, k, v).transpose(1, 2), None)
-    )
-
-    def moved(layers: int) -> int:
-        small = {**config, "num_hidden_layers": layers, "vocab_size": 8}
-        made = getattr(transformers, f"{family}Config")(**small, use_cache=False)
-        with torch.device("meta"):
-            model = getattr(transformers, f"{family}ForCausalLM")(made).bfloat16().model
-            ids = torch.zeros(1, tokens, dtype=torch.int64)
-        model.set_attn_implementation("unread")
-        with _Traffic() as traffic:
-            hidden = model(input_ids=ids, position_ids=ids).last_hidden_state
-            hidden.backward(torch.empty_like(hidden))
-        return traffic.moved
-
-    return (moved(2) - moved(1)) / tokens
-
-
 def misses(expected: dict[str, float], figures: dict[str, Any]) -> list[str]:
     """Returns the figures that are off too far, as sentences."""
     parts = {n: figures[n] / v - 1 for n, v in expected.items() if figures.get(n) is not None}
@@ -159,23 +115,39 @@ def misses(expected: dict[str, float], figures: dict[str, Any]) -> list[str]:
     ]
 
 
-def ratios() -> dict[tuple[str, str], dict[str, float]]:
-    """Pairs a second with shared prefixes and the Triton head, over padding-free batches.
+def ratios(compiled: bool) -> dict[tuple[str, str], dict[str, float]]:
+    """Pairs a second with shared prefixes and the Triton head, over those of other ways.
 
-    By model and length profile, then by the head of the padding-free batches.
+    By model and length profile, then by way: the head of padding-free batches, with the same
+    layers, or ``trainer``: TRL's with its defaults, 8 random pairs padded, eager layers, and a
+    reference in each step, which ours has read from a file.
     """
-    models = {"Qwen3-0.6B": ("Qwen3", QWEN3), "Llama-3.2-1B": ("Llama", LLAMA)}
-    models["Llama-3.1-8B"] = ("Llama", LLAMA_8B)
+    models = {"Qwen3-0.6B": QWEN3, "Llama-3.2-1B": LLAMA, "Llama-3.1-8B": LLAMA_8B}
     found = {}
-    for name, (family, config) in models.items():
+    for name, config in models.items():
         for profile in PROFILES:
-            prompt, *responses = lengths(profile, 4000, GPU.longest[profile]).T
+            rows = lengths(profile, 4000, GPU.longest[profile])
+            prompt, *responses = rows.T
             whole = np.concatenate([prompt + n for n in responses])
             stored = np.concatenate([prompt + responses[0], responses[1] + 1])
+            padded = np.repeat((prompt + np.maximum(*responses)).reshape(-1, 8).max(1), 16)
             targets = int(sum(map(np.sum, responses)))
-            ours = work(family, config, stored, whole, targets, "triton").seconds()
-            found[name, profile] = {
-                head: work(family, config, whole, whole, targets, head).seconds() / ours
+            seconds = {
+                head: work(config, whole, whole, targets, head, compiled).seconds()
                 for head in ("triton", "trl", "logits")
             }
+            default = work(config, padded, padded, targets, "trl").seconds()
+            seconds["trainer"] = default * (1 + REFERENCE)
+            ours = work(config, stored, whole, targets, "triton", compiled).seconds()
+            found[name, profile] = {way: taken / ours for way, taken in seconds.items()}
     return found
+
+
+def show() -> None:
+    """Prints the ratios, with compiled and with eager layers."""
+    print("counted, not measured: pairs a second with shared prefixes, over other ways")
+    for compiled in (True, False):
+        for names, over in ratios(compiled).items():
+            layers = "compiled" if compiled else "eager"
+            told = (f"{way} {x:.2f}" for way, x in over.items())
+            print("{:14}{:15}".format(*names), f"{layers:10}", *told)

@@ -132,14 +132,19 @@ def test_compiled_layers_that_are_not_compiled_fail(
     fast.group(Session(1, tmp_path, DRY, "qwen3", 4e9), *group)
 
 
-@pytest.mark.slow
 def test_the_page_gives_what_is_counted() -> None:
-    pytest.importorskip("transformers")
     from gpu.predictions import ratios
     from gpu.sizes import PROFILES
 
     page = (BENCHMARKS.parent / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    compiled, eager = ratios(True), ratios(False)
     for profile, medians in PROFILES.items():
-        over = [f"{x['triton']:.2f}" for (_, name), x in ratios().items() if name == profile]
-        row = re.escape("{}, {}, {}".format(*medians)) + r"[^|]*\| " + r" \| ".join(over)
-        assert re.search(row, page), profile
+        over = [
+            f"{x['triton']:.2f} ({eager[names]['triton']:.2f})"
+            for names, x in compiled.items()
+            if names[1] == profile
+        ]
+        row = re.escape(" | ".join(over))
+        assert re.search("{}, {}, {}".format(*medians) + r"[^|]*\| " + row, page), profile
+    over = [x["trainer"] for x in compiled.values()]
+    assert f"counted {min(over):.1f} to {max(over):.1f} times" in page
