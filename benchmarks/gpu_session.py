@@ -1,21 +1,19 @@
-"""All that is to be measured on one CUDA GPU, in three stages of at most nine minutes each.
+"""All that is to be measured on one CUDA GPU: one call of nine minutes, and one of three.
 
-    python benchmarks/gpu_session.py --prepare gpu-files     # before, on a machine with network
-    python benchmarks/gpu_session.py --stage 0 --data gpu-files/data --out gpu-results
-    python benchmarks/gpu_session.py --cpu-dry-run --stage 0 1 2 --out /tmp/dry
-    python benchmarks/gpu_session.py --counted               # what is expected, without a GPU
+    python benchmarks/gpu_session.py --prepare       # before: wheels, data; prints both calls
+    python benchmarks/gpu_session.py --data gpu-files/data --end $(($(date +%s) + 515))
+    python benchmarks/gpu_session.py --cpu-dry-run --out /tmp/dry
+    python benchmarks/gpu_session.py --counted       # what is expected, without a GPU
 
-0. What decides: the kernels that `auto` takes and the head against float32 and float64, packed
-   against padded models; then pairs a second of models of the shapes of Llama-3.2-1B and
-   Qwen3-0.6B, beside padding-free and padded batches, each with TRL's fused head, and with logits;
-   heads beside their peers; a profile; compiled layers; a run that is killed and resumed.
-1. Other backends, heads and settings; a CUDA graph; ``packstore train``, reference log-probs.
-2. Longer prompts and responses, larger batches, compiled layers; tiles; attention by length.
+Parts in the order of their value (``gpu/plan.py``): kernels, head, packed and compiled models
+against float32; pairs a second with compiled layers, beside padding-free and padded batches with
+TRL's head; TRL's trainer beside ``packstore train``; other models, lengths and heads; a profile; a
+run that is killed and resumed; then other backends and settings.
 
-Each case prints its verdict and is written to ``stage<N>.json`` when it ends; none begins when the
-budget is short. One that raises, hangs or kills the process is recorded, and the rest goes on. What
-was expected (``gpu/predictions.py``) is printed beside it. ``--prepare`` fetches the wheels that a
-bare machine lacks, packs the data, and prints the command for that machine.
+Each case prints its verdict and is written to ``results.json`` when it ends, in ``--out`` and in
+``$OUT``; none begins after ``--end``. One that raises, hangs or kills its process is recorded, and
+the rest goes on. What was expected (``gpu/predictions.py``) is printed beside it. Nothing is
+deleted: another call runs the cases that were skipped or not reached, ``--again`` also others.
 """
 
 from __future__ import annotations
@@ -24,6 +22,7 @@ import argparse
 import os
 import sys
 import tempfile
+import time
 from functools import partial
 from pathlib import Path
 
@@ -35,16 +34,14 @@ NO_GPU = "gpu_session.py needs a CUDA GPU; --cpu-dry-run tries the script withou
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--stage", type=int, nargs="+", choices=(0, 1, 2), default=[0])
-    parser.add_argument("--budget", type=float, help="seconds of each stage; default: its own")
+    parser.add_argument("--end", type=float, default=time.time() + 515, help="seconds since 1970")
     parser.add_argument("--out", type=Path, default=Path("gpu-results"), help="folder of results")
-    parser.add_argument("--data", type=Path, help="DIR/data of --prepare; made if it is missing")
-    parser.add_argument("--prepare", type=Path, metavar="DIR", help="fetch wheels, pack data")
+    parser.add_argument("--data", type=Path, help="packed by --prepare; made if it is missing")
+    parser.add_argument("--prepare", action="store_true", help="fetch wheels, pack data")
     parser.add_argument("--cpu-dry-run", action="store_true", help="every path, tiny, on CPU")
     parser.add_argument("--counted", action="store_true", help="print what is expected, and end")
-    parser.add_argument(
-        "--only", default="", help="regular expression of the names of cases to run"
-    )
+    parser.add_argument("--only", default="", help="regular expression of names of cases to run")
+    parser.add_argument("--again", nargs="+", default=[], help="verdicts of cases that run again")
     args = parser.parse_args()
 
     # Processes are forked below, which a driver that was asked before does not survive.
@@ -61,7 +58,7 @@ def main() -> None:
     if args.prepare:
         from gpu.prepare import prepare
 
-        prepare(args.prepare, sizes)
+        prepare(sizes)
         return
     if not sizes.cuda:
         torch.set_num_threads(1)
@@ -71,28 +68,23 @@ def main() -> None:
 
 
 def run(args: argparse.Namespace, sizes: object) -> bool:
-    """Runs the stages; returns False if a case is wrong or failed."""
+    """Runs the plan; returns False if a case is wrong or failed."""
     import transformers
+    from gpu.plan import plan
     from gpu.session import Session, supervise
-    from gpu.stages import BUDGETS, stage
 
     for family, _ in sizes.models.values():  # imported once, before the processes part
         getattr(transformers, f"{family}ForCausalLM")
-    right = True
+    session = partial(Session, args.out, sizes, args.only)
+    session(0).forget(["skipped", *args.again])
     with tempfile.TemporaryDirectory() as scratch:
         data = args.data or Path(scratch, "data")
         if not data.exists():
             from gpu.prepare import write_data
 
             write_data(data, sizes)
-        for number in args.stage:
-            session = partial(Session, number, args.out, sizes, args.only)
-            (args.out / f"stage{number}.json").unlink(missing_ok=True)
-            kept = Path(scratch, f"stage{number}")
-            kept.mkdir()
-            supervise(stage(number, sizes, data, kept), session, args.budget or BUDGETS[number])
-            right &= session(0).table()
-    return right
+        supervise(plan(sizes, data, Path(scratch)), session, args.end)
+    return session(0).table()
 
 
 if __name__ == "__main__":

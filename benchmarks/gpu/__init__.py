@@ -1,1 +1,1 @@
-"""The stages of ``benchmarks/gpu_session.py``."""
+"""The parts of ``benchmarks/gpu_session.py``."""

@@ -1,4 +1,4 @@
-"""``packstore train`` and reference log-probs from stored packs.
+"""``packstore train`` from stored packs, beside TRL's own trainer.
 
 Training runs in processes of their own, which are killed before they would write a checkpoint.
 """
@@ -12,49 +12,38 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from gpu.session import Figures, Session
-from gpu.sizes import make_model
+from gpu.sizes import lengths, make_model
 
 FIRST = 5
-"""Records that are left out: kernels are chosen and compiled there."""
+"""Steps that are left out: kernels are chosen and compiled there."""
 
 WAYS: dict[str, dict[str, Any]] = {
-    "full": {"dtype": "bfloat16", "ref_logps": True},
-    "full_online": {"dtype": "bfloat16"},
-    "autocast": {"dtype": "float32"},
-    "lora": {"dtype": "bfloat16", "lora": {"rank": 16}, "learning_rate": 1e-4},
+    "bfloat16": {"dtype": "bfloat16"},
+    "own precision": {},  # weights in float32, layers in bfloat16
+    "ref-logps": {"dtype": "bfloat16", "ref_logps": True},
+    "lora": {"dtype": "bfloat16", "peft_config": {"r": 16}, "learning_rate": 1e-4},
 }
+"""Settings of ``train``; without stored log-probs the reference is computed in the step."""
 
 
-def training(session: Session, data: Path, scratch: Path) -> None:
-    """Reference log-probs, then training with all weights, autocast and LoRA."""
-    sizes = session.sizes
-    name = next(iter(sizes.models))
-    model = scratch / name
-    written = partial(saved_model, session, *sizes.models[name], model)
-    session.case("model written", lambda: {"bytes": _size(written())}, seconds=30)
-    for profile in sizes.pairs:
-        dataset, side = data / f"{profile}-shared_prefix", scratch / f"ref-{profile}"
-        session.case(f"ref-logps/{profile}", partial(_ref_logps, session, model, dataset, side))
-    for way, own in WAYS.items():
-        settings = settings_of(session, model, data / "hh-shared_prefix", sizes.steps + 1) | own
-        if own.get("ref_logps"):
-            settings["ref_logps"] = str(scratch / "ref-hh")
-        settings["output_dir"] = str(scratch / f"run-{way}")
-        seconds = 45 if sizes.cuda else 3
-        session.case(f"train/{way}", partial(_rates, session, settings), seconds)
-
-
-def _size(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.rglob("*"))
+def training(session: Session, data: Path, scratch: Path, ways: Iterable[str]) -> None:
+    """Trains the first model on pairs like hh, by TRL's trainer and by ``train`` with settings."""
+    for way in ways:
+        case = partial(_trl, session, scratch) if way == "trl" else None
+        case = case or partial(_train, session, data, scratch, way)
+        session.case(f"train/{way}", case, 45 if session.sizes.cuda else 3)
 
 
 def saved_model(session: Session, family: str, config: dict[str, Any], folder: Path) -> Path:
-    """Writes a random model; returns its folder."""
+    """Writes a random model, unless it is there; returns its folder."""
     if not folder.exists():
         make_model(family, config, session.sizes).save_pretrained(folder)
     return folder
@@ -62,12 +51,10 @@ def saved_model(session: Session, family: str, config: dict[str, Any], folder: P
 
 def settings_of(session: Session, model: Path, dataset: Path, steps: int) -> dict[str, Any]:
     """Settings of ``train`` that all runs share."""
-    sizes = session.sizes
     return {
         "model": str(model),
         "train_dataset": str(dataset),
-        "dtype": "bfloat16",
-        "examples_per_step": sizes.pairs_per_step,
+        "examples_per_step": session.sizes.pairs_per_step,
         "packs_per_batch": 2,
         "max_steps": steps,
         "learning_rate": 1e-6,
@@ -75,51 +62,76 @@ def settings_of(session: Session, model: Path, dataset: Path, steps: int) -> dic
     }
 
 
-def run_process(
-    settings: dict[str, Any], kill_at: int | None = None, exact: bool = False
-) -> Figures:
-    """Trains in a process; returns its records and its peak of memory.
+def run_process(task: dict[str, Any]) -> Figures:
+    """Trains in a process; returns its records, the times of its steps and its peak of memory.
 
     Args:
-        settings: settings of ``train``.
-        kill_at: the process is killed with SIGKILL after the record of this step.
-        exact: use deterministic algorithms.
+        task: for packstore `settings` of ``train``, `kill_at`, the step after whose record the
+            process is killed, and `exact`, for deterministic algorithms; or arguments of ``trl``.
     """
-    task = json.dumps({"settings": settings, "kill_at": kill_at, "exact": exact})
-    script = str(Path(__file__).with_name("run_training.py"))
     done = subprocess.run(
-        [sys.executable, script, task],
+        [sys.executable, str(Path(__file__).with_name("run_training.py")), json.dumps(task)],
         capture_output=True,
         text=True,
         check=False,
-        env=os.environ | ({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if exact else {}),
+        env=os.environ | ({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if task.get("exact") else {}),
     )
-    expected = 0 if kill_at is None else -signal.SIGKILL
-    if done.returncode != expected:
-        raise RuntimeError(f"train ended with {done.returncode}: {done.stderr[-600:]}")
+    if done.returncode != (-signal.SIGKILL if task.get("kill_at") else 0):
+        why = done.stderr[-600:]
+        for kind in (torch.OutOfMemoryError, ModuleNotFoundError):
+            if f"{kind.__name__}: " in why:
+                raise kind(why.splitlines()[-1])
+        raise RuntimeError(f"the training ended with {done.returncode}: {why}")
     found: Figures = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
-def _rates(session: Session, settings: dict[str, Any]) -> Figures:
+def _model(session: Session, scratch: Path) -> Path:
+    name, (family, config) = next(iter(session.sizes.models.items()))
+    return saved_model(session, family, config, scratch / name)
+
+
+def _rates(session: Session, found: Figures) -> Figures:
+    """Pairs a second after the first steps, by the same clock for all trainers."""
+    first = FIRST if session.sizes.cuda else 1
+    taken = found["times"][-1] - found["times"][first - 1]
+    pairs = [r.get("examples", session.sizes.pairs_per_step) for r in found["records"][first:]]
+    return {"pairs_per_second": sum(pairs) / taken, "peak_gib": found["peak_gib"]}
+
+
+def _trl(session: Session, scratch: Path) -> Figures:
+    """TRL's trainer on as many pairs of the same lengths."""
+    sizes = session.sizes
+    rows = lengths("hh", sizes.steps * sizes.pairs_per_step, sizes.longest["hh"])
+    task = {"model": str(_model(session, scratch)), "output_dir": str(scratch / "trl")}
+    return _rates(
+        session, run_process({**task, "pairs": rows.tolist(), "step": sizes.pairs_per_step})
+    )
+
+
+def _train(session: Session, data: Path, scratch: Path, way: str) -> Figures:
     """Rates of a run that is killed before it saves; right if it hardly waits for data."""
-    found = run_process(settings, kill_at=settings["max_steps"] - 1)
+    settings = settings_of(session, _model(session, scratch), data, session.sizes.steps + 1)
+    settings |= WAYS[way] | {"output_dir": str(scratch / f"run-{way}")}
+    figures: Figures = {}
+    if settings.get("ref_logps"):
+        settings["ref_logps"] = str(scratch / "ref")
+        figures["reference_tokens_per_second"] = _ref_logps(session, settings)
+    found = run_process({"settings": settings, "kill_at": session.sizes.steps})
     steady = found["records"][FIRST if session.sizes.cuda else 1 :]
-    names = ("examples_per_second", "tokens_per_second", "fill", "data_wait")
-    middle = {name: statistics.median(r[name] for r in steady) for name in names}
+    middle = {name: statistics.median(r[name] for r in steady) for name in ("fill", "data_wait")}
     quick = {"right": middle["data_wait"] < 0.01} if session.sizes.cuda else {}
-    return {**quick, **middle, "peak_gib": found["peak_gib"], "records": len(steady)}
+    return {**quick, **_rates(session, found), **middle, **figures}
 
 
-def _ref_logps(session: Session, model: Path, dataset: Path, side: Path) -> Figures:
+def _ref_logps(session: Session, settings: dict[str, Any]) -> float:
+    """Writes reference log-probs; returns tokens a second."""
     import packstore
     from packstore.torch import write_ref_logps
     from packstore.torch.models.load import load_model
 
-    packs = packstore.open(str(dataset))
-    loaded = load_model(model, dtype="bfloat16").to(session.sizes.device)
+    packs = packstore.open(settings["train_dataset"])
+    loaded = load_model(settings["model"], dtype="bfloat16").to(session.sizes.device)
     started = time.perf_counter()
-    write_ref_logps(loaded, packs, str(side))
-    seconds = time.perf_counter() - started
-    tokens = packs.manifest.totals.tokens
-    return {"tokens_per_second": tokens / seconds, "tokens": tokens}
+    write_ref_logps(loaded, packs, settings["ref_logps"])
+    return packs.manifest.totals.tokens / (time.perf_counter() - started)

@@ -47,6 +47,7 @@ def group(
 ) -> None:
     """Measures ways to train a model on pairs of a length profile, `tokens` in a micro-batch.
 
+    The first two, which decide, are timed before the others are tried; then all in turns.
     Those with compiled layers need a process that has compiled for no other model: beyond a number
     of graphs torch runs layers without the compiler.
     """
@@ -57,21 +58,31 @@ def group(
         return  # nothing was asked for, or a process before this one has done it
     trial = Trial(session, model, profile, tokens, compiled)
     least = 40 if compiled and session.sizes.cuda else 8
-    ready = {c: w for c, w in cases.items() if session.case(c, partial(trial.warm, w), least)}
-    for _ in range(session.sizes.rounds):
-        for case, way in list(ready.items()):
-            if session.left < 3:
-                break
-            try:
-                trial.round(way)
-            except Exception as error:  # the other ways go on
-                session.update(case, failure(error))
-                del ready[case]
-    timed = {case: way for case, way in ready.items() if way in trial.seconds}
-    if {OURS, SAME_HEAD} <= set(timed.values()):
-        session.case(f"{name}/ratio to padding-free{end}", trial.ratios, seconds=-60)
-    for case, way in timed.items():
-        session.update(case, trial.figures(way))
+    ready: dict[str, str] = {}
+    for some in (list(cases)[:2], list(cases)[2:]):
+        for case in some:
+            known = not session.wants(case)
+            if session.case(case, partial(trial.warm, way := cases[case]), least):
+                ready[case] = way
+                if known:  # a process before this one has measured it
+                    trial.warm(way)
+        trial.seconds.clear()
+        for _ in range(session.sizes.rounds if some else 0):
+            for case, way in list(ready.items()):
+                if session.left < 3:
+                    break
+                try:
+                    trial.round(way)
+                except Exception as error:  # the other ways go on
+                    session.update(case, failure(error))
+                    del ready[case]
+        timed = {case: way for case, way in ready.items() if way in trial.seconds}
+        for case, way in timed.items():
+            session.update(case, trial.figures(way))
+        if {OURS, SAME_HEAD} <= set(timed.values()):
+            ratio = f"{name}/ratio to padding-free{end}"
+            session.case(ratio, trial.ratios, seconds=-60)
+            session.update(ratio, trial.ratios())
     losses = [session.cases[case]["loss"] for case in ready]
     if len(losses) > 1:
         spread = max(losses) - min(losses)

@@ -136,13 +136,12 @@ def routes(cuda: bool) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
     }
 
 
-def heads(session: Session, tiles: bool) -> None:
-    """Forward and backward of each route, or of other sizes of tiles, by shape of the head."""
+def heads(session: Session) -> None:
+    """Forward and backward of each route, by shape of the head."""
     for vocab, width in session.sizes.head_shapes:
         for name, route in routes(session.sizes.cuda).items():
-            if name.startswith("tiles") == tiles:
-                case = partial(_head, session, name, route, (vocab, width))
-                session.case(f"head/{vocab}x{width}/{name}", case, seconds=5)
+            case = partial(_head, session, name, route, (vocab, width))
+            session.case(f"head/{vocab}x{width}/{name}", case, seconds=5)
 
 
 def _head(

@@ -14,6 +14,7 @@ import numpy as np
 
 from gpu.sizes import GPU, LLAMA, LLAMA_8B, PROFILES, QWEN3, lengths
 
+MODELS = {"Qwen3-0.6B": QWEN3, "Llama-3.2-1B": LLAMA, "Llama-3.1-8B": LLAMA_8B}
 CEILINGS = {"product_tflops": 790.0, "copy_tb_per_second": 3.0}
 """Of an H100: a bfloat16 product of 8192 x 8192 x 8192, and a copy of 4 GiB."""
 
@@ -122,9 +123,8 @@ def ratios(compiled: bool) -> dict[tuple[str, str], dict[str, float]]:
     layers, or ``trainer``: TRL's with its defaults, 8 random pairs padded, eager layers, and a
     reference in each step, which ours has read from a file.
     """
-    models = {"Qwen3-0.6B": QWEN3, "Llama-3.2-1B": LLAMA, "Llama-3.1-8B": LLAMA_8B}
     found = {}
-    for name, config in models.items():
+    for name, config in MODELS.items():
         for profile in PROFILES:
             rows = lengths(profile, 4000, GPU.longest[profile])
             prompt, *responses = rows.T

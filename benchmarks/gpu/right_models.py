@@ -1,8 +1,7 @@
-"""Correctness of whole models: packed equals padded, isolation, host waits, CUDA graphs, resume."""
+"""Correctness of whole models: packed equals padded, host waits, CUDA graphs, resume."""
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Iterable
 from functools import partial
@@ -32,17 +31,18 @@ def _config(session: Session, family: str) -> dict[str, Any]:
     return {**session.sizes.small, **own}
 
 
-def packed_is_padded(session: Session, families: Iterable[str]) -> None:
+def packed_is_padded(session: Session, families: Iterable[str], compiled: bool = False) -> None:
     """Logits, loss and gradients of packs and of padded rows, on random weights."""
     for family in families:
         for layout in LAYOUTS:
-            case = partial(_packed_is_padded, session, family, layout)
-            session.case(f"packed = padded/{family}/{layout}", case, seconds=10)
+            case = partial(_packed_is_padded, session, family, layout, compiled)
+            end = "/compiled" if compiled else ""
+            session.case(f"packed = padded/{family}/{layout}{end}", case, seconds=10)
 
 
-def _packed_is_padded(session: Session, family: str, layout: str) -> Figures:
+def _packed_is_padded(session: Session, family: str, layout: str, compiled: bool) -> Figures:
     """Against padded rows in float32; right up to twice the error of padded rows in 16 bits."""
-    from packstore.torch import PreferenceLoss, use_packed_attention
+    from packstore.torch import PreferenceLoss, compile_layers, use_packed_attention
     from packstore.torch.logprobs.head import PackedPolicy
 
     sizes, config = session.sizes, _config(session, family)
@@ -54,6 +54,8 @@ def _packed_is_padded(session: Session, family: str, layout: str) -> Figures:
         model = make_model(family, config, sizes, dtype)
         if name == "ours":
             use_packed_attention(model)
+            if compiled:
+                compile_layers(model, **({} if sizes.cuda else {"backend": "eager"}))
             logps = PackedPolicy(model)(batch)
             with torch.no_grad():
                 logits = model(**batch.model_inputs()).logits[0]
@@ -85,18 +87,6 @@ def _sums(logits: Tensor, batch: Any) -> Tensor:
     chosen = logps.gather(-1, batch.labels[batch.target_index, None]).squeeze(-1)
     sums = chosen.new_zeros(batch.num_segments)
     return sums.index_add(0, batch.segment_ids[batch.target_index], chosen)
-
-
-def isolation(session: Session, backends: Iterable[str]) -> None:
-    """The probe on backends, with a small random model."""
-    from packstore.torch import check_isolation
-
-    def probe(backend: str) -> Figures:
-        model = make_model("Llama", _config(session, "Llama"), session.sizes)
-        return {"right": True, "largest_difference": float(check_isolation(model, backend))}
-
-    for backend in backends:
-        session.case(f"isolation/{backend}", partial(probe, backend))
 
 
 def waits(session: Session) -> None:
@@ -216,15 +206,14 @@ def resumed(session: Session, data: Path, scratch: Path) -> None:
 
     def compare() -> Figures:
         steps, cut_at = 5, 3
-        vocab = json.loads((data / "about.json").read_text(encoding="utf-8"))["vocab_size"]
-        config = {**session.sizes.small, "hidden_size": 64, "vocab_size": vocab}
+        config = {**session.sizes.small, "hidden_size": 64, "vocab_size": session.sizes.vocab}
         model = saved_model(session, "Llama", config, scratch / "small")
-        base = settings_of(session, model, data / "hh-shared_prefix", steps)
+        base = settings_of(session, model, data, steps)
         base |= {"save_steps": 2, "examples_per_step": 4, "compile": "none"}
-        whole = run_process({**base, "output_dir": str(scratch / "whole")}, exact=True)
-        again = {**base, "output_dir": str(scratch / "killed")}
-        run_process(again, kill_at=cut_at, exact=True)
-        found = run_process(again, exact=True)
+        base |= {"dtype": "bfloat16"}
+        whole, killed = (base | {"output_dir": str(scratch / n)} for n in ("whole", "killed"))
+        run_process({"settings": killed, "exact": True, "kill_at": cut_at})
+        whole, found = (run_process({"settings": s, "exact": True}) for s in (whole, killed))
         losses = [[record["loss"] for record in r["records"]] for r in (whole, found)]
         return {"right": losses[0] == losses[1] and len(losses[0]) == steps, "losses": losses}
 

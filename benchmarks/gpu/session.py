@@ -1,4 +1,4 @@
-"""Runs the cases of a stage one after another, and records each as soon as it has ended."""
+"""Runs cases one after another, and records each as soon as it has ended."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ VERDICTS = (*GOOD, "does not fit", "absent", "skipped", *BAD)
 
 
 class Session:
-    """The cases of one stage, within a budget of seconds.
+    """The cases of a session, of which some may have run before.
 
     A case is a function that returns figures; ``right`` among them is its verdict, and those under
     ``expected`` are compared with what was measured. An exception of any class is recorded as the
@@ -49,24 +49,24 @@ class Session:
     exits with ``LOST``; :func:`supervise` starts one that goes on.
 
     Args:
-        stage: number of the stage.
-        out: folder of the results; ``stage<N>.json`` is written after each case.
+        out: folder of the results; ``results.json`` is written after each case, there and in
+            ``$OUT``. Cases that it holds already do not run again.
         sizes: devices and sizes.
         only: a regular expression; cases whose names do not contain it are left out.
         stop: time at which no case starts any more.
     """
 
-    def __init__(self, stage: int, out: Path, sizes: Sizes, only: str, stop: float) -> None:
+    def __init__(self, out: Path, sizes: Sizes, only: str, stop: float) -> None:
         self.sizes, self.only, self.stop = sizes, re.compile(only), stop
-        self.path = out / f"stage{stage}.json"
-        self.results: Figures = {"stage": stage, "cases": {}}
+        self.path = out / "results.json"
+        self.cases: dict[str, Figures] = {}
         if self.path.exists():
-            self.results = json.loads(self.path.read_text(encoding="utf-8"))
+            self.cases = json.loads(self.path.read_text(encoding="utf-8"))
 
-    @property
-    def cases(self) -> dict[str, Figures]:
-        """Figures by name of the case."""
-        return self.results["cases"]
+    def forget(self, verdicts: Iterable[str]) -> None:
+        """Lets cases of these verdicts run again."""
+        self.cases = {n: c for n, c in self.cases.items() if c["verdict"] not in verdicts}
+        self.write()
 
     @property
     def left(self) -> float:
@@ -75,7 +75,7 @@ class Session:
 
     @property
     def ceilings(self) -> dict[str, float]:
-        """Returns the best rates of the device in this stage; else those of an H100."""
+        """Returns the best rates of the device, as measured; else those of an H100."""
         measured = self.cases.get("ceilings", {}) if self.sizes.cuda else {}
         return {name: measured.get(name, value) for name, value in CEILINGS.items()}
 
@@ -87,7 +87,7 @@ class Session:
         """Runs a case; returns True if it ended without an exception and is not wrong.
 
         Args:
-            name: name of the case, unique in the stage.
+            name: unique name of the case.
             work: returns the figures.
             seconds: the case is skipped if less than that is left.
         """
@@ -116,14 +116,16 @@ class Session:
 
     def write(self) -> None:
         """Writes the JSON, so that what was measured outlives a crash."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        beside = self.path.with_suffix(".part")
-        beside.write_text(json.dumps(self.results, indent=1, default=str) + "\n", encoding="utf-8")
-        beside.replace(self.path)
+        for folder in {self.path.parent, Path(os.environ.get("OUT") or self.path.parent)}:
+            folder.mkdir(parents=True, exist_ok=True)
+            beside = folder / "results.part"
+            text = json.dumps(self.cases, indent=1, default=str)
+            beside.write_text(text + "\n", encoding="utf-8")
+            beside.replace(folder / self.path.name)
 
     def table(self) -> bool:
         """Prints the ratios, then all cases but right ones; returns True if none is wrong."""
-        print(f"\nstage {self.results['stage']}: {len(self.cases)} cases")
+        print(f"\n{len(self.cases)} cases")
         verdicts = {name: case["verdict"] for name, case in self.cases.items()}
         for name in sorted(verdicts, key=lambda n: ("ratio" not in n, VERDICTS.index(verdicts[n]))):
             if verdicts[name] != "right":
@@ -172,8 +174,8 @@ class Part(NamedTuple):
     works: tuple[Callable[[Session], Any], ...]  # run the cases, one after another
 
 
-def supervise(parts: Iterable[Part], session: Callable[[float], Session], budget: float) -> None:
-    """Runs the parts of a stage; if one crashes, hangs or loses its device, another goes on.
+def supervise(parts: Iterable[Part], session: Callable[[float], Session], end: float) -> None:
+    """Runs parts, each in a process; if one crashes, hangs or loses its device, another goes on.
 
     Processes are forked, so that torch and transformers are imported once; the caller must not have
     touched CUDA.
@@ -181,9 +183,8 @@ def supervise(parts: Iterable[Part], session: Callable[[float], Session], budget
     Args:
         parts: in order.
         session: makes the session of a part, given the time at which it stops.
-        budget: seconds of all parts.
+        end: time at which no case starts any more.
     """
-    end = time.time() + budget
     for part in parts:
         stop = min(end, time.time() + part.seconds)
         for _ in range(TRIES):

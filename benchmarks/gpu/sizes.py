@@ -1,4 +1,4 @@
-"""Sizes of the stages on a GPU and in a dry run on a CPU, and batches of given lengths."""
+"""Sizes on a GPU and in a dry run on a CPU, and batches of given lengths."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Sizes:
     longest: dict[str, int]  # longest prompt or response by length profile
     rounds: int  # timed
     micro_batches: int  # those with shared prefixes in a round
-    pairs: dict[str, int]  # packed, by length profile
+    pairs: int  # packed
     pairs_per_step: int
     steps: int
     pack_size: int
@@ -75,6 +75,11 @@ class Sizes:
     def cuda(self) -> bool:
         """True on a GPU."""
         return self.device == "cuda"
+
+    @property
+    def vocab(self) -> int:
+        """Token ids that all models know."""
+        return min(config["vocab_size"] for _, config in self.models.values())
 
 
 GPU = Sizes(
@@ -90,9 +95,9 @@ GPU = Sizes(
     longest={"hh": 2048, "ultrafeedback": 2048, "long": 8192},
     rounds=3,
     micro_batches=8,
-    pairs={"hh": 6000, "ultrafeedback": 1500},
+    pairs=1200,
     pairs_per_step=64,
-    steps=30,
+    steps=15,
     pack_size=8192,
     window=64,
 )
@@ -109,7 +114,7 @@ DRY = Sizes(
     longest={"hh": 40, "ultrafeedback": 40, "long": 60},
     rounds=1,
     micro_batches=2,
-    pairs={"hh": 32, "ultrafeedback": 32},
+    pairs=32,
     pairs_per_step=4,
     steps=4,
     pack_size=256,

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from children import run_python
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
-LACKING = ("numba", "llvmlite", "polars", "datasets", "isal", "torchdata", "duckdb", "jsonschema")
+LACKING = ("numba", "llvmlite", "polars", "isal", "torchdata", "duckdb", "jsonschema")
 
 BLOCKED = f"""
 from importlib.machinery import PathFinder
@@ -28,26 +29,23 @@ PathFinder.find_spec = staticmethod(find_spec)
 """
 
 
-def run(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run(
+    tmp_path: Path, *arguments: str, out: Path | None = None
+) -> subprocess.CompletedProcess[str]:
     (tmp_path / "sitecustomize.py").write_text(BLOCKED, encoding="utf-8")
     environment = {
         "PYTHONPATH": os.pathsep.join([str(tmp_path), str(BENCHMARKS.parent)]),
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
         "HF_HUB_OFFLINE": "1",
+        "OUT": str(out or ""),
     }
     return run_python(BENCHMARKS / "gpu_session.py", *arguments, env=environment)
 
 
-def cases_of(out: Path, stage: int) -> dict[str, Any]:
-    cases: dict[str, Any] = json.loads((out / f"stage{stage}.json").read_text("utf-8"))["cases"]
-    assert cases
-    return cases
-
-
 @pytest.mark.slow
-def test_all_stages(tmp_path: Path) -> None:
-    """Also a training run that is killed and resumed; peers of the head may be absent."""
+def test_whole_plan_in_two_calls(tmp_path: Path) -> None:
+    """The second goes on where the first was cut; a training run is killed and resumed."""
     pytest.importorskip("accelerate", reason="training needs accelerate")
     from gpu import prepare, sizes
 
@@ -57,16 +55,24 @@ def test_all_stages(tmp_path: Path) -> None:
     told = "gpu_session.py needs a CUDA GPU; --cpu-dry-run tries the script without one."
     assert (done.returncode, done.stdout, done.stderr) == (1, "", told + "\n")
     arguments = ("--cpu-dry-run", "--data", str(data), "--out", str(tmp_path))
-    done = run(tmp_path, *arguments, "--stage", "0", "1", "2")
+    done = run(tmp_path, *arguments, "--only", "head/", "--end", str(time.time() + 1e3))
     assert done.returncode == 0, done.stdout + done.stderr
-    cases = {n: c for stage in (0, 1, 2) for n, c in cases_of(tmp_path, stage).items()}
+    before = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
+    (tmp_path / "out").mkdir()
+    done = run(tmp_path, *arguments, "--end", str(time.time() + 1e3), out=tmp_path / "out")
+    assert done.returncode == 0, done.stdout + done.stderr
+    kept = (tmp_path / "results.json").read_text(encoding="utf-8")
+    assert (tmp_path / "out" / "results.json").read_text(encoding="utf-8") == kept
+    cases: dict[str, Any] = json.loads(kept)
+    assert cases.items() >= before.items()
     absent = {name for name, case in cases.items() if case["verdict"] == "absent"}
     assert all("/trl" in name or "flash_attn" in name for name in absent)
     assert cases["killed and resumed"]["right"]
-    assert {"train/full", "train/full_online", "train/autocast", "train/lora"} <= cases.keys()
+    ways = ("trl", "bfloat16", "own precision", "ref-logps", "lora")
+    assert {f"train/{way}" for way in ways} <= cases.keys()
     assert {n for n in cases if "ratio" in n} >= {
         "qwen3-0.6b/hh/256/ratio to padding-free",
-        "qwen3-0.6b/hh/256/ratio to padding-free/compiled",
+        "llama-1.2b/hh/256/ratio to padding-free/compiled",
     }
 
 
@@ -96,13 +102,19 @@ def test_verdicts(tmp_path: Path) -> None:
         session.case("not asked for", lambda: fail(AssertionError()))
 
     def session(stop: float) -> Session:
-        return Session(0, tmp_path, DRY, "|".join(works), stop)
+        return Session(tmp_path, DRY, "|".join(works), stop)
 
     unprepared = Part("broken", 60, (lambda _: fail(ValueError("no model")),))
-    supervise([Part("cases", 60, (cases,)), unprepared], session, 60)
+    parts = [Part("cases", 60, (cases,)), unprepared]
+    supervise(parts, session, time.time() + 60)
     verdicts = {name: case["verdict"] for name, case in session(0).cases.items()}
     assert verdicts == {name: name for name in works} | {"broken, work 0": "FAILED"}
     assert not session(0).table()
+    session(0).forget(["skipped", "absent"])
+    works["skipped"] = works["absent"] = works["right"]
+    supervise(parts, session, time.time() + 60)
+    again = {name: case["verdict"] for name, case in session(0).cases.items()}
+    assert again == verdicts | {"absent": "right"}
 
 
 @pytest.mark.slow
@@ -116,20 +128,20 @@ def test_compiled_layers_that_are_not_compiled_fail(
     from gpu.sizes import DRY
     from torch._dynamo.utils import counters
 
-    from packstore.torch.models import load
+    from packstore.torch.models import compiled
 
     group = ("llama-1.2b", "hh", 256, (fast.OURS, "shared_prefix/eager"))
-    session = Session(0, tmp_path, DRY, "", 4e9)
+    session = Session(tmp_path, DRY, "", 4e9)
     torch._dynamo.reset()
     counters.clear()
-    monkeypatch.setattr(load, "GRAPHS", 1)
+    monkeypatch.setattr(compiled, "GRAPHS", 1)
     with torch._dynamo.config.patch(recompile_limit=1):  # the limit of an older torch
         fast.group(session, *group, compiled=True)
     reasons = [case["why"] for case in session.cases.values() if case["verdict"] == "FAILED"]
     assert reasons
     assert all(re.search(r"RuntimeError: \d+ of \d+ frames", reason) for reason in reasons)
     monkeypatch.delattr(fast, "Trial")
-    fast.group(Session(1, tmp_path, DRY, "qwen3", 4e9), *group)
+    fast.group(Session(tmp_path, DRY, "qwen3", 4e9), *group)
 
 
 def test_the_page_gives_what_is_counted() -> None:
