@@ -1,25 +1,25 @@
-"""Bytes that the layers of published models move, which ``benchmarks/gpu/predictions.py`` expects.
+"""Bytes that the layers of published models move and keep, which the docs and benchmarks tell.
 
 Needs no GPU, and proves no speed.
 """
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
-from gpu.predictions import LAYERS
-from gpu.sizes import LLAMA, LLAMA_8B, QWEN3
-
-MODELS = {"Qwen3-0.6B": ("Qwen3", QWEN3), "Llama-3.2-1B": ("Llama", LLAMA)}
-MODELS["Llama-3.1-8B"] = ("Llama", LLAMA_8B)
+ROOT = Path(__file__).parents[3]
+sys.path.append(str(ROOT / "benchmarks"))
+predictions: Any = importlib.import_module("gpu.predictions")
+MODELS = predictions.MODELS
 TOKENS = 2048
 
 
@@ -27,12 +27,12 @@ class Unread(torch.autograd.Function):
     """Stands for attention, of which the counter sees nothing."""
 
     @staticmethod
-    def forward(ctx: Any, *qkv: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, *qkv: Tensor) -> Tensor:
         ctx.save_for_backward(*qkv)
         return torch.empty_like(qkv[0])
 
     @staticmethod
-    def backward(ctx: Any, _: torch.Tensor) -> Any:
+    def backward(ctx: Any, _: Tensor) -> Any:
         return tuple(map(torch.empty_like, ctx.saved_tensors))
 
 
@@ -46,32 +46,67 @@ class Traffic(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if not func.is_view and not any(x in name for x in ("mm", "empty", "detach", "view")):
             for x in tree_leaves((args, kwargs, made)):
-                if isinstance(x, torch.Tensor):  # one that is broadcast is read once
+                if isinstance(x, Tensor):  # one that is broadcast is read once
                     self.moved += min(x.numel() * x.itemsize, x.untyped_storage().nbytes())
         return made
+
+
+def made(name: str, layers: int) -> tuple[Any, Tensor]:
+    """A trunk on the device ``meta``, where nothing is computed, and ids for it."""
+    transformers = pytest.importorskip("transformers")
+    transformers.AttentionInterface.register(
+        "unread", lambda module, q, k, v, *_, **__: (Unread.apply(q, k, v).transpose(1, 2), None)
+    )
+    config, family = MODELS[name], name.split("-")[0]
+    small = {**config, "num_hidden_layers": layers, "vocab_size": 8}
+    settings = getattr(transformers, f"{family}Config")(**small, use_cache=False)
+    with torch.device("meta"):
+        model = getattr(transformers, f"{family}ForCausalLM")(settings).bfloat16().train().model
+        ids = torch.zeros(1, TOKENS, dtype=torch.int64)
+    model.set_attn_implementation("unread")
+    return model, ids
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_bytes_of_eager_layers(name: str) -> None:
-    """Of transformers' layers on the device ``meta``, where nothing is computed."""
-    transformers = pytest.importorskip("transformers")
-    transformers.AttentionInterface.register(
-        "unread", lambda module, q, k, v, *_, **__: (Unread.apply(q, k, v).transpose(1, 2), None)
-    )
-    family, config = MODELS[name]
-
     def moved(layers: int) -> int:
-        small = {**config, "num_hidden_layers": layers, "vocab_size": 8}
-        made = getattr(transformers, f"{family}Config")(**small, use_cache=False)
-        with torch.device("meta"):
-            model = getattr(transformers, f"{family}ForCausalLM")(made).bfloat16().model
-            ids = torch.zeros(1, TOKENS, dtype=torch.int64)
-        model.set_attn_implementation("unread")
+        model, ids = made(name, layers)
         with Traffic() as traffic:
             hidden = model(input_ids=ids, position_ids=ids).last_hidden_state
             hidden.backward(torch.empty_like(hidden))
         return traffic.moved
 
-    eager, _ = LAYERS[config["hidden_size"]]
+    eager, _ = predictions.LAYERS[MODELS[name]["hidden_size"]]
     assert (moved(2) - moved(1)) / TOKENS == pytest.approx(eager, rel=0.01)
+
+
+def kept(name: str, layers: int, compiled: bool) -> int:
+    """Bytes that autograd keeps for the backward pass, but for weights."""
+    model, ids = made(name, layers)
+    torch._dynamo.reset()
+    for layer in model.layers if compiled else ():  # partitioned as for a GPU, and then run eagerly
+        layer.compile(dynamic=True, backend="aot_eager_decomp_partition")
+    weights = {p.untyped_storage()._cdata for p in model.parameters()}
+    found: dict[int, Tensor] = {}
+
+    def keep(x: Tensor) -> Tensor:
+        found[x.untyped_storage()._cdata] = x
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        model(input_ids=ids, position_ids=ids)
+    return sum(x.untyped_storage().nbytes() for at, x in found.items() if at not in weights)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute of a Tensor")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_page_gives_what_layers_keep(compiled: bool) -> None:
+    cells = []
+    for name, config in MODELS.items():
+        layer = (kept(name, 2, compiled) - kept(name, 1, compiled)) / TOKENS
+        cells.append(f"{layer * config['num_hidden_layers'] * 8192 / 2**30:.1f}")
+    page = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+    row = f"| {'compiled' if compiled else 'eager'} layers | {' | '.join(cells)} |"
+    assert row in page
