@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Column, Table
-from rich.text import Text
 
 from packstore.cli import Command, common
 from packstore.cli._messages import progress_of
@@ -17,7 +16,8 @@ from packstore.errors import display
 from packstore.pages import charts, frame
 
 if TYPE_CHECKING:
-    from packstore.etl.reports.result import Choice, Finding, Report
+    from packstore.etl.reports.place import Finding
+    from packstore.etl.reports.projection import Choice, Report
 
 NOTE = (
     "padded: fill once sequences are padded (pad_to_multiple); saved: tokens that the layout "
@@ -42,7 +42,7 @@ DIAGNOSIS = ("kind", "records", "findings", "shapes")
 ESTIMATE_OF = ("kind", "sample", "scale", "recommended", "choices")
 """Parts of a report that are printed as JSON, for doctor and for estimate."""
 
-_MARKS = {"ok": ("ok", None), "problem": ("FAILED", "red"), "remark": ("–", "dim")}
+_STYLES = {"ok": None, "remark": "yellow", "problem": "red"}
 
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:
@@ -90,28 +90,13 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def print_diagnosis(report: Report) -> None:
-    """Prints the findings of :func:`packstore.doctor` as a table."""
+    """Prints what :func:`packstore.doctor` found."""
     console = common.stdout_console()
     console.print(f"{report.records:,} records of kind {report.kind}")
     for shape, records in report.shapes.items():
-        console.print(Text(f"  {records:,} {shape}"))
-    table = Table(
-        Column("check", no_wrap=True),
-        Column("records", justify="right"),
-        Column("share", justify="right"),
-        Column("for example", overflow="fold"),
-    )
-    for finding in report.findings:
-        style = "red" if finding.level == "problem" else "yellow"
-        table.add_row(
-            Text(f"{finding.level}: {finding.check}", style),
-            common.number(finding.records),
-            f"{(finding.records or 0) / max(report.records, 1):.1%}",
-            "\n".join(filter(None, (finding.text, *finding.examples))),
-        )
-    if report.findings:
-        console.print(table)
-    else:
+        console.print(f"  {records:,} {shape}")
+    print_findings(report.findings, report.records)
+    if not report.findings:
         console.print("nothing to remark", style="green")
 
 
@@ -189,7 +174,7 @@ def _summary(report: Report) -> str:
 
 
 def _advice(report: Report) -> str:
-    from packstore.etl.reports.result import ENOUGH_FILL
+    from packstore.etl.reports.projection import ENOUGH_FILL
 
     best = report.best
     choice = f"pack size {best.pack_size}, layout {best.layout}, strategy {best.strategy}"
@@ -230,15 +215,15 @@ def _page(report: Report, source: str) -> str:
         name = f"{choice.layout}, {choice.strategy}"
         fills.setdefault(name, []).append((choice.pack_size, choice.fill_rate))
     cells = [_cells(choice) for choice in report.choices]
-    lengths = {f"an example, layout {name}": n for name, n in report.example_tokens.items()}
-    lengths["a sequence"] = report.sequence_tokens
+    tokens = {f"an example, layout {name}": n for name, n in report.lengths.items()}
+    tokens["a sequence"] = tokens.pop("an example, layout sequence")
     return charts.charts_page(
         "Packing estimate",
         f"{source}: {_summary(report)}",
         note=_advice(report),
         charts=[
             charts.curves("Fill", "pack size", fills),
-            *(charts.histogram(f"Tokens of {of}", n, "tokens") for of, n in lengths.items()),
+            *(charts.histogram(f"Tokens of {of}", n, "tokens") for of, n in tokens.items()),
         ],
         tables={"Choices": ([*cells[0]], [[*row.values()] for row in cells])},
     )
@@ -261,12 +246,16 @@ def _check(args: argparse.Namespace) -> int:
     return common.print_outcome(all(f.ok for f in results), {"findings": results})
 
 
-def print_findings(findings: Iterable[Finding]) -> int:
-    """Prints each finding at a place as soon as it is known; returns the exit code."""
+def print_findings(findings: Iterable[Finding], records: int = 0) -> int:
+    """Prints findings as soon as each is known; returns the exit code."""
     console, failed = common.stdout_console(), False
     for finding in findings:
-        mark, style = _MARKS[finding.level]
-        console.print(f"{mark:6} {finding.check:12} {finding.text}", style=style)
+        text = finding.text
+        if finding.records is not None:
+            share = finding.records / max(records, 1)
+            text = f"{finding.records:,} records, {share:.1%}" + (f": {text}" if text else "")
+        lines = (f"{finding.level:8}{finding.check:24} {text}", *finding.examples)
+        console.print("\n        ".join(lines), style=_STYLES[finding.level])
         failed = failed or not finding.ok
     return int(failed)
 

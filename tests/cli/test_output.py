@@ -59,7 +59,7 @@ TABLE = [
     ("estimate {0}/pairs.jsonl --tokenizer {0}/t.json", 0, ["  padded  saved  packs "]),
     ("verify {0}/packed", 0, ["ok: 1 shards, 1 packs, 20 examples"]),
     ("clean {0}/packed", 0, ["nothing to remove"]),
-    ("check {0}/new", 0, ["ok     write "]),
+    ("check {0}/new", 0, ["ok      write "]),
 ]
 
 

@@ -66,7 +66,7 @@ def test_the_call_returns_the_lines_of_the_command(
 def test_wrong_keys(s3: Store, capsys: pytest.CaptureFixture[str]) -> None:
     code, text = check(capsys, s3.url, {**s3.options, "secret": "wrong-secret-987"})
     assert code == 1
-    assert "FAILED list" in text
+    assert "problem list" in text
     assert "credentials that the store does not accept" in text
     assert "wrong-secret-987" not in text
 
@@ -75,7 +75,7 @@ def test_a_store_that_replaces_is_found_out(s3: Store, capsys: pytest.CaptureFix
     with faulty(s3.endpoint, Faults(0, unconditional=True)) as endpoint:
         code, text = check(capsys, s3.url, s3.through(endpoint).options)
     assert code == 1
-    assert "FAILED commit" in text
+    assert "problem commit" in text
     assert "two writers could both commit" in text
     assert not Files(s3.url, **s3.options).names()
 

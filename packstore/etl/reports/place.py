@@ -14,8 +14,9 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from packstore.config import CHECK_RETRIES
 from packstore.errors import (
@@ -25,7 +26,6 @@ from packstore.errors import (
     message_with_notes,
     sentence,
 )
-from packstore.etl.reports.result import Finding
 from packstore.io.dataset.dataset import Dataset, open
 from packstore.io.manifest.commit import require_exclusive, versions
 from packstore.io.store.clients import PACKAGES
@@ -36,6 +36,26 @@ from packstore.version import VERSION
 
 TRIAL_BYTES = 16 << 20
 """Bytes written and read to measure speed: two parts of an upload, as one is put at once."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The outcome of one check.
+
+    Of records, a `problem` harms training or drops them, a `remark` may be fine; checks without a
+    hit are left out. Of a place, a `problem` stops a job, a `remark` was not tried.
+    """
+
+    check: str
+    level: Literal["ok", "remark", "problem"]
+    text: str = ""  # what it means or measured; of a place, with the remedy of a problem
+    records: int | None = None  # with a hit; None: not of records
+    examples: tuple[str, ...] = ()  # places of a few of them
+
+    @property
+    def ok(self) -> bool:
+        """True if it is no problem."""
+        return self.level != "problem"
 
 
 def check(url: str, *, storage_options: Mapping[str, Any] | None = None) -> list[Finding]:

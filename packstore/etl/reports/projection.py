@@ -6,26 +6,102 @@ ratio estimates, whose errors come from the differences of neighbouring places o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from packstore.config import BatchConfig, PackConfig
-from packstore.etl.reports.result import Choice, Report
+from packstore.etl.reports.place import Finding
 from packstore.format import seeds
 from packstore.format.arrays import Bool, Examples, Int32, Int64, Tally, to_offsets
 from packstore.io.inputs.sampling import Sampling
 from packstore.pack.layout import sizes
 from packstore.pack.plan import Plan, plan
 
+ENOUGH_FILL = 0.99
+ENOUGH_RECORDS = 0.999
+"""Minimum fill rate of a recommended pack size, and the minimum fraction of records that it keeps,
+relative to the combination that keeps most."""
+
 STEPS_TRIED = 10_000
 """Packs, of those of the sample in turn, that are cut into steps."""
 
 UNSEEN = 3
 """95 % upper limit of hits in a sample without any (rule of three); scaled to all records."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """A combination of settings with its estimated results; counts are scaled to all records."""
+
+    pack_size: int
+    layout: str
+    strategy: str
+    packs: int
+    examples: int
+    overlong: int  # examples that do not fit
+    # two standard errors; 0 if all records were read, None if only the first ones were
+    packs_error: int | None
+    overlong_error: int | None
+    fill_rate: float  # tokens / (packs * pack_size)
+    fill_but_emptiest: float  # without the emptiest pack, which a small sample leaves open
+    aligned_fill_rate: float  # with sequences padded to `pad_to_multiple`
+    examples_per_pack: float  # mean
+    tokens_saved: float  # fraction of the tokens of layout ``concat`` that this layout saves
+    steps: int  # optimizer steps of an epoch
+    examples_per_step: float  # mean
+    largest_step: int  # examples
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Report:
+    """What one pass over records, or a sample of them, shows."""
+
+    kind: str  # ``preference``, ``sft`` or ``scored``
+    tally: Tally  # of the records that were read
+    sample: Sampling | None = None  # None: all records were read
+    findings: Sequence[Finding] = ()  # of :func:`doctor`, problems first
+    # of :func:`estimate`:
+    scale: float = 1.0  # number of all records, divided by those of the sample
+    choices: Sequence[Choice] = ()  # all combinations
+    # layout -> tokens of each example of the sample, `[E]`; ``sequence`` -> of each sequence, `[S]`
+    lengths: Mapping[str, Int32] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        """True if no finding is a problem."""
+        return all(finding.ok for finding in self.findings)
+
+    @property
+    def records(self) -> int:
+        """Records that were read."""
+        return self.tally.read
+
+    @property
+    def shapes(self) -> dict[str, int]:
+        """Named shape -> records that have it, the most frequent first."""
+        return dict(self.tally.shapes.most_common())
+
+    @property
+    def recommended(self) -> Choice | None:
+        """The smallest pack size that fills well and drops few records, if any."""
+        enough = ENOUGH_RECORDS * max((c.examples for c in self.choices), default=0)
+        # Without the emptiest pack: that of a sample stays open, unlike the last one of a dataset.
+        good = [c for c in self.choices if c.fill_but_emptiest >= ENOUGH_FILL]
+        return min(
+            (c for c in good if c.examples >= enough),
+            key=lambda c: (c.pack_size, -c.tokens_saved, -c.fill_rate),
+            default=None,
+        )
+
+    @property
+    def best(self) -> Choice:
+        """The recommended choice, or else the fullest."""
+        return self.recommended or max(self.choices, key=lambda choice: choice.fill_rate)
 
 
 class Projection:
@@ -40,8 +116,8 @@ class Projection:
         parts: Iterable[tuple[Examples, Tally]] = (),
     ) -> None:
         self._sample, self._total = sample, total
-        self.scale = total / sample.records
-        self.layouts = tuple(dict.fromkeys(("concat", *layouts)))
+        self._scale = total / sample.records
+        self._layouts = tuple(dict.fromkeys(("concat", *layouts)))
         self._multiple = multiple
         self._parts: list[dict[str, Int32]] = []
         self._records: list[tuple[int, int]] = []  # of each place: read, too long when tokenized
@@ -55,20 +131,23 @@ class Projection:
             "sequence": examples.lengths,
             "longest": np.maximum.reduceat(examples.lengths, examples.example_offsets[:-1]),
         }
-        for layout in self.layouts:
+        for layout in self._layouts:
             part[layout] = sizes(examples, layout)
             part[f"padded {layout}"] = sizes(examples, layout, self._multiple)
         self._parts.append(part)
         self._records.append((tally.read, tally.dropped["overlong"]))
 
-    def lengths(self, name: str) -> Int32:
-        """Returns tokens of each example in a layout, int32 `[E]`; of each ``sequence``, `[S]`."""
-        return np.concatenate([part[name] for part in self._parts])
+    @cached_property
+    def _columns(self) -> dict[str, Int32]:
+        """What was added, once all is: `[S]` for ``sequence``, else `[E]`."""
+        return {
+            name: np.concatenate([part[name] for part in self._parts]) for name in self._parts[0]
+        }
 
     def choice(self, config: PackConfig, batching: BatchConfig, world_size: int) -> Choice:
         """Plans one combination."""
-        tokens, padded = self.lengths(config.layout), self.lengths(f"padded {config.layout}")
-        longest = self.lengths("longest")
+        tokens, padded = self._columns[config.layout], self._columns[f"padded {config.layout}"]
+        longest = self._columns["longest"]
         fits: Bool = (padded <= config.pack_size) & (longest <= config.sequence_limit)
         packing = plan(padded[fits], config=config)
         packing = replace(packing, tokens=int(tokens[fits].sum()))
@@ -79,8 +158,8 @@ class Projection:
         packs = round(stored * packs_per_token)
         # The plan of all records may have fewer packs over the tokens than that of a few.
         spare = max(packing.num_packs - packing.aligned_tokens // packing.pack_size, 1)
-        packs_error = round(stored_error * packs_per_token + spare * (self.scale - 1))
-        most_overlong = round(max(overlong_error, UNSEEN * (self.scale - 1)))
+        packs_error = round(stored_error * packs_per_token + spare * (self._scale - 1))
+        most_overlong = round(max(overlong_error, UNSEEN * (self._scale - 1)))
         from_all = self._sample.total is not None
         steps, step_mean, largest = _steps(np.diff(packing.offsets), packs, batching, world_size)
         return Choice(
@@ -96,7 +175,7 @@ class Projection:
             fill_but_emptiest=_fill_but_emptiest(packing, tokens[fits]),
             aligned_fill_rate=packing.aligned_fill_rate,
             examples_per_pack=packing.examples_per_pack[1],
-            tokens_saved=float(1 - tokens.sum() / max(self.lengths("concat").sum(), 1)),
+            tokens_saved=float(1 - tokens.sum() / max(self._columns["concat"].sum(), 1)),
             steps=steps,
             examples_per_step=step_mean,
             largest_step=largest,
@@ -104,13 +183,9 @@ class Projection:
 
     def planned(self, report: Report, choices: Sequence[Choice]) -> Report:
         """Returns a report on the sample, with choices."""
+        lengths = {name: self._columns[name] for name in (*self._layouts, "sequence")}
         return replace(
-            report,
-            sample=self._sample,
-            scale=self.scale,
-            choices=choices,
-            example_tokens={layout: self.lengths(layout) for layout in self.layouts},
-            sequence_tokens=self.lengths("sequence"),
+            report, sample=self._sample, scale=self._scale, choices=choices, lengths=lengths
         )
 
     def _sum(self, values: npt.NDArray[Any], more: Any = 0) -> tuple[float, float]:
@@ -119,7 +194,7 @@ class Projection:
         weights = np.full(len(read), float(self._sample.run))
         weights[-1] = self._sample.last_run
         weights /= weights @ read / self._total
-        by_place = np.bincount(self.lengths("place"), values, len(read)) + more
+        by_place = np.bincount(self._columns["place"], values, len(read)) + more
         total, known = float(weights @ by_place), read.sum() / self._total
         if known >= 1:
             return total, 0.0

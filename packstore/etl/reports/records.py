@@ -16,9 +16,8 @@ from packstore.config import CHECK_RETRIES, BatchConfig, PackConfig
 from packstore.config.reading import large_steps_warning
 from packstore.errors import ConfigError, InputError, sentence
 from packstore.etl.reports.lint import find, linted
-from packstore.etl.reports.place import try_place
-from packstore.etl.reports.projection import Projection
-from packstore.etl.reports.result import Choice, Finding, Report
+from packstore.etl.reports.place import Finding, try_place
+from packstore.etl.reports.projection import Choice, Projection, Report
 from packstore.etl.sources import ExampleReader, RecordExampleReader, open_examples
 from packstore.etl.totals import count_unrequested_drops
 from packstore.format.arrays import Tally
@@ -239,7 +238,7 @@ def _tried(
 
 def _warn_of_large_steps(report: Report, wanted: int, world_size: int) -> None:
     best = report.best
-    tokens = report.example_tokens[best.layout]
+    tokens = report.lengths[best.layout]
     longest = int(tokens[tokens <= best.pack_size].max(initial=0))
     steps = best.examples_per_step, best.largest_step
     if text := large_steps_warning(wanted, *steps, world_size, best.pack_size, longest):
