@@ -11,7 +11,14 @@ from rich.table import Column, Table
 
 from packstore.cli import Command, common
 from packstore.cli._messages import progress_of
-from packstore.config import CHECK_RETRIES, PackConfig, TokenizeConfig, WorkConfig
+from packstore.config import (
+    CHECK_RETRIES,
+    BatchConfig,
+    PackConfig,
+    PlanConfig,
+    TokenizeConfig,
+    WorkConfig,
+)
 from packstore.errors import display
 from packstore.pages import charts, frame
 
@@ -28,15 +35,13 @@ TRIED = {
     "--pack-sizes --pack-size N,N,…": "2048 to 32768",
     "--layouts --layout NAME,NAME,…": "concat,shared_prefix",
     "--strategies --strategy NAME,NAME,…": "pool",
-    "--seed N": "of the sample and the plans (0)",
     "--sample N": "most records to look at, from all over (20000)",
     "--records N": "records in all, if SOURCE is a part of them",
     "--world-size --ranks N": "ranks that share a step (1)",
-    "--packs-per-batch N": "packs of a batch on one rank (1)",
-    "--accumulation N": "batches of an optimizer step (1)",
-    "--examples-per-step N": "most examples of a step, instead",
 }
-"""Flag of an argument of :func:`packstore.estimate` -> its help, with the default."""
+"""Argument of :func:`packstore.estimate` that is no setting -> its help, with the default."""
+
+STEPS = ("packs_per_batch", "accumulation", "examples_per_step")
 
 DIAGNOSIS = ("kind", "records", "findings", "shapes")
 ESTIMATE_OF = ("kind", "sample", "scale", "recommended", "choices")
@@ -106,6 +111,8 @@ def _configure_estimate(parser: argparse.ArgumentParser) -> None:
     tried = parser.add_argument_group("what is tried", argument_default=argparse.SUPPRESS)
     common.add_flags(tried, TRIED)
     common.add_flags(parser, {"--html FILE": "also write a page with charts"})
+    common.add_settings(parser, "steps", BatchConfig, STEPS)
+    common.add_settings(parser, "planning", PlanConfig, ("seed",))
     _add_settings(parser)
 
 
@@ -115,9 +122,10 @@ def _estimate(args: argparse.Namespace) -> int:
     if args.html:
         frame.check_writable(args.html)
     names = [flags.split()[0].strip("-").replace("-", "_") for flags in TRIED]
-    tried = {name: getattr(args, name) for name in names if name in args}
+    given = {name: getattr(args, name) for name in names if name in args}
+    given |= {**_given(args), **common.read_settings(args, BatchConfig)}
     with progress_of("estimate", args) as progress:
-        report = estimate(**{**_given(args), **tried}, progress=progress)
+        report = estimate(**given, progress=progress)
     if args.html:
         frame.write(args.html, _page(report, ", ".join(map(display, args.source))))
     if args.json:

@@ -43,7 +43,7 @@ class BatchConfig(Settings):
     packs_per_batch: int | None = setting(None, "packs of one batch on one rank; default: 1", low=1)
     tokens_per_batch: int | None = setting(None, "most tokens of one batch on one rank", low=1)
     examples_per_step: int | None = setting(
-        None, "most examples of a step, over all ranks; a pack of each rank may exceed it", low=1
+        None, "most examples of a step; a pack a rank may exceed it", low=1
     )
     accumulation: int = setting(1, "batches of one optimizer step on one rank", low=1)
     balance: bool = setting(False, "balance the squared lengths over the ranks of a step")
