@@ -193,6 +193,23 @@ def test_a_dry_run_finds_what_would_stop_the_job(
     assert "version 1 is there; another job needs --overwrite" in capsys.readouterr().out
 
 
+def test_a_dry_run_looks_at_the_records_of_the_job(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Texts, what is too long, and token ids, which need no tokenizer; what stops it counts."""
+    odd: list[dict[str, Any]] = [{"question": ""}, {"chosen": "word " * 90}, {"chosen": None}]
+    write_jsonl(folder / "pairs.jsonl", [*RECORDS, *(RECORDS[0] | more for more in odd)])
+    assert main(["pack", "--config", job(), "--dry-run", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    records = {f["check"]: f["records"] for f in found["diagnosis"]["findings"]}
+    assert records.items() >= {"empty_prompt": 1, "overlong": 1, "missing_field": 1}.items()
+    assert (found["estimate"]["examples"], found["estimate"]["overlong"]) == (21, 1)
+    assert "the job stops at the first missing_field" in found["findings"][-1]["text"]
+    write_jsonl(folder / "ids.jsonl", [{"prompt": [1], "chosen": [2], "rejected": [3]}])
+    assert main(["pack", "ids.jsonl", "out", "--dry-run"]) == 0
+    assert "ok      records" in capsys.readouterr().out
+
+
 def test_standard_input(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

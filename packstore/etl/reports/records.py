@@ -175,12 +175,12 @@ def dry_run(
     config = PackConfig.of(config, **settings)
     options = storage_options if source_storage_options is None else source_storage_options
     lint = tokenizer is not None  # else they are token ids, or a dataset
-    config = _lenient(config) if lint else config
-    reader = open_examples(source, tokenizer, config, options or {}, SAMPLE_BLOCK_BYTES)
+    read_by = _lenient(config) if lint else config
+    reader = open_examples(source, tokenizer, read_by, options or {}, SAMPLE_BLOCK_BYTES)
     drawn = _draw(reader, sample, config.seed, progress)
     total = drawn.total or drawn.records
     projection = Projection(drawn, total, [config.layout], config.pad_to_multiple)
-    report = _read(reader, config, progress, projection, lint)
+    report = _read(reader, read_by, progress, projection, lint)
     report = projection.planned(report, [projection.choice(config, BatchConfig(), 1)])
     place = Location(out, {**CHECK_RETRIES, **(storage_options or {})})
     return report, [*try_place(place), *_version(place, config), _drops(report.tally, config)]
@@ -254,7 +254,10 @@ def _version(place: Location, config: PackConfig) -> Iterator[Finding]:
 
 
 def _drops(tally: Tally, config: PackConfig) -> Finding:
-    """Compares the share of dropped records with `max_drop_rate`."""
+    """Returns if the records that packing refuses, or their share, would stop a job."""
+    if stops := [reason for reason in tally.dropped if config.on.get(reason) == "error"]:
+        text = f"the job stops at the first {stops[0]}; --on {stops[0]}=drop leaves it out"
+        return Finding("records", "problem", text)
     rate = count_unrequested_drops(tally) / max(tally.read, 1)
     text = f"{100 * rate:.3g}% are dropped; max_drop_rate allows {100 * config.max_drop_rate:g}%"
     return Finding("records", "ok" if rate <= config.max_drop_rate else "problem", text)
