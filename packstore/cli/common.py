@@ -199,24 +199,24 @@ def counts_of(records: Records) -> dict[str, int]:
     return counts | {f"noted: {event}": count for event, count in records.noted.items()}
 
 
-def facts_of(dataset: Dataset) -> dict[str, Any]:
-    """Returns facts about the dataset that a job has committed, for JSON."""
-    m = dataset.manifest
-    names = ("kind", "layout", "pack_size", "fill_rate", "records", "totals", "fingerprint")
-    facts = {name: getattr(m, name) for name in names}
-    return {"url": dataset.url, "version": dataset.version, "shards": len(m.shards), **facts}
-
-
 def print_dataset(args: argparse.Namespace, dataset: Dataset) -> None:
-    """Prints the dataset that a job has committed, as JSON or in one line."""
+    """Prints the dataset that a job has committed, as JSON or as a table."""
     m = dataset.manifest
-    if args.json:
-        print_result(facts_of(dataset))
-    else:
-        stdout_console().print(
-            f"{dataset.url}, version {dataset.version}: {number(m.totals.examples)} examples in "
-            f"{number(m.num_packs)} packs, {number(len(m.shards))} shards"
-        )
+    per_pack = m.statistics.examples_per_pack
+    rows: dict[str, object] = {
+        "version": dataset.version,
+        **counts_of(m.records),
+        "packs": f"{m.num_packs:,} of {m.pack_size:,} tokens",
+        "fill rate": f"{m.fill_rate:.2%}",
+        "examples per pack": f"{per_pack.min} to {per_pack.max}, mean {per_pack.mean:.2f}",
+        "tokens": m.totals.tokens,
+        "bytes": m.totals.bytes,
+        "shards": len(m.shards),
+    }
+    names = ("kind", "layout", "pack_size", "fill_rate", "records", "totals", "fingerprint")
+    result = {"url": dataset.url, "version": dataset.version, "shards": len(m.shards)}
+    result |= {name: getattr(m, name) for name in names}
+    print_table(args, f"{m.kind} dataset {dataset.url}", rows, result)
 
 
 def _plain(value: Any) -> Any:

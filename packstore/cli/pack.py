@@ -51,19 +51,7 @@ def _run(args: argparse.Namespace) -> int:
 
     with progress_of("pack", args) as progress:
         dataset = pack(**job, progress=progress)
-    m = dataset.manifest
-    per_pack = m.statistics.examples_per_pack
-    rows: dict[str, object] = {
-        **common.counts_of(m.records),
-        "packs": f"{m.num_packs:,} of {m.pack_size:,} tokens",
-        "fill rate": f"{m.fill_rate:.2%}",
-        "examples per pack": f"{per_pack.min} to {per_pack.max}, mean {per_pack.mean:.2f}",
-        "tokens": m.totals.tokens,
-        "bytes": m.totals.bytes,
-        "shards": len(m.shards),
-    }
-    result = common.facts_of(dataset)
-    common.print_table(args, f"{m.kind} dataset {dataset.url}", rows, result)
+    common.print_dataset(args, dataset)
     return 0
 
 
