@@ -59,7 +59,9 @@ DIALOGUE = {
 }
 BLANK = DIALOGUE | {"prompt": [{"role": "user", "content": " "}]}
 CUT_OFF = DIALOGUE | {"chosen": [{"role": "assistant", "content": "Yes, b"}]}
-ENDING = "{% for m in messages %}{{ m.content }}{% if m.content[-1] == '.' %}</s>\n{% endif %}"
+GOES_ON = DIALOGUE | {"chosen": [{"role": "assistant", "content": "Yes!"}]}
+ENDING = "{% for m in messages %}{{ m.content }}{% if m.content[-1] != 'b' %}</s>\n{% endif %}"
+ENDING += "{% if m.content[-1] == '!' %}-{% endif %}"
 ENDING += "{% endfor %}"
 IDS = {"prompt": [1], "chosen": [2, 4], "rejected": [3, 4]}
 RATED = PAIR | {"chosen_reward": 2, "rejected_reward": 2}
@@ -87,6 +89,7 @@ def answer(prompt: str, response: str) -> dict[str, str]:
         ("glued_prompt", PAIR, PAIR | {"prompt": "Who?", "chosen": " Many."}, None),
         ("marker_no_token", PAIR, DIALOGUE, "chatml"),
         ("no_eos", DIALOGUE, CUT_OFF, ENDING),
+        ("no_eos", DIALOGUE, GOES_ON, ENDING),
     ],
 )
 def test_records_that_read_wrongly(

@@ -55,11 +55,12 @@ def truth(ordered: Path) -> Any:
     return found
 
 
-@pytest.mark.parametrize("max_length", [None, 100])
+@pytest.mark.parametrize(
+    "how", [{}, {"max_length": 100}, {"on": {"overlong": "truncate_prompt"}}], ids=str
+)
 def test_a_small_input_is_read_in_full_and_is_exact(
-    max_length: int | None, ordered: Path, tmp_path: Path
+    how: dict[str, Any], ordered: Path, tmp_path: Path
 ) -> None:
-    how = {"max_length": max_length}
     (choice,) = sampled(ordered, len(LENGTHS), **how).choices
     packed = packstore.pack(ordered, tmp_path / "out", pack_size=LONG, max_drop_rate=0.9, **how)
     overlong = packed.manifest.records.dropped["overlong"]
