@@ -99,7 +99,7 @@ class HeadLogProbs(torch.autograd.Function):
             for columns, rows in tiles(len(hidden), len(weight), how.chunk_size):
                 head = weight[columns].to(operand)
                 d_head = None
-                if d_weight is not None:  # summed in place where the dtype is wide enough
+                if d_weight is not None and len(rows) != 1:  # in place, where the dtype is wide
                     d_head = d_weight[columns].zero_()
                     d_head = d_head if d_head.dtype == exact else d_head.to(exact)
                 for part in rows:
@@ -113,6 +113,8 @@ class HeadLogProbs(torch.autograd.Function):
                         _add_product(d_hidden[part], delta, head)
                     if d_head is not None:
                         _add_product(d_head, delta.T, inputs[part])
+                    elif d_weight is not None:  # one product: there is nothing to sum
+                        _write_product(d_weight[columns], delta.T, inputs[part])
                 if d_weight is not None and d_head is not None and d_weight.dtype != exact:
                     d_weight[columns] = d_head
         if d_hidden is not None:
@@ -141,6 +143,14 @@ def _tile(
 ) -> Tile:
     of_columns = None if bias is None else bias[columns]
     return Tile(logits, of_columns, targets - columns.start, how)
+
+
+def _write_product(out: Tensor, left: Tensor, right: Tensor) -> None:
+    """``out = left @ right``, summed in float32 at least, and rounded once."""
+    if out.dtype == left.dtype:
+        torch.mm(left, right, out=out)
+    else:
+        out.copy_(product(left, right))
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

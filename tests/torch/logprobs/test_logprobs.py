@@ -103,11 +103,14 @@ def test_a_large_vocabulary(batch: PackedBatch, vocab: int, chunk_size: int | No
         assert (a - b).abs().max() < 1e-10
 
 
-def test_half_precision_is_summed_in_float32(kit: SimpleNamespace, batch: PackedBatch) -> None:
+@pytest.mark.parametrize("chunk_size", [100, 2**21])  # several tiles of tokens, and one
+def test_half_precision_is_summed_in_float32(
+    kit: SimpleNamespace, batch: PackedBatch, chunk_size: int
+) -> None:
     hidden, weight = normal(batch.num_tokens, HIDDEN), normal(kit.VOCAB, HIDDEN, seed=1)
     half = [x.detach().bfloat16().requires_grad_() for x in (hidden, weight)]
     exact = [x.detach().double().requires_grad_() for x in half]
-    found = segment_logps(batch, hidden=half[0], weight=half[1], chunk_size=100)
+    found = segment_logps(batch, hidden=half[0], weight=half[1], chunk_size=chunk_size)
     expected = segment_logps(batch, hidden=exact[0], weight=exact[1])
     assert found.dtype == torch.float32
     assert (found - expected).abs().max() < 2e-5
@@ -162,17 +165,40 @@ def test_kept_logits_give_a_second_backward_pass(kit: SimpleNamespace, batch: Pa
     assert all(torch.equal(a, b) for a, b in zip(found[True], found[False], strict=True))
 
 
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU has no product of operands of 16 bits that is summed in float32."""
+    monkeypatch.setattr(fused_head, "_operand_dtype", lambda *_: torch.bfloat16)
+    monkeypatch.setattr(fused_head, "product", lambda a, b: a.float() @ b.float())
+    monkeypatch.setattr(
+        fused_head, "_add_product", lambda total, a, b: total.addmm_(a.float(), b.float())
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_gradient_of_a_head_from_one_product_or_several(
+    kit: SimpleNamespace, batch: PackedBatch, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    """Both are rounded once, to the dtype of the head."""
+    as_on_a_gpu(monkeypatch)
+    hidden = normal(batch.num_tokens, HIDDEN).to(torch.bfloat16)
+    weight = normal(kit.VOCAB, HIDDEN, seed=1).detach().to(dtype).requires_grad_()
+
+    def gradient(chunk_size: int) -> Tensor:
+        logps = segment_logps(batch, hidden=hidden, weight=weight, chunk_size=chunk_size)
+        return torch.autograd.grad(logps.sum(), weight)[0]
+
+    one, several = gradient(2**21), gradient(100)
+    assert one.dtype == several.dtype == dtype
+    rounding = 2**-7 if dtype == torch.bfloat16 else 1e-5
+    assert ((one - several).abs() <= rounding * several.abs() + 1e-5).all()
+
+
 def test_a_frozen_head_in_half_precision_where_the_model_is_sure(
     kit: SimpleNamespace, batch: PackedBatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Softmax - 1 of the target is not the difference of rounded numbers."""
     half = torch.bfloat16
-    # As on a GPU: a CPU has no product of operands of 16 bits that is summed in float32.
-    monkeypatch.setattr(fused_head, "_operand_dtype", lambda *_: half)
-    monkeypatch.setattr(fused_head, "product", lambda a, b: a.float() @ b.float())
-    monkeypatch.setattr(
-        fused_head, "_add_product", lambda total, a, b: total.addmm_(a.float(), b.float())
-    )
+    as_on_a_gpu(monkeypatch)
     weight = normal(kit.VOCAB, HIDDEN, seed=1).detach().to(half)
     rows, ids = batch.targets.rows, batch.targets.ids
     hidden = torch.zeros(batch.num_tokens, HIDDEN, dtype=half)
