@@ -47,6 +47,8 @@ keep:
 train:
   train      train a causal LM on a packed dataset: DPO and similar losses, SFT
              $ packstore train --example dpo > dpo.yaml
+  run        pack and train as one file says, or go on where that stopped
+             $ packstore run job.yaml
   ref-logps  compute the log-probs of a reference model once, as a side dataset
              $ packstore ref-logps prefs-8k prefs-8k-ref --model my-sft-model
   evaluate   compute accuracy, margins, rewards and loss of a model on a dataset

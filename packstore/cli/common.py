@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from packstore.io.dataset.dataset import Dataset
     from packstore.io.manifest.manifest import Records
 
+Result = tuple[str, dict[str, object], Any]
+"""What a command prints: a title, rows of a table, and all of it for JSON."""
 UNFOLDED = 1 << 20
 """Width of output that is no terminal: cells are never folded, so that it can be searched."""
 
@@ -201,6 +203,11 @@ def counts_of(records: Records) -> dict[str, int]:
 
 def print_dataset(args: argparse.Namespace, dataset: Dataset) -> None:
     """Prints the dataset that a job has committed, as JSON or as a table."""
+    print_table(args, *facts_of(dataset))
+
+
+def facts_of(dataset: Dataset) -> Result:
+    """Returns what is printed of a dataset that a job has committed."""
     m = dataset.manifest
     per_pack = m.statistics.examples_per_pack
     rows: dict[str, object] = {
@@ -216,7 +223,7 @@ def print_dataset(args: argparse.Namespace, dataset: Dataset) -> None:
     names = ("kind", "layout", "pack_size", "fill_rate", "records", "totals", "fingerprint")
     result = {"url": dataset.url, "version": dataset.version, "shards": len(m.shards)}
     result |= {name: getattr(m, name) for name in names}
-    print_table(args, f"{m.kind} dataset {dataset.url}", rows, result)
+    return f"{m.kind} dataset {dataset.url}", rows, result
 
 
 def _plain(value: Any) -> Any:

@@ -46,13 +46,18 @@ def _run(args: argparse.Namespace) -> int:
     if job["source"] == "-":
         job["source"] = common.source_of(["-"])
     if args.dry_run:
-        return _dry_run(args, job)
+        return try_job(args, job)
+    common.print_table(args, *run_job(args, job))
+    return 0
+
+
+def run_job(args: argparse.Namespace, job: dict[str, Any]) -> common.Result:
+    """Packs; `job` holds the arguments of ``packstore.pack``."""
     from packstore.etl.pipeline import pack
 
     with progress_of("pack", args) as progress:
         dataset = pack(**job, progress=progress)
-    common.print_dataset(args, dataset)
-    return 0
+    return common.facts_of(dataset)
 
 
 def _job(args: argparse.Namespace) -> dict[str, Any]:
@@ -79,7 +84,8 @@ def _job(args: argparse.Namespace) -> dict[str, Any]:
     return job
 
 
-def _dry_run(args: argparse.Namespace, job: dict[str, Any]) -> int:
+def try_job(args: argparse.Namespace, job: dict[str, Any]) -> int:
+    """Lints and plans a sample of a job, and tries where it would write; returns the exit code."""
     from packstore.cli import reports
     from packstore.etl.reports.records import dry_run
 

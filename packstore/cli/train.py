@@ -62,9 +62,18 @@ def _run(args: argparse.Namespace) -> int:
     settings: dict[str, Any] = {} if args.config is None else read_yaml(args.config)
     further = {name: value for name, value in vars(args).items() if name in FLAGS}
     config = TrainConfig.of(**settings | common.read_settings(args, TrainConfig) | further)
-    from transformers import TrainerCallback
+    outcome = train_model(config, args.html)
+    if say():
+        common.print_table(args, *outcome)
+    return 0
 
-    from packstore.torch import train  # first: it says what is not installed
+
+def train_model(config: TrainConfig, html: str | None = None) -> common.Result:
+    """Trains, and writes a page with the curves to the file `html`."""
+    from packstore.torch import train
+
+    # isort: split
+    from transformers import TrainerCallback  # after what says that it is not installed
 
     history: list[dict[str, float]] = []
 
@@ -73,25 +82,23 @@ def _run(args: argparse.Namespace) -> int:
             history[:] = state.log_history
 
     join_logs()
-    if args.html and say():
-        check_writable(args.html)
+    if html and say():
+        check_writable(html)
     try:
         result = train(config, callbacks=[Keep()])
     finally:  # the curves of a run that failed are the first to look at
-        if args.html and say() and history:
+        if html and say() and history:
             loss = config.loss if isinstance(config.loss, str) else " + ".join(config.loss)
             subtitle = f"model {config.model}, dataset {display(config.train_dataset)}, loss {loss}"
-            write(args.html, train_page(f"Training of {config.output_dir}", subtitle, history))
-    if say():
-        figures = {**result.metrics, **result.evaluation}
-        rows: dict[str, object] = {
-            "steps": result.step,
-            "examples": result.examples,
-            **{name: f"{value:.6g}" for name, value in figures.items()},
-            "model": str(result.model),
-        }
-        common.print_table(args, f"trained {config.output_dir}", rows, result)
-    return 0
+            write(html, train_page(f"Training of {config.output_dir}", subtitle, history))
+    figures = {**result.metrics, **result.evaluation}
+    rows: dict[str, object] = {
+        "steps": result.step,
+        "examples": result.examples,
+        **{name: f"{value:.6g}" for name, value in figures.items()},
+        "model": str(result.model),
+    }
+    return f"trained {config.output_dir}", rows, result
 
 
 TRAIN = Command(
