@@ -6,6 +6,7 @@
     python tests/try_release.py --python python3.13    with another interpreter (repeatable)
     python tests/try_release.py --oldest               with the oldest releases in pyproject.toml
     python tests/try_release.py --floors torch train   prints them, with these extras
+    python tests/try_release.py --beside uv            beside which trainers and servers it resolves
 
 ``tests/support/smoke.py`` is what runs there. Packages come from the index that pip uses here.
 ``flash`` and ``flash4`` need a GPU and its compiler, so ``all`` leaves them out; ``docs`` and
@@ -32,6 +33,11 @@ NEEDS_TORCH = frozenset({"torch", "train"})
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 NOT_TRIED = frozenset({"flash", "flash4", "docs", "dev"})
 MADE = frozenset({"PKG-INFO", "setup.cfg"})
+BESIDE = (
+    *("trl", "axolotl", "llamafactory", "ms-swift", "openrlhf", "unsloth", "verl"),
+    *("torchtune", "vllm", "sglang"),
+)
+"""Trainers and servers of docs/support.md's table."""
 NOT_IN_SDIST = (".ci/", ".gitignore")
 """What is of use in the repository alone."""
 
@@ -116,6 +122,31 @@ def attempt(work: Path, python: str, wheel: Path, extra: str, oldest: bool) -> N
     print("".join(line + "\n" for line in printed.splitlines() if line.startswith("  ")), end="")
 
 
+def resolve(uv: str, work: Path, *wanted: str) -> dict[str, str] | None:
+    """Releases that uv chooses for these requirements on Linux; None where there are none."""
+    listed = work / "requirements.in"
+    listed.write_text("\n".join(wanted), encoding="utf-8")
+    options = "--no-annotate --no-header --python-version 3.12 --python-platform linux"
+    command = [uv, "pip", "compile", "--quiet", *options.split(), str(listed)]
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", check=False)
+    lines = [line.partition("==") for line in done.stdout.splitlines()]
+    return {name: release for name, _, release in lines} if done.returncode == 0 else None
+
+
+def beside(uv: str, work: Path) -> None:
+    """Prints, as Markdown, what resolves beside the newest release of each trainer and server."""
+    print("| | newest | torch | transformers | tokenizers | `packstore` | `packstore[train]` |")
+    print("|---|---|---|---|---|---|---|")
+    for name in BESIDE:
+        alone = resolve(uv, work, name) or {}
+        pinned = f"{name}=={alone.get(name, 'none')}"
+        both = [
+            resolve(uv, work, pinned, f"packstore{e} @ {ROOT.as_uri()}") for e in ("", "[train]")
+        ]
+        chosen = [alone.get(part, "") for part in (name, "torch", "transformers", "tokenizers")]
+        print("|", " | ".join([name, *chosen, *("yes" if found else "no" for found in both)]), "|")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -124,9 +155,15 @@ def main() -> None:
     parser.add_argument("--python", action="append", default=[], metavar="PATH")
     parser.add_argument("--oldest", action="store_true")
     parser.add_argument("--floors", nargs="+", metavar="EXTRA", help="print their oldest releases")
+    parser.add_argument("--beside", metavar="UV", help="path of uv, whose resolver is asked")
     args = parser.parse_args()
+    if args.beside:
+        with tempfile.TemporaryDirectory() as folder:
+            beside(args.beside, Path(folder))
+        return
     if args.floors:
-        print(*dict.fromkeys(name for extra in args.floors for name in floors(extra)))
+        named = dict.fromkeys(name for extra in args.floors for name in floors(extra))
+        print(*(name.partition(";")[0] for name in named))  # a word each, for make
         return
     known = [name for name in PROJECT["optional-dependencies"] if name not in NOT_TRIED]
     extras = known if args.extra == ["all"] else args.extra

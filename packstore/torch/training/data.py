@@ -147,7 +147,7 @@ class DataMixin(Trainer):  # type: ignore[misc]
             num_workers=args.dataloader_num_workers,
             prefetch=args.dataloader_prefetch_factor,
             persistent_workers=args.dataloader_persistent_workers,
-            multiprocessing_context=args.dataloader_multiprocessing_context,
+            multiprocessing_context=getattr(args, "dataloader_multiprocessing_context", None),
             pin_memory=args.dataloader_pin_memory and args.device.type == "cuda",
             examples_per_step=examples,
             balance=True,

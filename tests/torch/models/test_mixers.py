@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from gradients import recompute_layers
 from sized_pairs import pairs
 from torch import Tensor
 
@@ -68,7 +69,7 @@ def test_recomputed_layers_know_their_own_row(
         for a, b in ((6, 9), (9, 6))
     ]
     expected = [gradients(model, model(**batch.model_inputs()).logits[0]) for batch in batches]
-    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    recompute_layers(model, reentrant)
     model.enable_input_require_grads()
     logits = [model(**batch.model_inputs()).logits[0] for batch in batches]
     for found, before in zip(logits, expected, strict=True):

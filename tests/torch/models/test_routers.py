@@ -320,6 +320,8 @@ def test_a_loss_that_cannot_be_computed_is_refused(
     kit: SimpleNamespace, name: str, settings: dict[str, Any], message: str
 ) -> None:
     """In a model that is trained, and whose config asks for it."""
+    if name == "deepseek_v3":  # whose config has no such loss in earlier releases
+        pytest.importorskip("transformers", minversion="5.17")
     model, batch = use_packed_attention(kit.tiny_family(name, torch.float32)), kit.row()
     vars(model.config).update(settings)
     for use in (PackedPolicy, lambda model: packed_logps(model, batch)):

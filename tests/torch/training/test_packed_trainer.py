@@ -241,6 +241,7 @@ def test_every_field_of_the_arguments_is_taken_or_refused(tmp_path: Path) -> Non
 
     from packstore.torch.training.arguments import OF_PACKS, check_arguments
 
+    pytest.importorskip("transformers", minversion="5.24")
     names = {field.name for field in fields(TrainingArguments)}
     own = {*TrainConfig.names()} - {*TrainModelConfig.names(), "arguments"}
     assert names == own | {*FURTHER}
