@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from packstore.cli._messages import add_message_options, fail, set_up
 from packstore.cli._parser import FRONT_PAGE, SUMMARIES, Parser, add_command
 from packstore.errors import PackstoreError, message_with_notes, quote, visible
-from packstore.registry import Registry
+from packstore.registry import Registry, missing_extra
 from packstore.version import VERSION
 
 
@@ -46,6 +46,9 @@ FILES = {
     "inspect": "stats",
 }
 """Command -> its file here, if that has another name."""
+
+TRAIN = {"accelerate", "huggingface_hub", "peft", "safetensors", "torch", "transformers"}
+"""Packages of the extra `train`, which commands that need it import."""
 
 COMMANDS: Registry[Command] = Registry(
     "command",
@@ -156,6 +159,8 @@ def _main(argv: Sequence[str] | None) -> int:
         if args.debug:
             print(visible(traceback.format_exc()), end="", file=sys.stderr)
             return 1
+        if isinstance(error, ModuleNotFoundError) and str(error.name).partition(".")[0] in TRAIN:
+            error = missing_extra(f"packstore {given[0]}", "train", error)
         if isinstance(error, PackstoreError):
             fail(args, f"error: {message_with_notes(error)}")
             return 1

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from packstore.cli.common import add_flags, add_settings
 from packstore.config.training import TrainModelConfig
-from packstore.registry import missing_extra
 
 if TYPE_CHECKING:
     import torch
@@ -74,13 +73,11 @@ def join_logs() -> None:
 @contextmanager
 def ranks(args: argparse.Namespace) -> Iterator[torch.device]:
     """Connects the ranks of a launcher, as a training does, and yields the device of this rank."""
-    try:
-        # It keeps the process group that exists at its import. Imported later, by transformers, it
-        # would keep the group's threads alive, which may abort the process at exit.
-        import torch.distributed.nn
-        from accelerate import PartialState
-    except ImportError as error:
-        raise missing_extra("this command", "train", error) from error
+    # It keeps the process group that exists at its import. Imported later, by transformers, it
+    # would keep the group's threads alive, which may abort the process at exit.
+    import torch.distributed.nn
+    from accelerate import PartialState
+
     state = PartialState(cpu=args.use_cpu)
     try:
         yield torch.device("cpu") if args.use_cpu else state.device

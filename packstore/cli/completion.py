@@ -18,8 +18,8 @@ def _run(args: argparse.Namespace) -> int:
     try:
         import shtab
     except ImportError as error:
-        must, do = "the package shtab writes it", "Run: pip install shtab"
-        raise MissingExtraError(sentence("completion", must, "none", do)) from error
+        rule, remedy = "the package shtab writes it", "Run: pip install shtab"
+        raise MissingExtraError(sentence("completion", rule, "none", remedy)) from error
     from packstore.cli import parser
 
     print(shtab.complete(parser(), args.shell))

@@ -70,10 +70,9 @@ def _run(args: argparse.Namespace) -> int:
 
 def train_model(config: TrainConfig, html: str | None = None) -> common.Result:
     """Trains, and writes a page with the curves to the file `html`."""
-    from packstore.torch import train
+    from transformers import TrainerCallback
 
-    # isort: split
-    from transformers import TrainerCallback  # after what says that it is not installed
+    from packstore.torch import train
 
     history: list[dict[str, float]] = []
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from small_jobs import trained_tokenizer
 
+import packstore
 from packstore.cli import main
 
 GOOD = {"prompt": "What is two and two?", "chosen": "It is four.", "rejected": "It is five."}
@@ -97,3 +101,38 @@ def test_a_folder_that_holds_other_files(
 def test_no_dataset(command: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = main([command, "nowhere"])
     check(code, capsys.readouterr().err, ["nowhere", "must be a dataset"])
+
+
+WITHOUT = """
+import sys
+for name in ("accelerate", "huggingface_hub", "peft", "safetensors", "torch", "transformers"):
+    sys.modules[name] = None
+import packstore
+from packstore.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "train --model m --train-dataset d --output-dir o",
+        "run job.yaml",
+        "evaluate d --model m",
+        "ref-logps d r --model m",
+        "publish d me/d",
+    ],
+)
+def test_a_command_names_the_extra_that_it_needs(command: str, tmp_path: Path) -> None:
+    packstore.pack([{"prompt": [1], "chosen": [2], "rejected": [3]}], str(tmp_path / "d"))
+    job = "train: {model: m, train_dataset: d, output_dir: o}"
+    (tmp_path / "job.yaml").write_text(job, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT, *command.split()],
+        cwd=tmp_path, capture_output=True, encoding="utf-8", check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert re.fullmatch(
+        r"packstore: error: .*needs the package '\w+', which is not installed. "
+        r"Run: pip install 'packstore\[train\]'\n", done.stderr,
+    ), done.stderr  # fmt: skip
