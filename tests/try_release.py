@@ -135,16 +135,13 @@ def resolve(uv: str, work: Path, *wanted: str) -> dict[str, str] | None:
 
 def beside(uv: str, work: Path) -> None:
     """Prints, as Markdown, what resolves beside the newest release of each trainer and server."""
-    print("| | newest | torch | transformers | tokenizers | `packstore` | `packstore[train]` |")
-    print("|---|---|---|---|---|---|---|")
+    print("| | `packstore` | `packstore[train]` |")
+    print("|---|---|---|")
     for name in BESIDE:
-        alone = resolve(uv, work, name) or {}
-        pinned = f"{name}=={alone.get(name, 'none')}"
-        both = [
-            resolve(uv, work, pinned, f"packstore{e} @ {ROOT.as_uri()}") for e in ("", "[train]")
-        ]
-        chosen = [alone.get(part, "") for part in (name, "torch", "transformers", "tokenizers")]
-        print("|", " | ".join([name, *chosen, *("yes" if found else "no" for found in both)]), "|")
+        release = (resolve(uv, work, name) or {}).get(name, "none")
+        wanted = (f"packstore{extra} @ {ROOT.as_uri()}" for extra in ("", "[train]"))
+        found = [resolve(uv, work, f"{name}=={release}", package) for package in wanted]
+        print("|", " | ".join([f"{name} {release}", *("yes" if f else "no" for f in found)]), "|")
 
 
 def main() -> None:
