@@ -69,7 +69,7 @@ class Registry(Generic[T]):
 
 def missing_extra(noun: str, extra: str, error: ImportError) -> MissingExtraError:
     """Returns the error for a missing optional dependency, with the command that installs it."""
-    package = error.name or str(error)
+    package = (error.name or str(error)).partition(".")[0]
     return MissingExtraError(
         f"{noun} needs the package {package!r}, which is not installed. "
         f"Run: pip install 'packstore[{extra}]'"
