@@ -29,7 +29,7 @@ from packstore.torch.batch.transfer import inference_batching, to_device
 from packstore.torch.data.dataset import PackedDataset
 from packstore.torch.data.loader import PackedDataLoader
 from packstore.torch.logprobs.head import PackedPolicy
-from packstore.torch.losses.figures import ExampleRows, Figures, GroupedMetrics
+from packstore.torch.losses.dataset_metrics import ExampleRows, Figures, GroupedMetrics
 from packstore.torch.losses.loss import PreferenceLoss
 from packstore.torch.losses.step_loss import StepLoss
 from packstore.torch.models.compatibility import check_model
@@ -68,7 +68,7 @@ def evaluate(
         by: a carried or joined column of texts, integers or booleans; or ``file``, by the input
             file that each example came from.
         rows: also return a pyarrow table with a row for each example: log-probs, loss, margins,
-            carried columns; see :class:`~packstore.torch.losses.figures.ExampleRows`.
+            carried columns; see :class:`~packstore.torch.losses.dataset_metrics.ExampleRows`.
         mixed_precision: for both models: ``bf16`` runs under bfloat16 autocast, ``none`` keeps the
             autocast that is active around this call, if any; ``auto``: see
             :func:`~packstore.torch.reference.arithmetic.choose_precision`.
