@@ -249,8 +249,7 @@ class _Decompressed(HashedStream):
 
     def __init__(self, packed: HashedStream, compression: str, path: str) -> None:
         if compression == "xz":  # pyarrow has none
-            file: Any = packed
-            plain: Any = lzma.LZMAFile(file)  # noqa: SIM115 (closed with the stream)
+            plain: Any = _Xz(packed)
         else:
             plain = pa.CompressedInputStream(pa.PythonFile(packed, mode="r"), compression)
         super().__init__(plain)
@@ -275,6 +274,36 @@ class _Decompressed(HashedStream):
             found = f"{self.bytes} bytes out of {self._packed.bytes}"
             raise InputError(sentence(self._path, rule, found, "Compress it in smaller steps"))
         return count
+
+
+class _Xz(io.RawIOBase):
+    """The plain bytes of all streams of an xz file; ``lzma.LZMAFile`` stops silently at the zeros
+    that may stand between two, and at garbage behind one.
+    """
+
+    def __init__(self, packed: HashedStream) -> None:
+        self._packed, self._stream = packed, lzma.LZMADecompressor(lzma.FORMAT_XZ)
+
+    def readable(self) -> bool:
+        """Always."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Fills the start of `buffer`; returns how much."""
+        rest = b""
+        while True:
+            if self._stream.eof:
+                rest = self._stream.unused_data or rest
+                while not (rest := rest.lstrip(b"\0")):
+                    if not (rest := self._packed.read(CHUNK)):
+                        return 0
+                self._stream = lzma.LZMADecompressor(lzma.FORMAT_XZ)
+            elif self._stream.needs_input and not (rest := self._packed.read(CHUNK)):
+                raise EOFError
+            if plain := self._stream.decompress(rest, len(buffer)):
+                buffer[: len(plain)] = plain
+                return len(plain)
+            rest = b""
 
 
 def decompressed(raw: HashedStream, compression: str | None, path: str) -> io.BufferedReader:

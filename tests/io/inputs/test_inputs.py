@@ -119,7 +119,9 @@ def test_what_lies_beside_the_records_of_a_folder(
     for name in ("d.jsonl.bz2", "D.NDJSON"):
         data = bz2.compress(LINES[:50_00]) + bz2.compress(LINES[50_00:])
         Path("sub", name).write_bytes(data if name.endswith("2") else LINES)
-    Path("sub/e.jsonl.xz").write_bytes(lzma.compress(LINES) + lzma.compress(LINES))
+    Path("sub/e.jsonl.xz").write_bytes(
+        lzma.compress(LINES) + bytes(8) + lzma.compress(LINES) + bytes(4)
+    )
     reader = InputReader("sub")
     assert [r for block in reader for r in block.parse().values] == 5 * RECORDS
     (line,) = [record.getMessage() for record in caplog.records]
@@ -129,7 +131,8 @@ def test_what_lies_beside_the_records_of_a_folder(
         with pytest.raises(InputError, match=rf"{name}: its compression must be one of \.gz .*xz"):
             load("sub")
         Path("sub", name).unlink()
-    for data in (b"\xfd7zXZ\0", lzma.compress(LINES)[:-9], b"x" * 99):
+    whole = lzma.compress(LINES)
+    for data in (b"\xfd7zXZ\0", whole[:-9], b"x" * 99, whole + b"rest", whole + whole[:-9]):
         Path("sub/e.jsonl.xz").write_bytes(data)
         with pytest.raises(InputError, match=r"e\.jsonl\.xz: must be a complete xz file"):
             load("sub")
