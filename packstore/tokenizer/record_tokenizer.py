@@ -115,8 +115,13 @@ class RecordTokenizer:
         block, config = _Block(), self.config
         given, values = self._canonical(rows.values, block)
         names = names_of(given)
-        if others := names - self._own_names.union(*(s.known for s in {*block.shapes.values()})):
+        shapes = {*block.shapes.values()}
+        opens = {name for shape in shapes for name in shape.opens}
+        if others := names - (self._own_names.union(*(s.known for s in shapes)) - opens):
             given = opened(given, others)
+            for i, shape in block.shapes.items():
+                if shape.opens:
+                    given[i] = {k: v for k, v in given[i].items() if not shape.passes(k)}
             names = names_of(given)
         groups = {n: known().group(n) for n in sorted(names - self._mapped)}
         groups = {name: group for name, group in groups.items() if group in self._checked}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 
 import pytest
 
@@ -14,6 +15,7 @@ from packstore.format.arrays import Rows
 from packstore.tokenizer import RecordTokenizer, load_tokenizer
 from packstore.tokenizer.chat import limits
 from packstore.tokenizer.records.fields import unexplained
+from packstore.tokenizer.records.shapes import table
 from tests.tokenizer.test_shapes import TEMPLATE
 
 Q, A = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "x"}
@@ -28,6 +30,7 @@ BASES = {
     "dialogue": ("sft", {"messages": [Q, A]}),
     "alpaca": ("sft", {"instruction": "Q", "output": "x"}),
 }  # fmt: skip
+NESTED = {shape.name: shape for shape in table().named if shape.opens}
 NUMBERS = (0.5, 0, 3, -1.5, True, False, "0.5", "bad", {"mean": 0.5}, {"by": {"a": 1}}, [0.5, 1])
 TEXTS = ("z", ["z"], [{"role": "assistant", "content": "z"}], {"text": "z"})
 JUDGES = """
@@ -116,6 +119,21 @@ def test_what_judges_weighs_or_adds_is_read_or_refused(base, insists, said):
         if dropped not in [{reason: 3} for reason in refused]:
             silent.append((name, value))
     assert silent == []
+
+
+@pytest.mark.parametrize("name", [name for name, shape in NESTED.items() if not shape.refuse])
+def test_also_in_an_object_of_which_parts_are_read(name, said):
+    """As in an item of the answers: each named shape says what it leaves there."""
+    shape = NESTED[name]
+    record = shape.entry["example"]
+    assert said(shape.kind, record) == ({}, [])
+    for root in shape.opens & record.keys():
+        for field in ("weight", "rejected", "judge_score", "loss_mask", "images"):
+            given = json.loads(json.dumps(record))
+            objects = given[root] if isinstance(given[root], list) else [given[root]]
+            objects[0][field] = [0.5, "z"]
+            dropped, _ = said(shape.kind, given)
+            assert sum(dropped.values()) == 1, (root, field)
 
 
 @pytest.mark.parametrize("base", BASES)

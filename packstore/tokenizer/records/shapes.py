@@ -64,10 +64,15 @@ class Shape:
             name: [parse_path(path) for path in ([paths] if isinstance(paths, str) else paths)]
             for name, paths in entry.get("reads", {}).items()
         }
-        self._passes = frozenset(entry.get("passes", ()))
+        self._passes = {*entry.get("passes", ())}
         self._patterns = [name for name in self._passes if "*" in name]
         read = [path for paths in self.reads.values() for path in paths]
-        self.known = {str(path[0]) for path in (*read, *self.fields, *self.takes)}
+        paths = [*read, *self.fields, *self.takes]
+        self.known = {str(path[0]) for path in paths}
+        inner = {written(path) for path in paths if len(path) > 1}
+        self.opens = {str(path[0]) for path in paths if len(path) > 1}  # of these, parts are read
+        self._passes |= inner
+        self._inside = tuple(path + mark for path in inner for mark in ".[")
 
     def __str__(self) -> str:
         return self._title
@@ -78,8 +83,10 @@ class Shape:
         return f"a record of {self}: {self.refuse}"
 
     def passes(self, name: str) -> bool:
-        """Returns True if a field is rightly left."""
-        return name in self._passes or any(fnmatchcase(name, text) for text in self._patterns)
+        """Returns True if a field is rightly left, or a part of an object that is read."""
+        if name in self._passes or name.startswith(self._inside):
+            return True
+        return any(fnmatchcase(name, text) for text in self._patterns)
 
     @property
     def digest(self) -> str:
