@@ -197,11 +197,11 @@ class PreferenceLoss(StepLoss):
         """The loss without router losses."""
         if self.only_sft:
             term = self._likelihood(sums, batch)
-            loss = self.terms[0].weight * divide(term, count)
+            weighted = self.terms[0].weight * term[0], term[1]
             weights = batch.weights.to(sums.logps.dtype)
             best = sums.logps[index_best(batch)] * weights
             metrics = {"loss": term, "logps/chosen": (best.sum(), weights.sum())}
-            return LossOutput(loss, *term, None, None, metrics)
+            return LossOutput(divide(weighted, count), *weighted, None, None, metrics)
         chosen, rejected, example, weights = self._pairs(batch, sums.logps)
         pairs = self._take(sums, batch, chosen, rejected)
         losses = self._losses(pairs, chosen, batch.num_segments)

@@ -106,6 +106,8 @@ def test_a_mix(kit: SimpleNamespace) -> None:
     torch.testing.assert_close(found.metrics["sft_loss"], (sft.loss_sum, sft.count))
     torch.testing.assert_close(found.metrics["preference_loss"][0], found.loss_sum)
     torch.testing.assert_close(found.metrics["loss"][0] / 4, found.loss)
+    half = PreferenceLoss({"sft": 0.5})(logps, batch)
+    torch.testing.assert_close((half.loss, half.loss_sum), (sft.loss / 2, sft.loss_sum / 2))
 
 
 @pytest.mark.parametrize("name", ["dpo", "bradley_terry", "plackett_luce"])
