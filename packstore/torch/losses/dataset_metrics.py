@@ -90,7 +90,7 @@ class GroupedMetrics:
             if "sft_loss" in means:  # two means, over different counts
                 likelihood = self.loss_fn.sft_weight * means["sft_loss"]
                 means["loss"] = means["preference_loss"] + likelihood
-            if self.loss_fn.only_sft and self.loss_fn.sft_average == "token":
+            if not self.loss_fn.rows.compares and self.loss_fn.sft_average == "token":
                 means["perplexity"] = math.exp(min(means["loss"], 700.0))
         metrics = groups.pop(None)
         # A group with only fillers has no examples.

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,11 +21,7 @@ from torch.nn.functional import logsigmoid
 
 from packstore.errors import ConfigError
 from packstore.registry import Registry
-from packstore.torch.losses.pairs import Pairs
-
-Rows = Literal["pairs", "answers", "scores", "lists"]
-"""The rows of a loss: pairs; single answers, which are both sides of their rows; pairs of scores of
-a reward model; or these, each against all of lower reward at once (``against_all_lower``)."""
+from packstore.torch.losses.pairs import Answers, Lists, PairRows, Pairs, Scores
 
 
 @dataclass(frozen=True)
@@ -35,7 +31,7 @@ class Variant:
     function: Callable[..., Tensor]
     reference: bool
     averaged: bool = False
-    rows: Rows = "pairs"
+    rows: type[PairRows] = PairRows
 
     @property
     def defaults(self) -> dict[str, float]:
@@ -48,7 +44,7 @@ class Variant:
 
 
 def _loss(
-    *, reference: bool = True, averaged: bool = False, rows: Rows = "pairs"
+    *, reference: bool = True, averaged: bool = False, rows: type[PairRows] = PairRows
 ) -> Callable[[Callable[..., Tensor]], Variant]:
     """Declares the requirements of the decorated loss; see :class:`Variant`."""
     return lambda function: Variant(function, reference, averaged, rows)
@@ -274,10 +270,7 @@ def fdpo_forward_kl(pairs: Pairs, *, beta: float = 0.1) -> Tensor:
 
 @_loss()
 def fdpo_js(pairs: Pairs, *, beta: float = 0.1) -> Tensor:
-    """``-log s(b (f'(u) - f'(v)))`` with f'(u) = ln 2 + log s(u).
-
-    Source: Wang et al. 2023, arXiv 2309.16240, table 1.
-    """
+    """``-log s(b (f'(u) - f'(v)))``, f'(u) = ln 2 + log s(u); source: as ``fdpo_forward_kl``."""
     return -logsigmoid(beta * (logsigmoid(pairs.u) - logsigmoid(pairs.v)))
 
 
@@ -297,7 +290,7 @@ def _by_class(answers: Pairs, good: Tensor, bad: Tensor, weights: tuple[float, f
     return torch.where(answers.chosen_reward > 0, weights[0] * good, weights[1] * bad)
 
 
-@_loss(rows="answers")
+@_loss(rows=Answers)
 def kto(
     answers: Pairs,
     *,
@@ -316,7 +309,7 @@ def kto(
     return _by_class(answers, (-x).sigmoid(), x.sigmoid(), weights)
 
 
-@_loss(rows="answers")
+@_loss(rows=Answers)
 def apo_zero_unpaired(
     answers: Pairs,
     *,
@@ -329,7 +322,7 @@ def apo_zero_unpaired(
     return _by_class(answers, (-x).sigmoid(), x.sigmoid(), weights)
 
 
-@_loss(rows="answers")
+@_loss(rows=Answers)
 def bco(
     answers: Pairs,
     *,
@@ -347,7 +340,7 @@ def bco(
     return _by_class(answers, -logsigmoid(x), -logsigmoid(-x), weights)
 
 
-@_loss(reference=False, rows="scores")
+@_loss(reference=False, rows=Scores)
 def bradley_terry(pairs: Pairs, *, margin: float = 0.0, center: float = 0.0) -> Tensor:
     """``-log s(r_w - r_l - m dr) + c (r_w + r_l)^2``, r scores, m = `margin`, c = `center`.
 
@@ -360,7 +353,7 @@ def bradley_terry(pairs: Pairs, *, margin: float = 0.0, center: float = 0.0) -> 
     return -logsigmoid(gap) + c * (pairs.chosen + pairs.rejected) ** 2
 
 
-@_loss(reference=False, rows="lists")
+@_loss(reference=False, rows=Lists)
 def plackett_luce(pairs: Pairs) -> Tensor:
     """``-log(e^r_w / (e^r_w + sum_l e^r_l))``, l the responses of lower reward; r_l their log-sum.
 

@@ -112,7 +112,7 @@ class PolicyLoss(StepLoss):
         self.average = choice("average", average, get_args(Average))
         self.ratio = choice("ratio", ratio, get_args(Ratio))
         check_weight("kl_weight", kl_weight)
-        self.kl_weight = kl_weight
+        self.kl_weight, self.reference = kl_weight, kl_weight > 0
         self.name = name_of(function)
         self.parameters = check_parameters(self.name, Variant(function, False), parameters)
         self.function: Callable[[Tokens], Tensor] = partial(function, **self.parameters)
@@ -120,11 +120,6 @@ class PolicyLoss(StepLoss):
         of_one, of_other = (_tokens(draws[:, s]) for s in (slice(0, 2), slice(2, 3)))
         whole = _tokens(draws, torch.tensor([0, 0, 1]))
         check_function(f"loss {self.name!r}", self.function, whole, (of_one, of_other))
-
-    @property
-    def reference(self) -> bool:
-        """True if the loss compares with a reference model."""
-        return self.kl_weight > 0
 
     def __repr__(self) -> str:
         values = "".join(f", {name}={value}" for name, value in self.parameters.items())

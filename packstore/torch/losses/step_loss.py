@@ -58,8 +58,13 @@ class StepLoss(ABC):
     Args:
         router_aux_loss_coef: weight of the load-balancing loss of experts.
         gradients: how gradients are reduced over ranks.
+
+    Attributes:
+        reference: True if the loss compares with a reference model.
+        scores: True if the loss takes a reward model's scores in place of log-probs.
     """
 
+    reference = scores = False
     sft_weight: float = 0.0
     weight_field: str | None = None
 
@@ -67,16 +72,6 @@ class StepLoss(ABC):
         check_weight("router_aux_loss_coef", router_aux_loss_coef or 0)
         self.router_aux_loss_coef = router_aux_loss_coef
         self.gradients = choice("gradients", gradients, get_args(Gradients))
-
-    @property
-    def reference(self) -> bool:
-        """True if the loss compares with a reference model."""
-        return False
-
-    @property
-    def scores(self) -> bool:
-        """True if the loss takes a reward model's scores in place of log-probs."""
-        return False
 
     @abstractmethod
     def units(self, batch: PackedBatch) -> tuple[str, str | None]:

@@ -125,7 +125,7 @@ def _term(
     name: str, variant: Variant, weight: float, given: Mapping[str, float], average_logps: bool
 ) -> LossTerm:
     parameters = check_parameters(name, variant, given)
-    averages = variant.averaged or variant.rows in ("scores", "lists")
+    averages = variant.averaged or variant.rows.scores
     if average_logps and (averages or name == "sft"):
         where, rule = f"loss {name!r}", "average_logps goes with losses on sums over tokens"
         remedy = "Use sft_average for it" if name == "sft" else "Leave average_logps out"
