@@ -107,10 +107,6 @@ class StepLoss(ABC):
         sft_count = None if sft_unit is None else known[sft_unit]
         return StepDivisor(known[unit], sft_count, step.examples).above_zero()
 
-    def by_example(self, batch: PackedBatch) -> bool:
-        """True if the loss of this batch is divided by a number of examples."""
-        return self.weight_field is None and self.units(batch)[0] == "examples"
-
     def _weighted(self, batch: PackedBatch) -> PackedBatch:
         """Returns the batch with its weights times the column of `weight_field`, if there is one.
 
@@ -118,7 +114,14 @@ class StepLoss(ABC):
         """
         if self.weight_field is None:
             return batch
-        column = number_column(batch, "weight_field", self.weight_field)
+        column = batch.columns.get(self.weight_field)
+        if not isinstance(column, Tensor):
+            rule = "it must name a carried or joined column of numbers"
+            columns = ", ".join(batch.columns) or "none"
+            found = f"{quote(self.weight_field)}, where columns are: {columns}"
+            remedy = "Carry the column when packing (carry=…), or join it as side data"
+            raise ConfigError(sentence("loss setting weight_field", rule, found, remedy))
+        column = column.to(wide_dtype(column.device))
         bad = ~(column.isfinite() & (column >= 0))
         if bad.device.type == "cpu" and bad.any():
             example = int(bad.long().argmax())
@@ -133,9 +136,9 @@ class StepLoss(ABC):
         if unit == "examples":
             return batch.weights.sum()
         weights = sequence_weights(batch)
-        return (
-            weights.sum() if unit == "sequences" else (weights * segment_token_counts(batch)).sum()
-        )
+        if unit == "tokens":
+            weights = weights * segment_token_counts(batch)
+        return weights.sum()
 
     def _divided(
         self,
@@ -153,7 +156,7 @@ class StepLoss(ABC):
         if routers is None:
             return replace(out, metrics=_detached(out.metrics))
         if count is not None and examples is None:
-            if not self.by_example(batch):
+            if self.weight_field is not None or self.units(batch)[0] != "examples":
                 rule = "router losses are divided by the number of examples"
                 raise ConfigError(sentence("divisor", rule, "another count alone", PASS_COUNT))
             examples = count
@@ -254,17 +257,6 @@ def divide(term: SumAndCount, divisor: Tensor | float | None) -> Tensor:
 def above_zero(count: Tensor) -> Tensor:
     """Returns a count with 1 in place of 0."""
     return count.masked_fill(count == 0, 1)
-
-
-def number_column(batch: PackedBatch, setting: str, name: str) -> Tensor:
-    """Returns a carried or joined column of numbers, `[E]`, in float64 where the device has it."""
-    column = batch.columns.get(name)
-    if not isinstance(column, Tensor):
-        rule = "it must name a carried or joined column of numbers"
-        found = f"{quote(name)}, where columns are: {', '.join(batch.columns) or 'none'}"
-        remedy = "Carry the column when packing (carry=…), or join it as side data"
-        raise ConfigError(sentence(f"loss setting {setting}", rule, found, remedy))
-    return column.to(wide_dtype(column.device))
 
 
 def _detached(metrics: Mapping[str, SumAndCount]) -> dict[str, SumAndCount]:
