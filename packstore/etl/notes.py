@@ -22,8 +22,8 @@ REMARKS = {
     "unknown_tokens": "text that the vocabulary cannot spell",
     "generation_prompt_always": "the chat template writes the generation prompt even where it is "
     "not asked for; behind the last turn it is stored, and not supervised",
-    "rendered_text": "text that begins with a control string of the chat template: taken as "
-    "rendered, with its control strings as control ids",
+    "rendered_text": "text that begins with a control string of the chat template, or whose "
+    "answers end with EOS: taken as rendered, with its control strings as control ids",
     "empty_thinking": "a turn begins with an empty thinking block, which is not supervised",
     "arguments_quoted": "arguments of tool calls that are JSON text, quoted by the chat template",
     "reasoning_unrendered": "the chat template leaves out the reasoning of a supervised turn",

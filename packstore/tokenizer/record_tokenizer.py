@@ -17,6 +17,7 @@ from packstore.errors import TokenizerError, sentence
 from packstore.format.arrays import Examples, Int64, Rows, Tally, example_id, to_offsets
 from packstore.tokenizer.chat.limits import limited, restart_clock
 from packstore.tokenizer.chat.messages import is_empty
+from packstore.tokenizer.control import holds
 from packstore.tokenizer.encode import assemble
 from packstore.tokenizer.records.fast_path import parse_plain_texts
 from packstore.tokenizer.records.fields import (
@@ -36,7 +37,7 @@ from packstore.tokenizer.records.paths import with_paths
 from packstore.tokenizer.records.sequences import Draft, Sequences, Tokens, id_sequences
 from packstore.tokenizer.records.shapes import NONE, Shape
 from packstore.tokenizer.refusals import Refused, raise_if_error
-from packstore.tokenizer.rendered import check_responses, draft_record
+from packstore.tokenizer.rendered import begins_rendered, check_responses, draft_record
 from packstore.tokenizer.tokenizer import Tokenizer
 
 Lint = Callable[[Parsed], Iterable[tuple[str, str]]]
@@ -186,8 +187,11 @@ class RecordTokenizer:
         for i, value in enumerate(values):
             record = shown = with_paths(value, self.config)
             try:
-                record, shape = canonical(record, self.config, self.kind, **self._how)
+                record, shape = canonical(shown, self.config, self.kind, **self._how)
                 if shape is not None:
+                    if self._is_raw and self._asks_rendered(record):  # it is no turn of a chat
+                        how = {**self._how, "templated": False}
+                        record, _ = canonical(shown, self.config, self.kind, **how)
                     block.shapes[i] = shape
                     shown = {k: v for k, v in shown.items() if not shape.passes(k)}
             except Refused as error:
@@ -196,6 +200,14 @@ class RecordTokenizer:
             given.append(shown)
             found.append(record)
         return given, found
+
+    def _asks_rendered(self, record: dict[str, Any]) -> bool:
+        """Returns True if the question of a record with our own field names is rendered text."""
+        prompt = record.get("prompt")
+        asked = prompt[-1].get("content") if isinstance(prompt, list) and prompt else None
+        if not isinstance(asked, str) or not holds(asked, self._needed().control_hint):
+            return False
+        return bool(begins_rendered(asked, self._needed()))
 
     def _tally(self, rows: Rows, given: list[Any], block: _Block, names: set[str]) -> Tally:
         """The tally of a block; of its fields, `names` are counted."""

@@ -65,7 +65,7 @@ def draft_record(
     """Returns the texts of a record's sequences, and events to note."""
     guard = ""
     events: list[str] = []
-    rendered = not parsed.is_plain and _is_rendered(parsed.prompt, tokenizer, config)
+    rendered = not parsed.is_plain and _is_rendered(parsed, tokenizer, config)
     if rendered:
         events = ["rendered_text"]
     elif not parsed.is_plain:
@@ -89,14 +89,37 @@ def draft_record(
     return drafts, events
 
 
-def _is_rendered(prompt: Any, tokenizer: Tokenizer, config: TokenizeConfig) -> bool:
-    """Returns True for a text that begins with a control string of the chat template."""
-    template = tokenizer.template
-    if not isinstance(prompt, str) or template is None or config.on["special_tokens"] != "keep":
+def begins_rendered(text: str, tokenizer: Tokenizer) -> str:
+    """Returns the control string of the chat template that a rendered text begins with; or none.
+
+    Without a template any control string counts. Some templates make them of roles.
+    """
+    if not (found := tokenizer.controls.match(text.lstrip())):
+        return ""
+    begins, template = found[0], tokenizer.template
+    if template is None or begins in template.source or begins == tokenizer.bos_token:
+        return begins
+    parts = [begins.split(role) for role in ("user", "system") if role in begins]
+    return begins if any(all(p in template.source for p in of) for of in parts) else ""
+
+
+def _is_rendered(parsed: Parsed, tokenizer: Tokenizer, config: TokenizeConfig) -> bool:
+    """Returns True for text that begins as rendered text does, or whose answers all end with EOS.
+
+    Raises:
+        Refused: such an answer begins so, too.
+    """
+    prompt, eos = parsed.prompt, tokenizer.eos_token
+    if not isinstance(prompt, str) or config.on["special_tokens"] != "keep":
         return False
-    if not (begins := tokenizer.controls.match(prompt.lstrip())):
-        return False
-    return begins[0] in template.source or begins[0] == tokenizer.bos_token
+    responses: Any = parsed.responses
+    begins = begins_rendered(prompt, tokenizer)
+    if begins and any(response.lstrip().startswith(begins) for response in responses):
+        remedy = "Leave what the prompt says out of the answers"
+        raise Refused("no_common_prompt", f"an answer that begins with {begins!r}, too", remedy)
+    if begins or not eos or tokenizer.controls.search(prompt):  # a prompt may quote some
+        return bool(begins)
+    return all(response.rstrip().endswith(eos) for response in responses)
 
 
 def _check_separable(drafts: list[Draft], tokenizer: Tokenizer) -> None:

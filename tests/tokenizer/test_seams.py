@@ -99,3 +99,39 @@ def test_rendered_text_of_a_template_with_bos(pack, byte_level, begin):
     assert packed.sequences[0] == expected.sequences[0]
     asked = pack(llama, record, append_eos=True)
     assert asked.learned == ["good<|eot|></s>", "bad<|eot|>\n</s>"]
+
+
+FAMILIES = {
+    "Phi, whose template makes control strings of roles": (
+        ("<s>", "</s>", "<|user|>", "<|assistant|>", "<|end|>"),
+        "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>\n{% endif %}",
+        "<|user|>\nQ<|end|>\n<|assistant|>\n",
+        "<|end|>",
+    ),
+    "Mistral, whose turns begin with text": (
+        ("<s>", "</s>"),
+        "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} "
+        "[/INST]{% else %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}",
+        "[INST] Q [/INST]",
+        "</s>",
+    ),
+    "no template": (("<s>", "</s>", "<|u|>", "<|a|>"), None, "<|u|>Q<|a|>", "</s>"),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_text_that_other_families_render(family, pack, byte_level):
+    special, template, prompt, end = FAMILIES[family]
+    source = byte_level(special=special, template=template)
+    sides = {"chosen": f"good{end}", "rejected": f"bad{end}"}
+    packed = pack(source, {"prompt": prompt, **sides})
+    assert packed.noted == {"rendered_text": 1}
+    assert packed.texts == [prompt + side for side in sides.values()]
+    expected = [source.library.encode(text).ids for text in packed.texts]
+    assert [ids for ids, _ in packed.sequences] == expected
+    if prompt.startswith("<"):
+        named = pack(source, {"question": prompt, **sides})  # a chat by default, without this
+        assert named.sequences == packed.sequences
+        whole = {name: prompt + side for name, side in sides.items()}
+        assert pack(source, {"prompt": prompt, **whole}).dropped == {"no_common_prompt": 1}

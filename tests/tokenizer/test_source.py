@@ -239,7 +239,7 @@ def test_model_and_json_agree(tokenizer, pack, records, answer):
     """The converted tokenizer.json and the SentencePiece library give the same ids."""
     texts = [r["chosen"] for r in records("pairs/chat_en.jsonl")[:60]]
     texts += ["a</s>b", " x  y ", "<s>Hello</s>", "a</s>b<s>", "</s>"]
-    some = [{"prompt": text, "chosen": text, "rejected": "no"} for text in texts]
+    some = [{"prompt": text, "chosen": f"- {text}", "rejected": "no"} for text in texts]
     one, two = (
         pack(tokenizer(name), *some, on={"special_tokens": answer})
         for name in ("mistral", "mistral_model")
