@@ -146,6 +146,25 @@ def test_json_in_tables_is_read_at_any_depth(chats, depth, ids, tmp_path_factory
         assert ids(container) == expected, name
 
 
+def test_class_labels_are_their_names(byte_level, tmp_path):
+    """Their numbers may be of any order; -1 is none. Polars keeps no names of them."""
+    text = datasets.Value("string")
+    label = datasets.ClassLabel(names=["chosen", "rejected"])
+    columns = {"prompt": ["Q"] * 3, "completion": ["x", "y", "z"], "label": [0, 1, -1]}
+    typed = datasets.Features({"prompt": text, "completion": text, "label": label})
+    dataset = datasets.Dataset.from_dict(columns, features=typed)
+    table = dataset.with_format("arrow")[:]
+    dataset.save_to_disk(tmp_path / "saved")
+    held = {n: c for n, c in frames(table, tmp_path).items() if n in ("parquet", "stream", "table")}
+    for container in (*held.values(), str(tmp_path / "saved"), dataset):
+        out = f"memory://{os.urandom(8).hex()}"
+        how = {"on": {"missing_field": "drop"}, "max_drop_rate": 1, "num_workers": 0}
+        packed = packstore.pack(container, out, byte_level().file, pack_size=256, **how)
+        rewards = packstore.scan(packed).collect().sort("example_id")["rewards"].to_list()
+        assert rewards == [[1], [0]]
+        assert packed.manifest.records.dropped == {"missing_field": 1}
+
+
 def features(depth: int) -> datasets.Features:
     """Features whose tools and calls are JSON from a depth on."""
     text, json_ = datasets.Value("string"), datasets.Json()

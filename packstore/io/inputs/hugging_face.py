@@ -41,6 +41,14 @@ class _State(msgspec.Struct, rename=lambda name: f"_{name}"):
     indices_data_files: list[Any] | None = None
 
 
+class _Info(msgspec.Struct):
+    features: dict[str, Any]
+
+
+class _Metadata(msgspec.Struct):
+    info: _Info
+
+
 class _Splits(msgspec.Struct):
     splits: Annotated[list[_Name], Meta(min_length=1)]
 
@@ -67,15 +75,38 @@ def plain(source: Any) -> Any:
 
 
 def records_of(source: Iterable[Any]) -> Iterable[Any]:
-    """Returns the records of a ``Dataset`` without the null members that Arrow adds to structs;
-    those of any other iterable as they are."""
+    """Returns the records of a ``Dataset`` without the null members that Arrow adds to structs, and
+    with the names of class labels; those of any other iterable as they are."""
     if not _is_split(source):
         return source
     features = getattr(source, "features", None) or {}
     return (
-        {name: _without_nulls(value, features.get(name)) for name, value in record.items()}
+        {name: _plain_value(value, features.get(name)) for name, value in record.items()}
         for record in source
     )
+
+
+def class_labels(metadata: Mapping[bytes, bytes] | None) -> dict[str, list[str]]:
+    """Returns the names of the values of each column of class labels, from a schema's metadata.
+
+    Their numbers say nothing: a set may call its good answers 0.
+    """
+    try:
+        info = msgspec.json.decode((metadata or {})[b"huggingface"], type=_Metadata).info
+    except (KeyError, msgspec.DecodeError, UnicodeDecodeError):
+        return {}
+    found = {
+        name: feature["names"]
+        for name, feature in info.features.items()
+        if isinstance(feature, dict) and feature.get("_type") == "ClassLabel" and "names" in feature
+    }
+    return {name: [*map(str, names)] for name, names in found.items() if isinstance(names, list)}
+
+
+def _plain_value(value: Any, feature: Any) -> Any:
+    if isinstance(value, int) and hasattr(feature, "int2str"):
+        return feature.names[value] if value >= 0 else None
+    return _without_nulls(value, feature)
 
 
 def _without_nulls(value: Any, feature: Any) -> Any:

@@ -11,10 +11,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, BinaryIO
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from packstore.config.record_shapes import known
 from packstore.errors import InputError, PackstoreError, quote, sentence
+from packstore.io.inputs.hugging_face import class_labels
 from packstore.io.inputs.pieces import Format, Piece, ReadOptions, cut, refuse_equal_names
 from packstore.io.inputs.text import parse_json
 
@@ -271,6 +273,12 @@ def _plain(batch: pa.RecordBatch, path: str) -> pa.RecordBatch:
     with _as_input_error(path, "columns must be whole and of a known type"):
         batch.validate(full=True)
         refuse_equal_names(batch.schema.names, path)
+        for name, names in class_labels(batch.schema.metadata).items():
+            if name in batch.schema.names and pa.types.is_integer(batch.schema.field(name).type):
+                none = pc.equal(batch[name], -1)
+                chosen = pc.if_else(none, len(names), batch[name])
+                at = batch.schema.names.index(name)
+                batch = batch.set_column(at, name, pa.array([*names, None]).take(chosen))
         batch = pa.record_batch(_Stored(batch))
         while not batch.schema.equals(schema := pa.schema(map(_plain_field, batch.schema))):
             batch = batch.cast(schema)
