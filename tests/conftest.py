@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from stores import (  # noqa: F401  fixtures
     azure,
     azure_server,
@@ -25,7 +25,8 @@ from stores import (  # noqa: F401  fixtures
 os.environ["NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING"] = "1"
 
 # Time is not what tests are about, and a busy machine would fail them.
-settings.register_profile("patient", settings(), deadline=None)
+slow = [HealthCheck.too_slow]
+settings.register_profile("patient", settings(), deadline=None, suppress_health_check=slow)
 settings.load_profile("patient")
 
 
