@@ -177,6 +177,7 @@ INTEGERS = ("stride", "columns", "state_stride", "out_stride")
 def compile_for(capability: int) -> None:
     """Compiles each kernel for a GPU of this compute capability, without one."""
     import triton
+    from layer_kernels import usage
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -201,7 +202,9 @@ def compile_for(capability: int) -> None:
         source = ASTSource(fn=kernel, signature=types, constexprs=fixed)
         target = GPUTarget("cuda", capability, 32)
         made = triton.compile(source, target=target, options={"num_warps": triton_tiles.WARPS})
-        assert made.asm["cubin"]
+        registers, stack = usage(made)
+        assert registers <= 128, registers  # so that a processor runs two programs
+        assert stack <= 8  # bytes, of a cap at 9.0; none elsewhere
 
 
 @needs_triton

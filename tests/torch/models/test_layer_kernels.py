@@ -5,13 +5,16 @@ Needs no GPU, and proves no speed.
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
+import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from children import run_python
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -110,3 +113,33 @@ def test_the_page_gives_what_layers_keep(compiled: bool) -> None:
     page = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
     row = f"| {'compiled' if compiled else 'eager'} layers | {' | '.join(cells)} |"
     assert row in page
+
+
+CASES = [
+    ("Qwen3-0.6B", "shared_prefix", 90),
+    ("Qwen3-0.6B", "concat", 90),
+    *(("Qwen3-0.6B", "shared_prefix", capability) for capability in (80, 100)),
+    *((name, "shared_prefix", 90) for name in MODELS if name != "Qwen3-0.6B"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed: make kernels"
+)
+@pytest.mark.parametrize(("name", "layout", "capability"), CASES)
+def test_compiled_layers(name: str, layout: str, capability: int, tmp_path: Path) -> None:
+    """One graph, whose kernels compile for GPUs; what they move is what is expected of them."""
+    script = ROOT / "tests" / "support" / "layer_kernels.py"
+    caches = dict.fromkeys(("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"), str(tmp_path))
+    paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = run_python(script, name, layout, capability, env=caches | paths, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    print(done.stdout)  # shown by `make kernels`
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["frames"] == {"total": 1, "ok": 1}
+    assert found["graph_breaks"] == 0
+    assert found["stack"] <= 256  # one that torch tries, and measures beside others, spills
+    _, compiled = predictions.LAYERS[MODELS[name]["hidden_size"]]
+    if layout == "shared_prefix":
+        assert found["bytes"] == pytest.approx(compiled, rel=0.01)
