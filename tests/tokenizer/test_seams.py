@@ -10,6 +10,7 @@ from packstore.errors import RecordError
 
 ASK, ANSWER = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
+IN_TEXT = {**PARAMETERS, "properties": json.dumps(PARAMETERS["properties"])}
 FUNCTION = {"name": "f", "description": "d", "parameters": PARAMETERS}
 TOOL = {"type": "function", "function": FUNCTION}
 
@@ -21,6 +22,9 @@ TOOL = {"type": "function", "function": FUNCTION}
         [json.dumps(TOOL)],
         [{**TOOL, "function": {**FUNCTION, "parameters": json.dumps(PARAMETERS)}}],
         json.dumps([json.dumps(TOOL)]),
+        [{**TOOL, "function": json.dumps(FUNCTION)}],
+        [{**TOOL, "function": {**FUNCTION, "parameters": IN_TEXT}}],
+        [{"name": "f", "description": "d", "input_schema": json.dumps(PARAMETERS)}],
     ],
 )
 def test_tools_as_text_are_tools(tools, pack, tokenizer):
@@ -32,10 +36,14 @@ def test_tools_as_text_are_tools(tools, pack, tokenizer):
     assert ids(bare) == ids([FUNCTION])
 
 
-def test_tools_that_are_no_json_are_refused(pack, tokenizer):
-    packed = pack(tokenizer("qwen3"), {"messages": [ASK, ANSWER], "tools": ["{f"]})
+@pytest.mark.parametrize(
+    ("tools", "told"),
+    [(["{f"], "a tool must be JSON"), ([None], "an object"), ([[TOOL]], "an object")],
+)
+def test_tools_that_are_none_are_refused(tools, told, pack, tokenizer):
+    packed = pack(tokenizer("qwen3"), {"messages": [ASK, ANSWER], "tools": tools})
     assert packed.dropped == {"wrong_type": 1}
-    assert "a tool must be JSON" in packed.rejects[0]["detail"]
+    assert told in packed.rejects[0]["detail"]
 
 
 @pytest.mark.parametrize("content", ["", " \n"])

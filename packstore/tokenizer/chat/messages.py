@@ -200,19 +200,20 @@ def normalize_tools(value: object) -> Tools:
 
 
 def _tool(tool: Any) -> Any:
-    """Parses a tool that is JSON text, and parameters of a function that are."""
+    """Parses a tool that is JSON text, and the parts of it that are."""
     if isinstance(tool, str):
         tool = _json(tool, "a tool")
     if not isinstance(tool, dict):
-        return tool
+        raise Refused("wrong_type", f"a tool must be an object, found {quote(tool)}")
     if "input_schema" in tool:  # Anthropic
         function = {("parameters" if k == "input_schema" else k): v for k, v in tool.items()}
-        return {"type": "function", "function": function}
-    if isinstance(tool.get("function"), dict):
-        return {**tool, "function": _tool(tool["function"])}
-    parameters = tool.get("parameters")
-    if isinstance(parameters, str) and parameters.strip():
-        return {**tool, "parameters": _json(parameters, "parameters of a tool")}
+        return {"type": "function", "function": _tool(function)}
+    for name in ("function", "parameters", "properties"):
+        part = tool.get(name)
+        if isinstance(part, str) and part.strip():
+            part = _json(part, f"{name} of a tool")
+        if isinstance(part, dict):
+            tool = {**tool, name: _tool(part) if name != "properties" else part}
     return tool
 
 
