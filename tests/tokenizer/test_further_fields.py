@@ -36,7 +36,8 @@ TEXTS = ("z", ["z"], [{"role": "assistant", "content": "z"}], {"text": "z"})
 JUDGES = """
     quality helpful confidence pass_rate judge verdict correctness human_score answer_rating
     is_correct preferred winner_model scoreB passRate Judge-Score toxicity is_safe critique
-    vote_count best_index answer_accuracy wins elo feedback_a response_score pass@1 evaluation
+    vote_count best_index is_tie answer_accuracy wins elo feedback_a response_score pass@1
+    evaluation
 """.split()  # noqa: SIM905
 ADDS = """
     negative response_b answer_b output_2 responseB answer2 completion_1 chosen_2 rejected_alt
@@ -45,12 +46,14 @@ ADDS = """
 """.split()  # noqa: SIM905
 WEIGHTS = ["weight", "loss_weight", "sample_weights", "weight_b", "importance", "coefficient"]
 MASKS = ["loss_mask", "mask", "completion_mask", "response_mask", "lossMask"]
+VARIABLES = ["enable_thinking", "chatTemplate"]
 MEDIA = ["images", "image", "videos", "audios", "image_path", "video_urls", "imageList"]
 CASES = [
     *itertools.product(JUDGES, NUMBERS),
     *itertools.product(ADDS, TEXTS),
     *itertools.product(WEIGHTS, (0.5, 0, 3)),
     *itertools.product(MASKS, ([0, 1], [1, 1, 0])),
+    *itertools.product(VARIABLES, (True, False, "{{ x }}")),
     *itertools.product(MEDIA, ("a.png", ["a.png"], {"path": "a.png"}, [{"bytes": "b"}])),
     *itertools.product(
         ["metadata", "extra_info", "info", "Meta", "annotations", "anything"],
@@ -61,6 +64,8 @@ CASES = [
             [{"rating": 5}],
             [{"rating": 5}, {"rating": 4}, {"response_b": "z"}],
             '{"judge": {"verdict": "bad"}}',
+            {"by": '{"judge": "{\\"verdict\\": \\"bad\\"}"}'},
+            ['{"rating": 5}'],
             {"response_b": "z"},
         ),
     ),
@@ -159,6 +164,9 @@ def test_what_is_harmless_is_passed_over(base, said):
             assert said(kind, {**record, name: value}, {**record, name: other})[1] == [], name
     varied = [{**record, "metadata": {"x": i, "source": i}} for i in range(3)]
     assert said(kind, *varied) == ({}, ["metadata.x"])
+    deep = [functools.reduce(lambda inner, _: {"a": inner}, range(20), i) for i in range(3)]
+    _, unknown = said(kind, *({**record, "metadata": value} for value in deep))
+    assert unknown == ["metadata" + 10 * ".a"]
 
 
 def test_names_are_compared_by_their_words():

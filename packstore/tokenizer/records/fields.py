@@ -153,22 +153,28 @@ def opened(records: Sequence[Any], names: Iterable[str]) -> list[Any]:
     return found
 
 
-def _open(value: Any, path: str, inner: dict[str, list[Any]], depth: int = 6) -> None:
+def _open(value: Any, path: str, inner: dict[str, list[Any]], depth: int = 9) -> None:
     """Collects the values that stand in one, by path, but for what is harmless."""
-    if type(value) is str and value[:1] in ("{", "["):
-        try:
-            value = json.loads(value)
-        except ValueError:
-            return
-    if type(value) is list and type((*value, 0)[0]) in (dict, list):
+    value = _parsed(value)
+    if type(value) is list and isinstance(_parsed((*value, 0)[0]), dict | list):
         for item in value:
             _open(item, f"{path}[]", inner, depth)
-    for key, item in value.items() if type(value) is dict and depth else ():
-        at = f"{path}.{key}"
-        if isinstance(item, dict) or (isinstance(item, list) and not known().group(at)):
-            _open(item, at, inner, depth - 1)
+    for key, item in value.items() if type(value) is dict else ():
+        at, held = f"{path}.{key}", _parsed(item) if depth else None
+        if isinstance(held, dict) or (isinstance(held, list) and not known().group(at)):
+            _open(held, at, inner, depth - 1)
         elif known().group(at) != HARMLESS and len(inner) < MAX_FIELDS and not is_empty(item):
             inner.setdefault(at, []).append(item)
+
+
+def _parsed(value: Any) -> Any:
+    """Returns JSON text of an object or a list as this, and any other value as it is."""
+    if type(value) is str and value[:1] in ("{", "["):
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError):
+            return value
+    return value
 
 
 def count_unused(tally: Tally, records: Sequence[Any], names: Collection[str]) -> None:
