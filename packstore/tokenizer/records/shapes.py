@@ -218,7 +218,7 @@ class Table:
 
         Nearest is the shape that has most fields of the record and must change fewest of them.
         """
-        shapes = self.near(fields)
+        shapes = [s for s in self.near(fields) if self.insists or kind in (None, s.kind)]
         remedy = "Name another shape (--shape NAME), or none and its fields (--field)"
         if not (self.insists and self.named):
             shapes = [*(self.own_of(kind, ids) or self.own), *shapes]
