@@ -124,7 +124,9 @@ class PreferenceLoss(StepLoss):
         manifest, where = dataset.manifest, f"loss {self.terms[0].name!r} on {dataset.url}"
         if manifest.kind == "sft" and self.rows.compares:
             rule = "an example must have responses to compare"
-            raise CompatibilityError(sentence(where, rule, "kind 'sft'", "Use loss sft"))
+            rule = "an answer must have a score" if self.rows.alone else rule
+            remedy = f"Use loss sft, or pack {'scored answers' if self.rows.alone else 'pairs'}"
+            raise CompatibilityError(sentence(where, rule, "kind 'sft'", remedy))
         alone = manifest.totals.sequences == manifest.totals.examples
         if manifest.kind == "scored" and alone and not self.rows.alone:
             rule = "an example must have several responses"

@@ -119,7 +119,8 @@ def train(
         args = _arguments(config, before.get("mixed_precision"))
         trainer = PackedTrainer(args=args, callbacks=[LogLines, *callbacks], **given)
     trainer.remove_callback(PrinterCallback)  # it would print on stdout
-    trainer.train(checkpoint)
+    with _named_metric(trainer):
+        trainer.train(checkpoint)
     step, history = trainer.state.global_step, trainer.state.log_history
     evaluated = [record for record in history if "eval_loss" in record]
     if config.eval_dataset and not (evaluated and evaluated[-1]["step"] == step):
@@ -173,6 +174,22 @@ def _named_settings() -> Iterator[None]:
     except (ValueError, TypeError, ImportError) as error:
         rule, found = "transformers must take them", quote(str(error), 300)
         raise ConfigError(sentence("settings", rule, found)) from error
+
+
+@contextmanager
+def _named_metric(trainer: PackedTrainer) -> Iterator[None]:
+    """Names the setting where the Trainer finds no metric of that name in an evaluation."""
+    try:
+        yield
+    except KeyError as error:
+        if "metric_for_best_model" not in str(error):
+            raise
+        where, rule = "setting metric_for_best_model", "evaluations must have it"
+        names = [name for name in trainer.state.log_history[-1] if name.startswith("eval_")]
+        found = quote(trainer.args.metric_for_best_model)
+        raise ConfigError(
+            sentence(where, rule, found, f"Take one of: {', '.join(names)}")
+        ) from error
 
 
 def _checkpoint(config: TrainConfig) -> str | None:

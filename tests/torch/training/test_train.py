@@ -291,6 +291,13 @@ def test_the_same_command_goes_on_and_only_that(made: SimpleNamespace, tmp_path:
     assert longer.examples == 2 * result.examples == 2 * N
 
 
+def test_a_metric_that_no_evaluation_has_is_named(made: SimpleNamespace, tmp_path: Path) -> None:
+    often = {"eval_steps": 1, "save_steps": 1, "load_best_model_at_end": True, "max_steps": 1}
+    given = {"eval_dataset": made.urls["mixed", "concat"], "metric_for_best_model": "acc", **often}
+    with pytest.raises(ConfigError, match=r"must have it; found 'acc'\. Take one of: eval_loss, "):
+        train(**settings(made, tmp_path, **given))
+
+
 @pytest.mark.parametrize(
     ("others", "kind", "message"),
     [
@@ -299,6 +306,11 @@ def test_the_same_command_goes_on_and_only_that(made: SimpleNamespace, tmp_path:
         ({"loss_parameters": {"bta": 1.0}}, ConfigError, r"no parameter 'bta'; it takes: beta"),
         ({"train_dataset": "./nowhere"}, DatasetNotFoundError, r"nowhere"),
         ({"train_dataset": "sft"}, CompatibilityError, r"responses to compare; found kind 'sft'"),
+        (
+            {"train_dataset": "sft", "loss": "kto"},
+            CompatibilityError,
+            r"must have a score; found kind",
+        ),
         ({"peft_config": {"r": 2, "target_modules": ["nope"]}}, ConfigError, "found .*nope"),
         ({"peft_config": {"rank": 2}}, UnknownNameError, "unknown member of peft_config 'rank'"),
         ({"per_device_train_batch_size": 2}, ConfigError, "must then be left out; found 2 a rank"),
@@ -317,6 +329,6 @@ def test_errors_are_sentences(
     made: SimpleNamespace, tmp_path: Path, others: dict[str, Any], kind: type, message: str
 ) -> None:
     if others.get("train_dataset") == "sft":
-        others = {"train_dataset": made.urls["sft", "concat"]}
+        others = {**others, "train_dataset": made.urls["sft", "concat"]}
     with pytest.raises(kind, match=message):
         train(**settings(made, tmp_path, **others))
