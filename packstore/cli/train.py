@@ -91,6 +91,7 @@ def train_model(config: TrainConfig, html: str | None = None) -> common.Result:
             subtitle = f"model {config.model}, dataset {display(config.train_dataset)}, loss {loss}"
             write(html, train_page(f"Training of {config.output_dir}", subtitle, history))
     figures = {**result.metrics, **result.evaluation}
+    figures.pop("examples", None)  # of the last record alone
     rows: dict[str, object] = {
         "steps": result.step,
         "examples": result.examples,
