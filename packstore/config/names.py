@@ -38,6 +38,7 @@ ELSEWHERE = {name: ours.split() for ours, names in _THEIRS.items() for name in n
 DECIDED = {
     "batch_size": "Batches are cut while training: examples_per_step",
     "shuffle": "The dataset decides: PackedDataset(url, shuffle=…)",
+    "early_stopping_patience": "It is a callback, which Python passes: docs/training.md, Recipes",
 }
 """What to say of a name if nothing that it means here is known in this place."""
 

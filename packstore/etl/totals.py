@@ -216,6 +216,6 @@ def _check_drops(tally: Tally, config: PackConfig, kind: str) -> None:
             remedy += ", or pack the answers of a group one by one (page Recipes)"
     if tally.kept:
         rule = f"at most {100 * config.max_drop_rate:g}% of the records may be dropped"
-        remedy += ", or allow more with max_drop_rate"
+        remedy += ", or allow more (max_drop_rate, --max-drop-rate)"
     found = f"{dropped:,} of {tally.read:,} dropped: {reasons}{where}"
     raise DropRateError(sentence("input", rule, found, remedy))

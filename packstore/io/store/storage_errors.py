@@ -83,7 +83,8 @@ def as_storage_errors(
         if cause is None:
             text = (error.strerror if isinstance(error, OSError) else None) or str(error)
             text = secrets.hide(text) or "no further text"
-            cause = Cause(f"{type(error).__name__}: {text}")
+            remedy = "Check the storage options" if isinstance(error, TypeError) and options else ""
+            cause = Cause(f"{type(error).__name__}: {text}", remedy)
         elif cause.reason == "no such file or folder" and verb == "write" and scheme in BUCKETS:
             cause = NO_BUCKET  # a put needs nothing else to exist
         elif cause is DENIED and EXTRAS.get(scheme) in ("s3", "gcs"):

@@ -289,7 +289,9 @@ def _named(name: str | None) -> Table:
         return Table(shape for shape in shapes if shape.is_own)
     if not (chosen := [shape for shape in shapes if shape.name == name]):
         rule = "it must be a named shape (docs/records.md), none, or a YAML file of your own"
-        hint = meant(name, [shape.name for shape in shapes])
+        names = [shape.name for shape in shapes]
+        alike = [each for each in names if name.lower() in each.lower()]
+        hint = f" Names like it: {', '.join(alike)}." if alike else meant(name, names)
         raise ConfigError(sentence("setting shape", rule, quote(name)) + hint)
     return Table(chosen, name)
 
