@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers import Trainer
 
-from packstore.errors import ConfigError, sentence
+from packstore.errors import CompatibilityError, ConfigError, sentence
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.dataset.dataset import open as open_dataset
 from packstore.io.manifest.side_manifest import REF_LOGPS
@@ -109,7 +109,11 @@ class DataMixin(Trainer):  # type: ignore[misc]
             return super().get_train_dataloader()
         loader = self._loader(self.train_dataset, "train", self.examples_per_step)
         if self._checkpoint is not None:
-            loader.load_state_dict(read_position(self._checkpoint)["loader"])
+            try:
+                loader.load_state_dict(read_position(self._checkpoint)["loader"])
+            except CompatibilityError as error:
+                error.add_note(f"To begin a new run beside {self._checkpoint}, change output_dir.")
+                raise
             if not loader.plan(1, left=True).steps:
                 loader.set_epoch(loader.data.epoch + 1)
         self.steps = Steps(loader)
