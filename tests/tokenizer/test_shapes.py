@@ -150,6 +150,19 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
         dialogue(ASK, A) | {"rejected_response": "B"},
         ANSWERS,
     ),
+    "Amazon Nova, pairs": (
+        dialogue(
+            ASK,
+            {
+                "role": "assistant",
+                "candidates": [
+                    {"content": [{"text": text}], "preferenceLabel": label}
+                    for text, label in (("A", "preferred"), ("B", "non-preferred"))
+                ],
+            },
+        ),
+        "a message without content, but with 'candidates'",
+    ),
     "axolotl, pairs in chat_template.default": (
         dialogue(ASK) | {"chosen": A, "rejected": B},
         ANSWERS,

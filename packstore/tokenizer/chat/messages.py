@@ -302,6 +302,10 @@ def _normalize(raw: object, unknown: set[str]) -> tuple[str, Message]:
     if (thoughts or calls) and role != "assistant":
         raise Refused("bad_role", f"only the assistant has reasoning and calls, found {role!r}")
     content = _one_of(raw, ("content", "value"))
+    if content is None and not calls and (others := raw.keys() - MESSAGE_KEYS):
+        found = f"a message without content, but with {', '.join(sorted(map(repr, others)))}"
+        remedy = "Write it as content; several answers to choose from as chosen and rejected"
+        raise Refused("wrong_type", found, remedy)
     message["content"] = None if content is None and calls else _text(content, unknown)
     for name in KEPT:
         if raw.get(name) is not None:
