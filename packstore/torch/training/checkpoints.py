@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,10 @@ class CheckpointMixin(Trainer):  # type: ignore[misc]
         model = self.accelerator.unwrap_model(self.model)
         trained = sum(p.requires_grad for p in model.parameters())
         plain = (bool, int, float, str)
-        settings = {n: v for n, v in vars(self.loss_fn).items() if isinstance(v, plain)}
+        given = {
+            n: getattr(self.loss_fn, n, None) for n in signature(type(self.loss_fn)).parameters
+        }
+        settings = {n: v for n, v in given.items() if isinstance(v, plain)}
         run = {
             "loss": f"{self.loss_fn!r}, {settings}",
             "model": str(getattr(model.config, "_name_or_path", "")),
