@@ -28,7 +28,7 @@ import packstore
 from packstore.torch import SideWriter
 
 Files = dict[str, bytes]
-CARRY = ("source:string", "turns:int64", "weight:float64", "checked:bool")
+CARRY = ("source:string", "turns:int64", "measure:float64", "checked:bool")
 SIDE = {"tag": "string", "score": "float64", "ref_logps": "list<float32>", "good": "bool"}
 COMBINATIONS = sorted(
     itertools.product(
@@ -70,7 +70,7 @@ def records(kind: str, n: int) -> list[dict[str, Any]]:
             record = {"chosen": sides[0], "rejected": sides[1]}
         elif kind == "sft":
             record = {"response": sides[0]}
-        carried = {"source": "né"[: i % 3], "turns": i, "weight": i / 3, "checked": i % 2 == 0}
+        carried = {"source": "né"[: i % 3], "turns": i, "measure": i / 3, "checked": i % 2 == 0}
         made.append({"prompt": [5, 6, 7][: 1 + i % 3], **record, **carried})
     return made
 
@@ -81,6 +81,7 @@ def seed(number: int) -> tuple[str, Files]:
     kind, layout, labels, form, carried = COMBINATIONS[number]
     how: dict[str, Any] = {"layout": layout, "labels": labels, "format": form, "num_workers": 0}
     how |= {"pack_size": 32, "row_group_tokens": 64, "carry": CARRY if carried else ()}
+    how["on"] = {"unpaired_feedback": "keep"}  # `checked` judges nothing
     with tempfile.TemporaryDirectory() as folder:
         data = packstore.pack(records(kind, 9), f"{folder}/ds", **how)
         with SideWriter(f"{folder}/ds/side", data, SIDE) as side:

@@ -107,7 +107,7 @@ def test_a_cluster_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", init)
     monkeypatch.setattr(ray, "shutdown", lambda: None)
-    with pytest.raises(PackstoreError, match=r"Ray: must start.*timed out during.*engine to local"):
+    with pytest.raises(PackstoreError, match=r"Ray: must start.*timed out during.*engine local"):
         list(run(square, [1], None))
 
 
