@@ -24,6 +24,10 @@ from stores import (  # noqa: F401  fixtures
 # what the next test wrote was not in its capture.
 os.environ["NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING"] = "1"
 
+# Workers of pytest fill the cores; threads of torch beside them cost more than they bring. Also in
+# the processes that tests start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Time is not what tests are about, and a busy machine would fail them.
 slow = [HealthCheck.too_slow]
 settings.register_profile("patient", settings(), deadline=None, suppress_health_check=slow)
