@@ -1,4 +1,4 @@
-"""What is known of records, as data (``shapes.yaml``): the shapes, and the names of fields."""
+"""Shapes of records and names of their fields, as data (``shapes.yaml``)."""
 
 from __future__ import annotations
 

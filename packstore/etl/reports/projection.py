@@ -59,7 +59,7 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Report:
-    """What one pass over records, or a sample of them, shows."""
+    """The result of one pass over records, or a sample of them."""
 
     kind: str  # ``preference``, ``sft`` or ``scored``
     tally: Tally  # of the records that were read
@@ -139,7 +139,7 @@ class Projection:
 
     @cached_property
     def _columns(self) -> dict[str, Int32]:
-        """What was added, once all is: `[S]` for ``sequence``, else `[E]`."""
+        """The columns of all parts, lengths in tokens: `[S]` for ``sequence``, else `[E]`."""
         return {
             name: np.concatenate([part[name] for part in self._parts]) for name in self._parts[0]
         }

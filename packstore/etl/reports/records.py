@@ -7,7 +7,7 @@ come from the same pass.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby, product
 from typing import Any, Literal
@@ -124,10 +124,7 @@ def estimate(
     if base.selects:
         rule = "must not be set, as an estimate counts all records"
         raise ConfigError(sentence("settings dedup and validation_fraction", rule))
-    configs = [
-        replace(base, pack_size=pack_size, layout=layout, strategy=KNOWN.check(strategy))
-        for pack_size, layout, strategy in product(*axes)
-    ]
+    configs = list(_combinations(base, *axes))
     truncates = base.on["overlong"].startswith("truncate")
     if not truncates:  # no record is too long for all combinations
         on = {**base.on, "overlong": "drop"}
@@ -150,6 +147,13 @@ def estimate(
     if examples_per_step is not None:
         _warn_of_large_steps(report, examples_per_step, world_size)
     return report
+
+
+def _combinations(
+    base: PackConfig, pack_sizes: Iterable[int], layouts: Iterable[Any], strategies: Iterable[str]
+) -> Iterator[PackConfig]:
+    for size, layout, strategy in product(pack_sizes, layouts, strategies):
+        yield replace(base, pack_size=size, layout=layout, strategy=KNOWN.check(strategy))
 
 
 def dry_run(

@@ -21,7 +21,7 @@ _BEGIN, _END = "<!-- packstore -->", "<!-- /packstore -->"
 
 
 class Published(NamedTuple):
-    """Where a dataset is on the hub: its URL, its version there, the commit, and its files."""
+    """A dataset on the hub: its URL, its version, the commit, and its files."""
 
     url: str
     version: int

@@ -98,7 +98,7 @@ class Manifest:
 
     @property
     def facts(self) -> dict[str, object]:
-        """What people ask first: kind, counts, fill, tokenizer and sources."""
+        """Kind, counts, fill, tokenizer and sources, for people."""
         tokenizer, names = self.provenance.get("tokenizer") or {}, self.source_names
         more = f" and {len(names) - 3:,} more" if len(names) > 3 else ""
         return {
@@ -331,7 +331,7 @@ class _Tokenizer(msgspec.Struct):
 
 
 class _Settings(msgspec.Struct):
-    """Those that are used before PackConfig checks all."""
+    """Settings that are read before PackConfig checks all of them."""
 
     on: dict[str, str] = {}
     chat_template: str | None = None

@@ -1,4 +1,4 @@
-"""What a loss is a function of: both sides of each of its rows, with a class for each kind."""
+"""The rows that a loss is a function of, both sides of each; a class for each kind."""
 
 from __future__ import annotations
 
