@@ -77,11 +77,10 @@ def run_process(task: dict[str, Any]) -> Figures:
         env=os.environ | ({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if task.get("exact") else {}),
     )
     if done.returncode != (-signal.SIGKILL if task.get("kill_at") else 0):
-        why = done.stderr[-600:]
         for kind in (torch.OutOfMemoryError, ModuleNotFoundError):
-            if f"{kind.__name__}: " in why:
-                raise kind(why.splitlines()[-1])
-        raise RuntimeError(f"the training ended with {done.returncode}: {why}")
+            if f"{kind.__name__}: " in done.stderr:
+                raise kind(done.stderr.splitlines()[-1])
+        raise RuntimeError(f"the training ended with {done.returncode}: {done.stderr[-600:]}")
     found: Figures = json.loads(done.stdout.splitlines()[-1])
     return found
 
@@ -91,22 +90,22 @@ def _model(session: Session, scratch: Path) -> Path:
     return saved_model(session, family, config, scratch / name)
 
 
-def _rates(session: Session, found: Figures) -> Figures:
+def _rates(session: Session, found: Figures, first: int = FIRST) -> Figures:
     """Pairs a second after the first steps, by the same clock for all trainers."""
-    first = FIRST if session.sizes.cuda else 1
+    first = first if session.sizes.cuda else 1
     taken = found["times"][-1] - found["times"][first - 1]
     pairs = [r.get("examples", session.sizes.pairs_per_step) for r in found["records"][first:]]
     return {"pairs_per_second": sum(pairs) / taken, "peak_gib": found["peak_gib"]}
 
 
 def _trl(session: Session, scratch: Path) -> Figures:
-    """TRL's trainer on as many pairs of the same lengths."""
+    """TRL's trainer on pairs of the same lengths, for fewer steps: it compiles nothing."""
     sizes = session.sizes
-    rows = lengths("hh", sizes.steps * sizes.pairs_per_step, sizes.longest["hh"])
+    steps = min(sizes.steps, 6)
+    rows = lengths("hh", steps * sizes.pairs_per_step, sizes.longest["hh"])
     task = {"model": str(_model(session, scratch)), "output_dir": str(scratch / "trl")}
-    return _rates(
-        session, run_process({**task, "pairs": rows.tolist(), "step": sizes.pairs_per_step})
-    )
+    task |= {"pairs": rows.tolist(), "step": sizes.pairs_per_step}
+    return _rates(session, run_process(task), first=2)
 
 
 def _train(session: Session, data: Path, scratch: Path, way: str) -> Figures:

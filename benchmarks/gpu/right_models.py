@@ -126,7 +126,7 @@ def _waits(session: Session, family: str, layout: str) -> Figures:
         finally:
             if sizes.cuda:
                 torch.cuda.set_sync_debug_mode("default")
-    told = [w for w in caught if "synchroniz" in str(w.message)]
+    told = [w for w in caught if "called a synchronizing" in str(w.message)]
     places = [f"{Path(w.filename).name}:{w.lineno}" for w in told]
     return {"right": not told, "waits": len(told), "places": sorted(set(places))}
 
