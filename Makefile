@@ -60,7 +60,8 @@ floors:
 # GPU kernels without a GPU: interpreted, and compiled for three generations.
 kernels: $(VENV)/installed
 	$(PIP) --group kernels
-	$(BIN)/python -m pytest -rP tests/torch/logprobs/test_triton_tiles.py tests/torch/models/test_layer_kernels.py
+	$(BIN)/python -m pytest -rP tests/torch/logprobs/test_triton_tiles.py \
+		tests/torch/attention/test_copies.py tests/torch/models/test_layer_kernels.py
 
 clean:
 	rm -rf $(VENV) .venv-floors demo build site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -36,9 +36,9 @@ backward: eager and compiled layers of Qwen3-0.6B, Llama-3.2-1B and Llama-3.1-8B
 REFERENCE = 0.3
 """Forward pass of a reference as a share of a step without one, counted 0.29 to 0.32."""
 
-GATHERED = 8 + 18 + 6
-"""Bytes that an element of a gathered key or value moves: two copies; its gradient, widened and
-added in float32; the sum, set to zero before and rounded after, once for about two copies."""
+GATHERED = 8 + 2 + 1
+"""Bytes that an element of a gathered key or value moves: two copies; its gradient, read once; the
+sum, written once for about two copies."""
 
 
 class Work(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, wraps
 from typing import Any, ParamSpec, Protocol, TypeVar
 
@@ -66,6 +66,9 @@ class AttentionLayout:
         kv_index: int64 `[last of cu_seqlens_k]`, the row index of each key; None: the keys are the
             tokens of the row, in order.
         lengths: int `[S]`, tokens of each key run before its padding; None: no run has any.
+        num_rows: R, rows that `kv_index` indexes; None: the tokens of the row.
+        places: int64, `kv_index` inverted: the places of the keys of each row, row by row; or None.
+        place_offsets: int64 `[R + 1]`, offsets of the rows in `places`; or None.
     """
 
     cu_seqlens_q: Tensor
@@ -75,6 +78,19 @@ class AttentionLayout:
     num_queries: int
     kv_index: Tensor | None = None
     lengths: Tensor | None = None
+    num_rows: int | None = None
+    places: Tensor | None = field(init=False, default=None)
+    place_offsets: Tensor | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        if self.kv_index is None:
+            return
+        size = self.num_queries if self.num_rows is None else self.num_rows
+        rows, places = self.kv_index.sort(stable=True)
+        ends = torch.arange(size + 1, device=rows.device)
+        # Here, not where it is used: there each compiled layer would compute it again.
+        object.__setattr__(self, "places", places)
+        object.__setattr__(self, "place_offsets", torch.searchsorted(rows, ends))
 
     @cached_outside_inference_mode
     def sizes(self) -> tuple[list[int], list[int]]:

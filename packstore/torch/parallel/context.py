@@ -166,6 +166,7 @@ class ContextShard:
             max_seqlen_k=batch.max_seqlen_k,
             num_queries=len(index),
             kv_index=split.inverse[tokens],
+            num_rows=len(split.inverse),
             group=group,
         )
         places = split.inverse[targets.rows]
@@ -194,7 +195,7 @@ class ContextShard:
                 return values.to(device, non_blocking=non_blocking)
             if not is_dataclass(values):
                 return values
-            parts = {field.name: moved(getattr(values, field.name)) for field in fields(values)}
+            parts = {f.name: moved(getattr(values, f.name)) for f in fields(values) if f.init}
             return replace(values, **parts)  # type: ignore[type-var]
 
         return moved(self)  # type: ignore[no-any-return]

@@ -216,9 +216,9 @@ def test_the_call_means_the_same_as_reference(
 
 def test_gradients_of_copies_are_summed_in_float32() -> None:
     """256 + 1 + ... + 1: with bfloat16 sums each 1 is lost."""
-    index = torch.tensor([1] * 9 + [0])
+    places, starts = torch.tensor([9, *range(9)]), torch.tensor([0, 1, 10, 10])
     grad = torch.tensor([256.0] + [1.0] * 8 + [5.0]).bfloat16()[:, None, None]
-    found = torch_varlen.summed(grad, index, torch.zeros(3, 1, 1, dtype=torch.bfloat16))
+    found = torch_varlen.summed(grad, places, starts)
     assert found.flatten().tolist() == [5, 264, 0]
     assert found.dtype == torch.bfloat16
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import pairwise, product
 from pathlib import Path
 from types import SimpleNamespace
@@ -141,7 +141,8 @@ def test_shares_of_a_row(
     outputs = []
     for shard in shards:
         kind = type(batch.layout)  # whose keys are all here
-        gathered = kind(**{name: getattr(shard.layout, name) for name in vars(batch.layout)})
+        names = [field.name for field in fields(kind) if field.init]
+        gathered = kind(**{name: getattr(shard.layout, name) for name in names})
         rows = (q[shard.index], *(torch.cat([x[s.index] for s in shards]) for x in (k, v)))
         outputs.append(attend(*rows, gathered, Settings(0.5, None if static else 4)))
         sizes = shard.layout.sizes
