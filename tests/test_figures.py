@@ -164,3 +164,24 @@ def test_figures_of_feedback() -> None:
     assert good > bad > 0
     page = (ROOT / "docs" / "loaders.md").read_text(encoding="utf-8")
     assert f"take {min(times):.0f} to {max(times):.0f} ms of a core" in page
+
+
+def test_the_pages_give_what_a_gpu_measured() -> None:
+    session = result("gpu_session")["results"]
+    page = rows("docs/benchmarks.md")
+    model = "llama-1.2b/hh/8192"
+    for name, way in (
+        ("packs with shared prefixes", "shared_prefix/triton"),
+        ("padding-free, the same head", "padding_free/triton"),
+        ("padding-free, TRL's head", "padding_free/trl"),
+        ("padded, pairs of like length, TRL's head", "padded_grouped/trl"),
+    ):
+        found = [session.get(f"{model}/{way}{end}") for end in ("/compiled", "")]
+        assert page[name] == [f"{f['pairs_per_second']:.0f}" if f else "–" for f in found], name
+    ratios = session[f"{model}/ratio to padding-free/compiled"]
+    texts = [(ROOT / p).read_text(encoding="utf-8") for p in ("docs/benchmarks.md", "README.md")]
+    for way in ("padding_free/triton", "padded_grouped/trl"):
+        assert all(f" {ratios[f'over {way}']:.2f} times" in text for text in texts)
+    right = sum(case["verdict"] == "right" for case in session.values())
+    assert f"- {right} cases" in texts[0]
+    assert not any(case["verdict"] in ("WRONG", "FAILED") for case in session.values())

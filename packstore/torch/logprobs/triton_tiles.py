@@ -2,8 +2,8 @@
 
 For CUDA devices, in float32: a pass of ``eager`` reads and writes a tile several times, `fold` here
 reads 4 bytes of each logit, and `gap` reads 4 and writes the 2 or 4 of the operand of the next
-product. Tested under Triton's interpreter and compiled for compute capability 8.0, 9.0 and 10.0;
-not measured on a GPU yet.
+product. On an H200 the head takes 14.5 ms with them and 22.4 ms with `eager`, for 4,105 targets of
+128,256 columns (``benchmarks/gpu_session.py``).
 """
 
 from __future__ import annotations
