@@ -88,7 +88,7 @@ def profile(session: Session, model: str) -> Figures:
     """One step of forward and backward by kernel: the longest, and the share of each kind.
 
     ``ms`` is the time of the kernels, ``wall_ms`` that of the step without a profiler: what is
-    beyond is the device waiting for the host.
+    beyond is the device waiting for the host, whose time by operator is ``host``.
     """
     cuda = session.sizes.cuda
     trial = Trial(session, model, "hh", session.sizes.tokens[0], compiled=True)
@@ -104,7 +104,10 @@ def profile(session: Session, model: str) -> Figures:
     with torch.profiler.profile(activities=[kinds.CPU, *([kinds.CUDA] if cuda else [])]) as p:
         trial.step(OURS, batch)
     # On a GPU kernels only: an operator's time is that of its kernels.
-    found = [e for e in p.key_averages() if not cuda or e.device_type.name == "CUDA"]
+    events = p.key_averages()
+    found = [e for e in events if not cuda or e.device_type.name == "CUDA"]
+    calls = sorted(events, key=lambda e: -e.self_cpu_time_total)[:20]
+    host = [(e.key[:60], e.self_cpu_time_total / 1e3, e.count) for e in calls]
     times = {e.key: e.self_device_time_total if cuda else e.self_cpu_time_total for e in found}
     counts = {e.key: e.count for e in found}
     total = sum(times.values()) or 1
@@ -117,7 +120,7 @@ def profile(session: Session, model: str) -> Figures:
     for name, ms, count in table[: 20 if cuda else 3]:
         print(f"           {ms:8.3f} ms {count:5} x {name}")
     figures = {"wall_ms": 1e3 * sorted(walls)[len(walls) // 2], "kernels": sum(counts.values())}
-    return {"ms": total / 1e3, **figures, "shares": shares, "table": table}
+    return {"ms": total / 1e3, **figures, "shares": shares, "table": table, "host": host}
 
 
 def routes(cuda: bool) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:

@@ -52,7 +52,7 @@ def plan(sizes: Sizes, data: Path, scratch: Path) -> list[Part]:
         Part("right", 80, right),
         Part("compiled is right", 50, (partial(padded, families=("Llama",), compiled=True),)),
         group(big, "hh", short, 4),
-        Part("trainers", 130, (partial(training, ways=("trl", "bfloat16", "own precision")),)),
+        Part("trainers", 130, (partial(training, ways=("bfloat16", "trl", "own precision")),)),
         group(small, "ultrafeedback", short, 3),
         group(big, "long", long, 2),
         group(big, "hh", short, 2, compiled=False),

@@ -231,7 +231,7 @@ def _short(figures: Figures) -> str:
     """Figures on one line."""
     shown = []
     for name, value in figures.items():
-        if name in ("verdict", "right", "misses", "table"):
+        if name in ("verdict", "right", "misses", "table", "host"):
             continue
         if isinstance(value, float):
             value = f"{value:.4g}"
