@@ -44,7 +44,7 @@ from server_kinds import BUCKET
 from stores import Store, serving
 
 import packstore
-from packstore.io.maintain.clean import clean
+from packstore.io.versions.clean import clean
 
 KINDS = ("refuse", "error 500", "slow down", "delay", "done but lost", "late", "stale", "wait")
 DRAIN_S = 300

@@ -41,7 +41,7 @@ from packstore.etl.partitions import work
 from packstore.etl.partitions.slices import READERS, SHARES
 from packstore.etl.tokenize import Tokenize
 from packstore.io.inputs.files import InputReader
-from packstore.io.write.shard_writer import ShardFile, ShardWriter
+from packstore.io.versions.shard_writer import ShardFile, ShardWriter
 from packstore.tokenizer import encode
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"

@@ -51,8 +51,8 @@ if TYPE_CHECKING:
     from packstore.exchange import export
     from packstore.io.dataset.dataset import Dataset, open
     from packstore.io.dataset.scan import scan
-    from packstore.io.maintain.clean import clean
-    from packstore.io.maintain.publish import publish
+    from packstore.io.versions.clean import clean
+    from packstore.io.versions.publish import publish
     from packstore.pack.plan import Plan, plan
 else:
 
@@ -84,14 +84,14 @@ _LAZY = {
     "Plan": "packstore.pack.plan",
     "append": "packstore.etl.concat",
     "check": "packstore.etl.reports.place",
-    "clean": "packstore.io.maintain.clean",
+    "clean": "packstore.io.versions.clean",
     "concat": "packstore.etl.concat",
     "doctor": "packstore.etl.reports.records",
     "estimate": "packstore.etl.reports.records",
     "export": "packstore.exchange",
     "open": "packstore.io.dataset.dataset",
     "plan": "packstore.pack.plan",
-    "publish": "packstore.io.maintain.publish",
+    "publish": "packstore.io.versions.publish",
     "scan": "packstore.io.dataset.scan",
 }
 

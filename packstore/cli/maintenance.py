@@ -29,7 +29,7 @@ def _configure_clean(parser: argparse.ArgumentParser) -> None:
 
 
 def _clean(args: argparse.Namespace) -> int:
-    from packstore.io.maintain.clean import clean
+    from packstore.io.versions.clean import clean
 
     age = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd]?)", args.older_than)
     if age is None:

@@ -15,7 +15,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from packstore.io.maintain.publish import publish
+    from packstore.io.versions.publish import publish
 
     done = publish(
         args.dataset, args.repo, private=args.private, storage_options=args.storage_option

@@ -30,7 +30,7 @@ from packstore.io.shards.shard import ShardInfo
 from packstore.io.store.location import Location
 from packstore.io.store.operations import copy_file, run_parallel
 from packstore.io.store.staging import Staging
-from packstore.io.write.write_job import AppendedBefore, WriteJob, writing
+from packstore.io.versions.write_job import AppendedBefore, WriteJob, writing
 from packstore.progress import Progress
 from packstore.tokenizer.records.shapes import table
 

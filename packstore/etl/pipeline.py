@@ -41,7 +41,7 @@ from packstore.io.manifest.manifest import build_manifest
 from packstore.io.manifest.partition_notes import PartitionNotes
 from packstore.io.shards.shard import PackShape
 from packstore.io.store.location import Location
-from packstore.io.write.write_job import WriteJob, writing
+from packstore.io.versions.write_job import WriteJob, writing
 from packstore.pack.algorithms import STRATEGIES
 from packstore.pack.plan import merged_statistics
 from packstore.progress import Progress

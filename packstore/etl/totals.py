@@ -15,7 +15,7 @@ from packstore.etl.provenance import provenance_of
 from packstore.etl.rejects import RejectsFile
 from packstore.etl.sources import ExampleReader
 from packstore.format.arrays import Tally
-from packstore.io.write.write_job import WriteJob
+from packstore.io.versions.write_job import WriteJob
 from packstore.progress import Progress
 from packstore.tokenizer.records.fields import check_verdicts, unexplained
 

@@ -24,7 +24,7 @@ from packstore.io.manifest.manifest import build_manifest
 from packstore.io.shards.shard import PackShape
 from packstore.io.side.side import SideWriter
 from packstore.io.store.location import Location
-from packstore.io.write.shard_writer import ShardWriter
+from packstore.io.versions.shard_writer import ShardWriter
 from packstore.pack.fill import fill
 
 Row = dict[str, Any]

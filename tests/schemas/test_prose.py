@@ -25,7 +25,7 @@ from packstore.io.manifest.manifest import (
 from packstore.io.manifest.side_manifest import SIDE, SIDE_TYPES, SIDE_VERSION
 from packstore.io.shards.parquet import MAX_GROUP_BYTES, MAX_VALUES
 from packstore.io.side.side import SHARD_ROWS
-from packstore.io.write.shard_writer import DATA
+from packstore.io.versions.shard_writer import DATA
 
 Load = Callable[[str], Any]
 

@@ -17,7 +17,7 @@ import packstore
 from packstore.config import ReadConfig
 from packstore.errors import FormatError, IntegrityError
 from packstore.io.manifest.commit import with_hash
-from packstore.io.write.shard_writer import row_group_crc32
+from packstore.io.versions.shard_writer import row_group_crc32
 
 Try = Callable[[Path, Path], object]
 

@@ -34,7 +34,7 @@ from packstore.io.dataset.pack_index import put_index
 from packstore.io.manifest.commit import commit
 from packstore.io.manifest.manifest import PackShape, build_manifest
 from packstore.io.store.location import Location
-from packstore.io.write.shard_writer import ShardWriter
+from packstore.io.versions.shard_writer import ShardWriter
 from packstore.pack.fill import fill
 from packstore.testing import random_examples
 from packstore.torch import collate

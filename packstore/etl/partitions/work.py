@@ -35,7 +35,7 @@ from packstore.format.seeds import U64
 from packstore.io.inputs.files import Block
 from packstore.io.manifest.partition_notes import PartitionNotes
 from packstore.io.shards.shard import PackShape
-from packstore.io.write.shard_writer import ShardWriter
+from packstore.io.versions.shard_writer import ShardWriter
 from packstore.pack import kernels
 from packstore.pack.fill import fill, gather
 from packstore.pack.layout import sizes

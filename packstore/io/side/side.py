@@ -43,7 +43,7 @@ from packstore.io.manifest.stored_file import decoding, read_stored
 from packstore.io.shards.parquet import OPTIONS, check_group, check_lists
 from packstore.io.store.location import Location
 from packstore.io.store.staging import Staging
-from packstore.io.write.write_job import writing
+from packstore.io.versions.write_job import writing
 from packstore.version import VERSION
 
 SHARD_ROWS = 1 << 20

@@ -176,7 +176,7 @@ def test_a_cleaner_wakes_after_a_commit(place: str, monkeypatch: pytest.MonkeyPa
             later(monkeypatch, 8 * DAY + 3600)
 
     # One removal after another, as otherwise its moment would be any.
-    module = sys.modules["packstore.io.maintain.clean"]
+    module = sys.modules["packstore.io.versions.clean"]
     monkeypatch.setattr(module, "run_parallel", lambda calls: [call() for call in calls])
     with at_each("remove", after=sleep) as removed:
         clean(place, delete=True)

@@ -265,7 +265,7 @@ def test_an_unknown_age_is_spared(place: str, monkeypatch: pytest.MonkeyPatch) -
     location.write(f"_packstore/writers/{'0' * 32}.json", b"1")
     listed = operations.list_folder
     monkeypatch.setattr(
-        "packstore.io.maintain.clean.list_folder",
+        "packstore.io.versions.clean.list_folder",
         lambda *a: [f._replace(age=None) for f in listed(*a)],
     )
     assert {x.spared for x in clean(place, delete=True).leftovers} == {"its age is not known"}
@@ -314,7 +314,7 @@ def test_what_is_named_meanwhile_stays(place: str, monkeypatch: pytest.MonkeyPat
             location.write(path, text)
         return listed(where, folder)
 
-    monkeypatch.setattr("packstore.io.maintain.clean.list_folder", look)
+    monkeypatch.setattr("packstore.io.versions.clean.list_folder", look)
     clean(place, delete=True)
     assert packstore.open(place).verify().ok
     assert SHARD not in files(place)

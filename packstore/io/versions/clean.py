@@ -50,7 +50,7 @@ from packstore.io.store.operations import (
     uploads,
 )
 from packstore.io.store.staging import PREFIX
-from packstore.io.write.write_job import WRITERS, writers
+from packstore.io.versions.write_job import WRITERS, writers
 
 OLD_SECONDS = 7 * 86_400.0
 """Seconds; longer than a job takes from its last write to its commit, retries included."""

@@ -72,7 +72,7 @@ def test_another_job_is_warned_of(
     def aged(where: Any, folder: str) -> list[operations.ListedFile]:
         return [f._replace(age=age) if f.path == path else f for f in listed(where, folder)]
 
-    monkeypatch.setattr("packstore.io.write.write_job.list_folder", aged)
+    monkeypatch.setattr("packstore.io.versions.write_job.list_folder", aged)
     with caplog.at_level(logging.WARNING, "packstore"):
         packstore.pack(pairs(20), place, overwrite=True, **SETTINGS)
     told = "the one that commits last will be refused"

@@ -1,1 +1,0 @@
-"""A place before and after jobs; see ``README.md``."""

@@ -1,1 +1,0 @@
-"""Packs into the next version of a place; see ``README.md``."""
