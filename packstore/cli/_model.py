@@ -61,13 +61,16 @@ def loaded(args: argparse.Namespace, path: str, device: torch.device, scores: bo
 
 
 def join_logs() -> None:
-    """Makes transformers log as packstore does, without bars, which would break up our lines."""
+    """Makes transformers log as packstore does, without what would break up our lines: bars, and
+    its table of weights, of which `load_model` says what matters."""
     with suppress(ImportError):
         from transformers.utils import logging
 
         logging.disable_progress_bar()
         logging.disable_default_handler()
         logging.enable_propagation()
+        loading = logging.get_logger("transformers.modeling_utils")
+        loading.addFilter(lambda record: "LOAD REPORT" not in record.getMessage())
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import polars
 import pytest
+from children import run_python
 from page_tables import assert_closed, assert_shows, tables_of
 from small_jobs import write_jsonl
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from packstore.errors import ConfigError, quote
+from packstore.errors import ConfigError, quote, sentence
 from packstore.registry import missing_extra
 from packstore.torch.models.model import use_packed_attention
 from packstore.torch.models.unwrap import SCORE, text_config
@@ -47,43 +47,59 @@ def load_model(
         base = load_model(_adapter_base(name), trainable=scores, scores=scores, **how)
         return add_adapter(base.requires_grad_(False), name, trainable)
     try:
-        from transformers import AutoModelForCausalLM
-        from transformers import AutoModelForSequenceClassification as AutoModelOfScores
+        from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
     except ImportError as error:
         raise missing_extra("load_model", "train", error) from error
     auto, kind, labels = AutoModelForCausalLM, "causal LM", {}
     if scores:
-        auto, kind, labels = (
-            AutoModelOfScores,
-            "decoder with a score of one label",
-            {"num_labels": 1},
-        )
-    loading: Any
-    try:
-        model, loading = auto.from_pretrained(
-            name, dtype=getattr(torch, dtype), output_loading_info=True, **labels
-        )
-    except Exception as error:  # the library raises errors of any class
-        raise ConfigError(
-            f"model {name}: it must be a folder or hub name of a {kind} that transformers "
-            f"loads; found {'this' if os.path.exists(name) else 'no such folder'}: "
-            f"{quote(str(error), 200)}."
-        ) from error
+        auto, kind = AutoModelForSequenceClassification, "decoder with a score of one label"
+        labels = {"num_labels": 1}
+    model, loading = _from_pretrained(auto, kind, name, dtype=getattr(torch, dtype), **labels)
     missing, unused = sorted(loading["missing_keys"]), sorted(loading["unexpected_keys"])
     if scores and trainable and missing == [f"{SCORE}.weight"]:
         missing = unused = []  # of a causal LM, which has a head that it does not need
+        logger.info("model %s: it has no head of scores, so a new one is drawn", name)
         _set_padding(model, name)
-    if missing:  # the library initialises them at random
-        raise ConfigError(
-            f"model {name}: its files must hold every weight of the model that its config.json "
-            f"describes; found {len(missing)} missing, {quote(missing[0])} first. "
-            "Copy the model's files anew."
-        )
+    wrong = [*missing, *sorted(key for key, *_ in loading["mismatched_keys"])]
+    if wrong:  # the library initialises them at random
+        rule = "its files must hold every weight of the model that its config.json describes"
+        found = f"{len(wrong)} missing or of another shape, {quote(wrong[0])} first"
+        raise ConfigError(sentence(f"model {name}", rule, found, "Copy the model's files anew"))
     if unused:
-        text = "model %s: its config.json has no place for %d weights of its files, %s first"
+        text = "model %s: its config.json has no place for %d of the weights in its files, %s first"
         logger.warning(text, name, len(unused), quote(unused[0]))
     use_packed_attention(model, attention)
     return model.requires_grad_(trainable).eval()
+
+
+def _from_pretrained(auto: Any, kind: str, name: str, **how: Any) -> tuple[Any, dict[str, Any]]:
+    """Loads a model by its class `auto`; returns it, and what transformers says of its weights."""
+    cached = {"local_files_only": _is_out_of_reach(name)}
+    how |= {"output_loading_info": True, "ignore_mismatched_sizes": True, **cached}
+    try:
+        return auto.from_pretrained(name, adapter_kwargs=cached, **how)  # type: ignore[no-any-return]
+    except Exception as error:  # the library raises errors of any class
+        rule = f"it must be a folder or hub name of a {kind} that transformers loads"
+        found, remedy = quote(str(error).strip().partition("\n")[0], 200), ""
+        if not os.path.exists(name):
+            found = f"no such folder: {found}"
+            remedy = f"Check the name; `hf download {name} --local-dir FOLDER` gets one of the hub"
+        raise ConfigError(sentence(f"model {name}", rule, found, remedy)) from error
+
+
+def _is_out_of_reach(name: str) -> bool:
+    """Returns True for a name on a hub that is out of reach, of which only the cache is read.
+
+    transformers would ask for each file six times, for 45 s. A hub that is slow is asked as usual.
+    """
+    from huggingface_hub import HfApi
+
+    try:
+        if not os.path.exists(name):
+            HfApi().model_info(name)
+    except Exception as error:  # of the hub, or of its HTTP client, which differs by release
+        return type(error).__name__ in ("ConnectError", "ConnectTimeout")
+    return False
 
 
 def _set_padding(model: Any, name: str) -> None:
@@ -118,21 +134,14 @@ def _adapter_base(path: str) -> str:
 
 def add_adapter(model: Any, path: str, trainable: bool) -> Any:
     """Loads the adapter in a folder onto its model; refuses one that is not whole or not of it."""
-    peft = _peft()
+    try:
+        import peft
+    except ImportError as error:
+        raise missing_extra("LoRA", "train", error) from error
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("error", "Found missing adapter keys")
             return peft.PeftModel.from_pretrained(model, path, is_trainable=trainable)
     except (OSError, ValueError, RuntimeError, UserWarning) as error:
-        raise ConfigError(
-            f"adapter {path}: it must be an adapter of {_adapter_base(path)}; "
-            f"found {quote(str(error), 200)}."
-        ) from error
-
-
-def _peft() -> Any:
-    try:
-        import peft
-    except ImportError as error:
-        raise missing_extra("LoRA", "train", error) from error
-    return peft
+        rule = f"it must be an adapter of {_adapter_base(path)}"
+        raise ConfigError(sentence(f"adapter {path}", rule, quote(str(error), 200))) from error

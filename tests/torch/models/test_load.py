@@ -12,10 +12,13 @@ import pytest
 
 pytest.importorskip("accelerate", reason="training needs accelerate")
 
+from children import run_python
+from hub import folder_files, served
 from safetensors.torch import load_file, save_file
 
 from packstore.errors import ConfigError
 from packstore.torch import train
+from packstore.torch.models.load import load_model
 
 pytestmark = [  # PEFT's, with transformers 5.23
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),
@@ -61,10 +64,10 @@ def test_weights_that_the_model_does_not_have_are_named(
 ) -> None:
     changes = ({}, ""), ({"tie_word_embeddings": True}, "lm_head"), ({"num_hidden_layers": 1}, "")
     for number, (config, drop) in enumerate(changes):
-        assert "weights of its files" not in caplog.text
+        assert "has no place for" not in caplog.text
         folder = changed_copy(made, tmp_path / f"model{number}", config, drop)
         train(**{**made, "model": folder}, output_dir=str(tmp_path / f"out{number}"), max_steps=1)
-    assert "has no place for 9 weights of its files" in caplog.text
+    assert "has no place for 9 of the weights in its files" in caplog.text
 
 
 def test_an_adapter_without_all_of_its_weights(made: dict[str, Any], tmp_path: Path) -> None:
@@ -82,3 +85,27 @@ def test_an_adapter_without_all_of_its_weights(made: dict[str, Any], tmp_path: P
     save_file({n: w for n, w in weights.items() if "layers.1.mlp" not in n}, file)
     with pytest.raises(ConfigError, match=r"it must be an adapter of .*missing adapter keys"):
         train(**{**made, "model": str(folder), "output_dir": str(tmp_path / "next")})
+
+
+LOAD = "import sys; from packstore.torch.models.load import load_model; load_model(sys.argv[1])"
+
+
+def test_a_hub_out_of_reach_is_not_waited_for(made: dict[str, Any], tmp_path: Path) -> None:
+    """What was loaded before is loaded again; of anything else the error says what to do."""
+    cache = {"HF_HOME": str(tmp_path)}
+    with served({"models/me/model": folder_files(Path(made["model"]))}) as (env, _):
+        done = run_python("-c", LOAD, "me/model", env=env | cache)
+        assert done.returncode == 0, done.stderr
+    known, other = (run_python("-c", LOAD, n, env=env | cache) for n in ("me/model", "me/modle"))
+    assert "Retrying" not in known.stderr + other.stderr
+    assert known.returncode == 0, known.stderr
+    *_, line = other.stderr.splitlines()
+    assert "model me/modle: it must be a folder or hub name of a causal LM" in line
+    assert f"found no such folder: \"We couldn't connect to '{env['HF_ENDPOINT']}'" in line
+    assert "Check the name; `hf download me/modle --local-dir FOLDER`" in line
+
+
+def test_weights_of_another_shape_are_named(made: dict[str, Any], tmp_path: Path) -> None:
+    folder = changed_copy(made, tmp_path / "model", {"intermediate_size": 56}, "")
+    with pytest.raises(ConfigError, match=r"found 6 missing or of another shape, 'model.layers.0"):
+        load_model(folder)
