@@ -75,8 +75,12 @@ def train_model(config: TrainConfig, html: str | None = None) -> common.Result:
     from packstore.torch import train
 
     history: list[dict[str, float]] = []
+    begun: list[int] = []
 
     class Keep(TrainerCallback):  # type: ignore[misc]
+        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            begun.append(state.global_step)
+
         def on_log(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             history[:] = state.log_history
 
@@ -98,7 +102,8 @@ def train_model(config: TrainConfig, html: str | None = None) -> common.Result:
         **{name: f"{value:.6g}" for name, value in figures.items()},
         "model": str(result.model),
     }
-    return f"trained {config.output_dir}", rows, result
+    title = "trained" if begun != [result.step] else "already finished:"
+    return f"{title} {config.output_dir}", rows, result
 
 
 TRAIN = Command(

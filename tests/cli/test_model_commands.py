@@ -174,7 +174,12 @@ def test_an_adapter(
     assert figures(capsys, *command, str(tmp_path)) != figures(capsys, *command, made.policy)
 
 
-def test_the_page_of_a_run(made: SimpleNamespace, tmp_path: Path) -> None:
+def test_a_run_and_its_page(
+    made: SimpleNamespace,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """Also of a run that diverged: its curves are the first to look at."""
     page, out = tmp_path / "run.html", str(tmp_path / "run")
     job = ["train", "--model", made.policy, "--train-dataset", made.pairs, "--eval-dataset"]
@@ -187,9 +192,28 @@ def test_the_page_of_a_run(made: SimpleNamespace, tmp_path: Path) -> None:
     for caption in ("Loss", "Rewards", "Learning rate"):
         assert f"<figcaption>{caption}</figcaption>" in text
     assert_closed(text)
+    capsys.readouterr()
+    assert main([*job, out]) == 0  # a rerun
+    assert f"already finished: {out}" in capsys.readouterr().out
+    assert f"{out} is finished, at step 4: to go on, raise" in caplog.text
+    assert main([*job, out, "--max-steps", "5"]) == 0
+    assert f"trained {out}" in capsys.readouterr().out
     page.unlink()
     assert main([*job, f"{out}-2", "--learning-rate", "1e30"]) == 1
     assert "<h2>All metrics</h2>" in page.read_text(encoding="utf-8")
+
+
+def test_weights_are_told_in_a_sentence(made: SimpleNamespace, tmp_path: Path) -> None:
+    """Not by transformers' table, of which a log would make one line."""
+    config = json.loads(Path(made.policy, "config.json").read_text(encoding="utf-8"))
+    shutil.copytree(made.policy, tmp_path / "model")
+    fewer = json.dumps({**config, "num_hidden_layers": 1})
+    (tmp_path / "model" / "config.json").write_text(fewer, encoding="utf-8")
+    command = ["evaluate", made.pairs, "--model", tmp_path / "model", "--loss", "simpo"]
+    done = run_python("-m", "packstore", *command, "--use-cpu")
+    assert done.returncode == 0, done.stderr
+    assert "its config.json has no place for 9 of the weights in its files" in done.stderr
+    assert "LOAD REPORT" not in done.stderr
 
 
 @pytest.mark.slow

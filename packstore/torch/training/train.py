@@ -69,7 +69,14 @@ class TrainResult:
 
 
 class LogLines(TrainerCallback):  # type: ignore[misc]
-    """Logs one line for each record."""
+    """Logs one line for each record, and whether there is anything to train."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Says of a run that is finished how to go on."""
+        if state.global_step >= state.max_steps and state.is_world_process_zero:
+            text = "%s is finished, at step %s: to go on, raise num_train_epochs or max_steps; to "
+            text += "start anew, take another output_dir"
+            logger.warning(text, args.output_dir, f"{state.global_step:,}")
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         """Logs the metrics that a person looks at."""
