@@ -83,7 +83,7 @@ class PreferenceLoss(StepLoss):
         **parameters: float,
     ) -> None:
         super().__init__(router_aux_loss_coef, gradients)
-        self.terms = make_terms(name, parameters, average_logps, reference)
+        self.terms = make_terms(name, parameters, average_logps, reference, self._settings())
         self.sft_weight, self.weight_field = sft_weight, weight_field
         self.sft_average = choice("sft_average", sft_average, get_args(SftAverage))
         self.pairs: PairChoice = choice("pairs", pairs, get_args(PairChoice))

@@ -114,7 +114,8 @@ class PolicyLoss(StepLoss):
         check_weight("kl_weight", kl_weight)
         self.kl_weight, self.reference = kl_weight, kl_weight > 0
         self.name = name_of(function)
-        self.parameters = check_parameters(self.name, Variant(function, False), parameters)
+        variant = Variant(function, False)
+        self.parameters = check_parameters(self.name, variant, parameters, self._settings())
         self.function: Callable[[Tokens], Tensor] = partial(function, **self.parameters)
         draws = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)).double()
         of_one, of_other = (_tokens(draws[:, s]) for s in (slice(0, 2), slice(2, 3)))

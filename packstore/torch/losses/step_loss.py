@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
@@ -72,6 +73,11 @@ class StepLoss(ABC):
         check_weight("router_aux_loss_coef", router_aux_loss_coef or 0)
         self.router_aux_loss_coef = router_aux_loss_coef
         self.gradients = choice("gradients", gradients, get_args(Gradients))
+
+    @classmethod
+    def _settings(cls) -> list[str]:
+        """Returns the names of its own arguments, beside the parameters of the function."""
+        return list(inspect.getfullargspec(cls).kwonlyargs)
 
     @abstractmethod
     def units(self, batch: PackedBatch) -> tuple[str, str | None]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from packstore.config.names import meant
 from packstore.errors import ConfigError, UnknownNameError, quote, sentence
 from packstore.torch.losses import formulas
 from packstore.torch.losses.formulas import LOSSES, Variant, sft
@@ -72,11 +73,16 @@ class LossTerm:
 
 
 def make_terms(
-    names: Names, parameters: Mapping[str, float], average_logps: bool, reference: bool
+    names: Names,
+    parameters: Mapping[str, float],
+    average_logps: bool,
+    reference: bool,
+    settings: Iterable[str] = (),
 ) -> tuple[LossTerm, ...]:
     """Makes the terms of a loss; at least one of them must take each of the `parameters`.
 
-    `reference`: functions of one's own compare with a reference model.
+    `reference`: functions of one's own compare with a reference model. `settings`: what else the
+    caller takes, and an unknown parameter may mean.
     """
     mix = names if isinstance(names, Mapping) else {names: 1.0}
     if not mix or not all(isinstance(name, str) or callable(name) for name in mix):
@@ -89,7 +95,7 @@ def make_terms(
     if len(variants) < len(mix):
         raise ConfigError("the functions of a mix must differ in __name__, which names metrics.")
     of_any = {p: v for each in variants.values() for p, v in each.defaults.items()}
-    _check_known(" + ".join(variants), parameters, of_any)
+    _check_known(" + ".join(variants), parameters, of_any, settings)
     terms = []
     for (name, variant), entry in zip(variants.items(), mix.values(), strict=True):
         special = dict(entry) if isinstance(entry, Mapping) else {"weight": entry}
@@ -139,9 +145,11 @@ def _term(
     return LossTerm(name, variant, parameters, weight, average_logps or variant.averaged)
 
 
-def check_parameters(name: str, variant: Variant, given: Mapping[str, Any]) -> dict[str, Any]:
+def check_parameters(
+    name: str, variant: Variant, given: Mapping[str, Any], settings: Iterable[str] = ()
+) -> dict[str, Any]:
     """Returns all parameters of a loss; refuses unknown ones and what is no number."""
-    _check_known(name, given, variant.defaults)
+    _check_known(name, given, variant.defaults, settings)
     for parameter, value in given.items():
         if not (is_number(value) or (isinstance(value, Tensor) and value.dim() == 0)):
             raise ConfigError(f"loss {name!r}: {parameter} must be a number; found {quote(value)}.")
@@ -150,12 +158,14 @@ def check_parameters(name: str, variant: Variant, given: Mapping[str, Any]) -> d
     return {**variant.defaults, **given}
 
 
-def _check_known(name: str, given: Iterable[str], known: Mapping[str, Any]) -> None:
+def _check_known(
+    name: str, given: Iterable[str], known: Mapping[str, Any], settings: Iterable[str]
+) -> None:
     for parameter in given:
         if parameter not in known:
             raise UnknownNameError(
                 f"loss {name!r} has no parameter {quote(parameter)}; "
-                f"it takes: {', '.join(known) or 'none'}."
+                f"it takes: {', '.join(known) or 'none'}.{meant(parameter, [*known, *settings])}"
             )
 
 

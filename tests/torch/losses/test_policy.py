@@ -265,6 +265,8 @@ def of_sequence(tokens: Tokens) -> Tensor:
         (lambda: PolicyLoss(lambda t: t.logps - t.logps.mean()), "must not depend on what else"),
         (lambda: PolicyLoss(clip_low=2), "clip_low must lie in 0..1; found 2"),
         (lambda: PolicyLoss(clip=0.2), "'clipped' has no parameter 'clip'; it takes: clip_low, c"),
+        (lambda: PolicyLoss(averag="token"), "clip_high. Did you mean 'average'"),
+        (lambda: PreferenceLoss(sft_wieght=1), "it takes: beta. Did you mean 'sft_weight'"),
         (lambda: PolicyLoss(kl_weight=-1), "kl_weight must be at least 0"),
         (lambda: PolicyLoss(average="pack"), "average must be one of: token, sequence, group"),  # type: ignore[arg-type]
     ],

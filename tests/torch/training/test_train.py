@@ -303,7 +303,7 @@ def test_a_metric_that_no_evaluation_has_is_named(made: SimpleNamespace, tmp_pat
     [
         ({"model": "./nowhere"}, ConfigError, r"model ./nowhere: .*found no such folder"),
         ({"loss": "dpoo"}, ConfigError, r"unknown loss 'dpoo'.*Did you mean 'dpo'"),
-        ({"loss_parameters": {"bta": 1.0}}, ConfigError, r"no parameter 'bta'; it takes: beta"),
+        ({"loss_parameters": {"bta": 1.0}}, ConfigError, r"it takes: beta. Did you mean 'beta'"),
         ({"train_dataset": "./nowhere"}, DatasetNotFoundError, r"nowhere"),
         ({"train_dataset": "sft"}, CompatibilityError, r"responses to compare; found kind 'sft'"),
         (
