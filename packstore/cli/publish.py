@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from packstore.cli import Command, common
+from packstore.cli._messages import progress_of
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
@@ -15,11 +17,14 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
     from packstore.io.versions.publish import publish
 
-    done = publish(
-        args.dataset, args.repo, private=args.private, storage_options=args.storage_option
-    )
+    disable_progress_bars()  # they would break up ours, and a log has none of them
+    with progress_of("publish", args) as progress:
+        how: dict[str, Any] = {"progress": progress, "storage_options": args.storage_option}
+        done = publish(args.dataset, args.repo, private=args.private, **how)
     common.print_table(args, f"published {done.url}", done._asdict(), done._asdict())
     return 0
 

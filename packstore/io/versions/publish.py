@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from packstore.errors import StorageError, sentence
 from packstore.io.dataset.dataset import Dataset, open
 from packstore.io.manifest.commit import manifest_path, versions
 from packstore.io.store.location import Location
+from packstore.progress import Progress
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd
@@ -35,6 +37,7 @@ def publish(
     *,
     private: bool = False,
     storage_options: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
 ) -> Published:
     """Uploads the newest version of a dataset to the Hugging Face hub, in one commit.
 
@@ -51,6 +54,7 @@ def publish(
         repo: name of the repository, ``OWNER/NAME``; made if it is missing.
         private: make a new repository private.
         storage_options: passed to fsspec's filesystem of `dataset`.
+        progress: called with the number of uploaded files.
 
     Returns:
         Where it is. Reading from that URL, also in training, needs no download beforehand.
@@ -81,6 +85,11 @@ def publish(
     own = {manifest_path(version): manifest, CARD: str(card).encode()}
     added = [CommitOperationAdd(path, data) for path, data in own.items()]
     files = [_addition(source, path) for path in source.manifest.files]
+    for start in range(0, len(files), 5):  # as many as the client uploads at the same time
+        part = files[start : start + 5]
+        _asked(repo, partial(api.preupload_lfs_files, repo, part, repo_type="dataset"))
+        if progress is not None:
+            progress("upload", start + len(part), len(files), "files")
     text = f"packstore: version {version}, {source.manifest.fingerprint[:16]}"
     commit = _asked(
         repo,

@@ -25,14 +25,17 @@ print(json.dumps([len(rows), sum(map(len, rows["reward"])), epoch, fingerprint])
 """
 
 
-def run(env: dict[str, str], *arguments: object) -> str:
+def run(env: dict[str, str], *arguments: object) -> tuple[str, str]:
     done = run_python(*arguments, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    return done.stdout, done.stderr
 
 
 def published(env: dict[str, str], dataset: packstore.Dataset) -> Any:
-    return json.loads(run(env, "-m", "packstore", "publish", dataset.url, "me/prefs", "--json"))
+    """Publishes, and tells it in a log."""
+    out, err = run(env, "-m", "packstore", "publish", dataset.url, "me/prefs", "--json")
+    assert f"publish: upload {len(dataset.manifest.files)} files" in err
+    return json.loads(out)
 
 
 def test_the_newest_version_is_what_the_hub_reads(tmp_path: Path) -> None:
@@ -50,7 +53,7 @@ def test_the_newest_version_is_what_the_hub_reads(tmp_path: Path) -> None:
             assert published(env, second)["version"] == 2
         sizes = [len(made.manifest.files) + 2 for made in (first, second, second)]
         assert [len(added) for _, added, _ in commits] == sizes
-        rows, pairs_read, in_epoch, fingerprint = json.loads(run(env, "-c", READ))
+        rows, pairs_read, in_epoch, fingerprint = json.loads(run(env, "-c", READ)[0])
     assert (rows, fingerprint) == (len(second), second.manifest.fingerprint)
     assert pairs_read == 2 * 90
     assert in_epoch == 90
