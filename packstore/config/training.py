@@ -22,7 +22,7 @@ _OTHERS = """
 per_device_train_batch_size gradient_accumulation_steps per_device_eval_batch_size
 lr_scheduler_kwargs optim optim_args optim_target_modules weight_decay adam_beta1 adam_beta2
 adam_epsilon max_grad_norm average_tokens_across_devices label_smoothing_factor fp16
-bf16_full_eval fp16_full_eval tf32 activation_checkpointing activation_checkpointing_kwargs
+bf16_full_eval fp16_full_eval tf32 activation_checkpointing_kwargs gradient_checkpointing
 gradient_checkpointing_kwargs torch_compile torch_compile_backend torch_compile_mode
 use_liger_kernel liger_kernel_config use_cache neftune_noise_alpha torch_empty_cache_steps
 auto_find_batch_size logging_strategy logging_first_step log_on_each_node logging_nan_inf_filter
@@ -88,7 +88,7 @@ class TrainConfig(TrainModelConfig):
     lr_scheduler_type: str = setting("cosine", "after the warm-up")
     warmup_steps: float = setting(0.1, "linear; below 1: of all steps", low=0)
     bf16: bool | None = setting(None, "autocast to bfloat16; default: where it is fast")
-    gradient_checkpointing: bool | None = setting(None, "recompute layers in the backward pass")
+    activation_checkpointing: bool | None = setting(None, "recompute layers in the backward pass")
     logging_steps: float = setting(10, "steps between lines, after the tenth", low=0)
     eval_steps: float | None = setting(None, "steps between evaluations; default: at the end")
     save_steps: float = setting(500, "steps between checkpoints", low=0)

@@ -161,6 +161,8 @@ def _arguments(config: TrainConfig, precision: str | None) -> TrainingArguments:
     defaults: dict[str, Any] = {"disable_tqdm": True, "save_total_limit": 2, "use_cpu": on_cpu}
     if config.eval_steps is not None:
         defaults["eval_strategy"] = "steps"
+    if "activation_checkpointing" not in TrainingArguments.__dataclass_fields__:  # before 5.23
+        own["gradient_checkpointing"] = own.pop("activation_checkpointing")
     merged = {**defaults, **own, **config.arguments}
     given = {name: value for name, value in merged.items() if value is not None}
     args = TrainingArguments(**given)

@@ -141,7 +141,7 @@ def plain_loop(
         ),
         ("large", "concat", {"weight_decay": 0.5, "warmup_steps": 1}),
         ("large", "concat", {"lr_scheduler_type": "cosine", "warmup_steps": 0.5}),  # of all steps
-        pytest.param("mixed", "concat", {"gradient_checkpointing": True}, marks=pytest.mark.slow),
+        pytest.param("mixed", "concat", {"activation_checkpointing": True}, marks=pytest.mark.slow),
         ("sft", "concat", {"loss": "sft"}),  # whose batches hold unequal numbers of tokens
     ],
 )
@@ -213,7 +213,7 @@ def test_other_losses_run(
 def test_lora_starts_at_its_reference(made: SimpleNamespace, tmp_path: Path) -> None:
     """The adapter switched off is the reference."""
     given = {"peft_config": {"r": 4}, "learning_rate": 1e-2, "warmup_steps": 0}
-    given |= {"gradient_checkpointing": True}
+    given |= {"activation_checkpointing": True}
     result = train(**settings(made, tmp_path, **given))
     found = losses(tmp_path)
     assert found[0] == pytest.approx(math.log(2), abs=1e-12)
