@@ -1,6 +1,7 @@
 """The command line: the file of a command is loaded when it is the one that runs.
 
-Exit codes: 0 success, 1 a named error or a failed check, 2 wrong usage, 130 interrupted.
+Exit codes: 0 success, 1 a named error or a failed check, 2 wrong usage; 128 and the number of a
+signal: 129 hung up, 130 interrupted, 143 terminated.
 """
 
 from __future__ import annotations

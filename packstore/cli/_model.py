@@ -74,7 +74,7 @@ def join_logs() -> None:
 
 
 @contextmanager
-def ranks(args: argparse.Namespace) -> Iterator[torch.device]:
+def process_group(args: argparse.Namespace) -> Iterator[torch.device]:
     """Connects the ranks of a launcher, as a training does, and yields the device of this rank."""
     # It keeps the process group that exists at its import. Imported later, by transformers, it
     # would keep the group's threads alive, which may abort the process at exit.
@@ -91,6 +91,6 @@ def ranks(args: argparse.Namespace) -> Iterator[torch.device]:
         state.destroy_process_group()
 
 
-def say() -> bool:
+def is_main_rank() -> bool:
     """Returns True on the rank that prints."""
     return os.environ.get("RANK", "0") == "0"

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 
 from packstore.cli import Command, common
 from packstore.cli._messages import progress_of
-from packstore.cli._model import add_model, inference_settings, loaded, ranks, say
+from packstore.cli._model import add_model, inference_settings, is_main_rank, loaded, process_group
 from packstore.config.training import TrainModelConfig
 from packstore.errors import ConfigError, display
 from packstore.pages import charts, frame
@@ -35,7 +35,7 @@ def _configure_ref_logps(parser: argparse.ArgumentParser) -> None:
 
 def _ref_logps(args: argparse.Namespace) -> int:
     dataset = common.open_dataset(args)
-    with ranks(args) as device:
+    with process_group(args) as device:
         from packstore.torch.reference.reference import write_ref_logps
 
         model = loaded(args, args.model, device)
@@ -49,7 +49,7 @@ def _ref_logps(args: argparse.Namespace) -> int:
                 progress=progress,
                 **inference_settings(args),
             )
-    if not say():
+    if not is_main_rank():
         return 0
     facts = {"examples": len(side), **side.manifest.provenance}
     common.print_table(args, f"side dataset {side.url}", facts, {"url": side.url, **facts})
@@ -79,7 +79,7 @@ def _evaluate(args: argparse.Namespace) -> int:
     for path in filter(None, (args.html, args.examples)):
         frame.check_writable(path)
     name = args.loss or ("sft" if kind == "sft" else "dpo")
-    with ranks(args) as device:
+    with process_group(args) as device:
         from packstore.torch.losses.loss import PreferenceLoss
         from packstore.torch.training.evaluate import evaluate, tell_unused
 
@@ -103,7 +103,7 @@ def _evaluate(args: argparse.Namespace) -> int:
                 progress=progress,
                 **inference_settings(args),
             )
-    if not say():
+    if not is_main_rank():
         return 0
     metrics, rows = result["metrics"], result.get("rows")
     if args.examples:

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from packstore.cli import Command, common
-from packstore.cli._model import say
+from packstore.cli._model import is_main_rank
 from packstore.cli.pack import run_job, try_job
 from packstore.cli.train import train_model
 from packstore.config.job import check_job, read_steps
@@ -52,9 +52,9 @@ def _run(args: argparse.Namespace) -> int:
                 title, rows, facts[step] = run_job(args, job)
         elif config is not None:
             title, rows, facts[step] = train_model(config)
-        if say() and not args.json:
+        if is_main_rank() and not args.json:
             common.print_table(args, title, rows, None)
-    if say() and args.json:
+    if is_main_rank() and args.json:
         common.print_result(facts)
     return 0
 

@@ -8,7 +8,7 @@ from importlib.resources import files
 from typing import Any
 
 from packstore.cli import Command, common
-from packstore.cli._model import join_logs, say
+from packstore.cli._model import is_main_rank, join_logs
 from packstore.config.job import read_yaml
 from packstore.config.training import FURTHER, TrainConfig, TrainModelConfig
 from packstore.errors import display
@@ -63,7 +63,7 @@ def _run(args: argparse.Namespace) -> int:
     further = {name: value for name, value in vars(args).items() if name in FLAGS}
     config = TrainConfig.of(**settings | common.read_settings(args, TrainConfig) | further)
     outcome = train_model(config, args.html)
-    if say():
+    if is_main_rank():
         common.print_table(args, *outcome)
     return 0
 
@@ -85,12 +85,12 @@ def train_model(config: TrainConfig, html: str | None = None) -> common.Result:
             history[:] = state.log_history
 
     join_logs()
-    if html and say():
+    if html and is_main_rank():
         check_writable(html)
     try:
         result = train(config, callbacks=[Keep()])
     finally:  # the curves of a run that failed are the first to look at
-        if html and say() and history:
+        if html and is_main_rank() and history:
             loss = config.loss if isinstance(config.loss, str) else " + ".join(config.loss)
             subtitle = f"model {config.model}, dataset {display(config.train_dataset)}, loss {loss}"
             write(html, train_page(f"Training of {config.output_dir}", subtitle, history))

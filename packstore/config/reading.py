@@ -66,12 +66,12 @@ class BatchConfig(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class ReadConfig(Settings):
-    """Settings by which a loader fetches row groups; none of them changes a batch."""
+    """Settings by which a loader fetches row groups, not which packs it yields."""
 
     on_error: Literal["raise", "quarantine"] = setting(
         "raise", "a row group that cannot be read: raise, or other packs of weight 0 instead"
     )
-    requests: int = setting(24, "row groups fetched and decoded at the same time", low=1)
+    requests: int = setting(24, "row groups fetched at the same time", low=1)
     read_ahead_bytes: int | None = setting(
         None, "of decoded row groups, about; default: 4 MB, from a store 16 MB", low=0
     )

@@ -10,9 +10,9 @@ from typing import Any
 from packstore.config import PackConfig
 from packstore.errors import ConfigError, DropRateError, InputError, sentence
 from packstore.etl.dedup_and_split import DUPLICATES, OTHER_PART
-from packstore.etl.notes import PROBLEMS
 from packstore.etl.provenance import provenance_of
 from packstore.etl.rejects import RejectsFile
+from packstore.etl.remarks import PROBLEMS
 from packstore.etl.sources import ExampleReader
 from packstore.format.arrays import Tally
 from packstore.io.versions.write_job import WriteJob

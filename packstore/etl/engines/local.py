@@ -234,7 +234,7 @@ class _Process:
         if hasattr(signal, "SIGPROF") and code == -signal.SIGPROF:
             cause = f"more than {ITEM_SECONDS} s of processor time for one block"
             remedy = "Look for a slow regular expression in the tokenizer"
-        return PackstoreError(f"a worker process died ({cause}); nothing was written. {remedy}.")
+        return PackstoreError(f"a worker process died ({cause}); nothing was committed. {remedy}.")
 
     def end(self) -> None:
         """Asks the process to end, and to remove its files before."""

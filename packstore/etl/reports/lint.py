@@ -14,7 +14,7 @@ import numpy as np
 from packstore.config import PackConfig
 from packstore.errors import ConfigError, PackstoreError, quote
 from packstore.etl.dedup_and_split import Seen, pair_keys
-from packstore.etl.notes import PROBLEMS, meaning
+from packstore.etl.remarks import PROBLEMS, meaning
 from packstore.etl.reports.place import Finding
 from packstore.etl.sources import ExampleReader, RecordExampleReader
 from packstore.etl.tokenize import Part

@@ -258,7 +258,7 @@ def _version(place: Location, config: PackConfig) -> Iterator[Finding]:
 
 
 def _drops(tally: Tally, config: PackConfig) -> Finding:
-    """Returns if the records that packing refuses, or their share, would stop a job."""
+    """Returns True if refused records, or their share of all, would make a job fail."""
     if stops := [reason for reason in tally.dropped if config.on.get(reason) == "error"]:
         text = f"the job stops at the first {stops[0]}; --on {stops[0]}=drop leaves it out"
         return Finding("records", "problem", text)

@@ -131,7 +131,7 @@ def _start_ticks(pid: int) -> str:
 
 
 class AppendedBefore(DatasetExistsError):
-    """The records to append already are in the dataset; the argument says how that was found."""
+    """Raised when the dataset already has the records to append; the argument says how we know."""
 
 
 class WriteJob:

@@ -241,7 +241,7 @@ class PackedBatch:
 
     @cached_outside_inference_mode
     def weights(self) -> Tensor:
-        """float32 `[E]`, 1; or 0 for a pack that only pads the last batch."""
+        """float32 `[E]`, 1; or 0 in packs that pad the last batch or stand for damaged ones."""
         weights = np.ones(self.num_examples, np.float32)
         if self._unweighted_packs:
             weights[np.isin(self.pack_ids.numpy(), self._unweighted_packs)] = 0
@@ -271,7 +271,7 @@ class PackedBatch:
         return len(self.example_ids)
 
     @cached_outside_inference_mode
-    def ranks(self) -> tuple[Float32, Int32]:
+    def cpu_rewards_and_counts(self) -> tuple[Float32, Int32]:
         """`rewards` and `num_responses` on the CPU, by which scored responses are compared.
 
         Read once; a batch that was copied to a device has brought them along.
@@ -308,7 +308,7 @@ class PackedBatch:
         vars(batch).update({name: getattr(self, name) for name in _DERIVED} | changes)
         outdated = {"layout", "_signed_ids"}
         if changes.keys() & {"rewards", "num_responses"}:
-            outdated.add("ranks")
+            outdated.add("cpu_rewards_and_counts")
         for name in outdated:
             vars(batch).pop(name, None)
         return batch
@@ -347,7 +347,7 @@ class PackedBatch:
         # Derived first: the number of targets, derived on a GPU, would force a synchronisation.
         _ = self.target_index, self.weights, self.sources
         if self.kind == "scored":
-            _ = self.ranks
+            _ = self.cpu_rewards_and_counts
         fields = {n: x for n, x in vars(self).items() if n != "layout"}
         every = (*fields.values(), *self.columns.values(), *self.sequence_columns.values())
         # By identity: a tensor under two names stays one.

@@ -32,7 +32,7 @@ from packstore.torch.training.arguments import (
 )
 from packstore.torch.training.arguments import REFUSED as REFUSED_BY_ALL
 from packstore.torch.training.data import datasets_of, is_packed
-from packstore.torch.training.steps import PackedSteps, take_batches
+from packstore.torch.training.trainer_steps import PackedSteps, take_batches
 
 REFUSED: Refusals = {
     "ld_alpha": ((None,), "It needs the log-prob of each token"),

@@ -167,7 +167,7 @@ class PairRows:
         if batch.kind == "preference":
             examples = torch.arange(batch.num_examples, device=device)
             return 2 * examples, 2 * examples + 1, examples
-        rewards, responses = batch.ranks
+        rewards, responses = batch.cpu_rewards_and_counts
         order = _by_rank(rewards, responses)
         example = np.repeat(np.arange(len(responses)), responses)
         start = to_offsets(responses)[:-1][example]
@@ -303,7 +303,7 @@ class Sequences(PairRows):
         if batch.kind == "preference":
             best = 2 * example
         elif batch.kind == "scored":
-            rewards, responses = batch.ranks
+            rewards, responses = batch.cpu_rewards_and_counts
             firsts = _by_rank(rewards, responses)[np.cumsum(responses) - responses]
             best = sent(torch.from_numpy(firsts), weights.device)
         pairs = sums.take(best, best)

@@ -41,7 +41,7 @@ def layout_of(keyword: AttentionLayout | None) -> AttentionLayout | None:
     FSDP2 may pass a copy to each layer, and a copy has neither the sizes nor the mask that another
     layer has waited for.
     """
-    graph = keyword is not None and torch.compiler.is_compiling()  # which that variable would break
+    graph = keyword is not None and torch.compiler.is_compiling()  # a ContextVar breaks one
     known = None if graph else LAYOUT.get()
     return keyword if known is None else known
 

@@ -68,7 +68,7 @@ class _ReplacedForward:
         return inspect.signature(self.before or type(self.module).forward.__get__(self.module))
 
 
-def run_run_per_sequence(
+def run_per_sequence(
     forward: Callable[..., Any],
     layout: AttentionLayout,
     args: tuple[Any, ...],
@@ -172,7 +172,7 @@ class _PerSequenceForward(_ReplacedForward):
                 "gradient_checkpointing_enable(); to generate, give the model back its own "
                 "attention: model.set_attn_implementation('sdpa')."
             )
-        return run_run_per_sequence(self.original_forward, layout, args, kwargs)
+        return run_per_sequence(self.original_forward, layout, args, kwargs)
 
 
 def _is_ours(config: Any) -> bool:
@@ -254,7 +254,7 @@ class _PackedForward(_ReplacedForward):
         if not self.state.causal and "input_ids" in kwargs:
             _check_causal(self.original_forward, self.state.model, kwargs["input_ids"])
             self.state.causal = True
-        return run_run_per_sequence(self.original_forward, layout, args, kwargs)
+        return run_per_sequence(self.original_forward, layout, args, kwargs)
 
 
 @torch.no_grad()

@@ -130,7 +130,7 @@ class CheckpointMixin(Trainer):  # type: ignore[misc]
 
 
 def newest_checkpoint(folder: str) -> str | None:
-    """Returns the newest whole checkpoint: one that a killed run was writing is none."""
+    """Returns the newest complete checkpoint, not one that a killed run left half-written."""
     found = []
     for path in Path(folder).glob("checkpoint-*"):
         if path.name.removeprefix("checkpoint-").isdigit() and (path / POSITION).is_file():

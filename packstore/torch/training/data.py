@@ -32,11 +32,11 @@ class Steps:
 
     Attributes:
         waited: seconds in which it waited for batches.
-        through: epochs at the end of the step that it yielded last, with their fraction.
+        epoch_progress: epochs at the end of the step that it yielded last, with their fraction.
     """
 
     def __init__(self, loader: PackedDataLoader) -> None:
-        self.loader, self.waited, self.through = loader, 0.0, 0.0
+        self.loader, self.waited, self.epoch_progress = loader, 0.0, 0.0
 
     def __len__(self) -> int:
         return self.loader.plan().steps
@@ -56,7 +56,7 @@ class Steps:
                 return
             step.append(batch)
             if batch.step is not None and batch.step.last:
-                self.through = self.loader.data.epoch + (batch.step.index + 1) / steps
+                self.epoch_progress = self.loader.data.epoch + (batch.step.index + 1) / steps
                 yield step
                 step = []
 

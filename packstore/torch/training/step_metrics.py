@@ -32,7 +32,7 @@ class StepMetrics(TrainerCallback):  # type: ignore[misc]
         self.metrics, self._since = Metrics(), time.perf_counter()
         self._of_steps, self._examples, self._packs = list[list[float]](), 0, 0
         self._tokens: Tensor | float = 0.0
-        steps = self.trainer.steps  # whose truth is their number, for which all packs are looked at
+        steps = self.trainer.steps  # bool() of them would call len(), which looks at all packs
         self._waited = 0.0 if steps is None else steps.waited
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
@@ -43,7 +43,7 @@ class StepMetrics(TrainerCallback):  # type: ignore[misc]
         """Follows the Trainer's own callback, which decides what is saved and evaluated."""
         if self.trainer.steps is None:
             return
-        state.epoch = self.trainer.steps.through
+        state.epoch = self.trainer.steps.epoch_progress
         due = control.should_save or control.should_evaluate
         if due or state.global_step <= FIRST or state.global_step >= state.max_steps:
             control.should_log = True

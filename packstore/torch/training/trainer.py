@@ -46,7 +46,7 @@ from packstore.torch.training.card import model_card
 from packstore.torch.training.checkpoints import read_position
 from packstore.torch.training.data import datasets_of, has_ref_logps
 from packstore.torch.training.evaluate import tell_unused
-from packstore.torch.training.steps import PackedSteps, take_batches
+from packstore.torch.training.trainer_steps import PackedSteps, take_batches
 
 TOKENIZER_FILES = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt"),

@@ -28,8 +28,8 @@ from packstore.torch.models.unwrap import adapted, as_reference, unwrapped
 from packstore.torch.training.checkpoints import CheckpointMixin, newest_checkpoint
 from packstore.torch.training.data import DataMixin, is_packed
 from packstore.torch.training.evaluate import check_kind
-from packstore.torch.training.evaluation import EvaluationMixin
 from packstore.torch.training.step_metrics import StepMetrics
+from packstore.torch.training.trainer_evaluation import EvaluationMixin
 
 
 def take_batches(model: nn.Module, **settings: Any) -> None:
