@@ -109,7 +109,8 @@ def test_same_bytes_for_any_number_of_workers(
     sources = [tmp_path / f"{n}.jsonl" for n in range(4)]
     for n, source in enumerate(sources):
         source.write_bytes(b"".join(chats[n::4]) * copies)
-    do_pack = partial(do_pack, sources, shared_data / "tokenizers" / "qwen3", pack_size=4096)
+    mistral = shared_data / "tokenizers" / "mistral_v1" / "tokenizer.json"
+    do_pack = partial(do_pack, sources, mistral, chat_template="plain", pack_size=4096)
     runs = [do_pack(num_workers=n) for n in workers]
     first = Files(runs[0].url).all()
     assert all(Files(run.url).all() == first for run in runs)

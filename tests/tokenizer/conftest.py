@@ -8,6 +8,7 @@ import gzip
 import itertools
 import json
 import re
+import shutil
 import uuid
 from collections import Counter
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from packstore.errors import DropRateError
 
 FILES = {
     "qwen3": ("qwen3/tokenizer.json", None),
+    "few_merges": ("qwen3/tokenizer.json", None),
     "mistral": ("mistral_v1/tokenizer.json", "plain"),
     "mistral_model": ("mistral_v1/tokenizer.model", "chatml"),
     "t5": ("t5_unigram/tokenizer.json", "plain"),
@@ -119,13 +121,15 @@ def pack(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Packed]:
 
 
 @pytest.fixture(scope="session")
-def tokenizer(shared_data: Path) -> Callable[..., Source]:
-    """A real tokenizer by its short name."""
+def tokenizer(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Source]:
+    """A real tokenizer by its short name; ``few_merges`` is Qwen3's, which loads fast."""
 
     @functools.cache
     def load(name: str, chat_template: str | None = None) -> Source:
         file, template = FILES[name]
         path = shared_data / "tokenizers" / file
+        if name == "few_merges":
+            path = with_few_merges(path, tmp_path_factory.mktemp(name))
         if path.suffix == ".model":
             library: Any = sentencepiece.SentencePieceProcessor(model_file=str(path))
         else:
@@ -146,6 +150,19 @@ def records(shared_data: Path) -> Callable[[str], list[dict[str, Any]]]:
             return [json.loads(line) for line in lines]
 
     return load
+
+
+def with_few_merges(path: Path, folder: Path) -> Path:
+    """A copy of a byte-level tokenizer and the files beside it, with its first merges alone."""
+    shutil.copytree(path.parent, folder, dirs_exist_ok=True, copy_function=shutil.copyfile)
+    stored = json.loads(path.read_text(encoding="utf-8"))
+    model, size = stored["model"], len(BYTES) + 1000
+    model["merges"] = model["merges"][: size - len(BYTES)]
+    model["vocab"] = {token: i for token, i in model["vocab"].items() if i < size}
+    for i, token in enumerate(stored["added_tokens"], size):
+        token["id"] = i
+    (folder / path.name).write_text(json.dumps(stored), encoding="utf-8")
+    return folder / path.name
 
 
 BYTES = tokenizers.pre_tokenizers.ByteLevel.alphabet()

@@ -108,7 +108,7 @@ def ids(pack, byte_level):
     return run
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(chats=records(typed(2)))
 def test_nulls_that_tables_add_are_absent(chats, ids, tmp_path_factory):
     """Arrow gives every struct the members of all, null where a record has none."""
@@ -126,7 +126,7 @@ def test_nulls_that_tables_add_are_absent(chats, ids, tmp_path_factory):
         assert ids(container) == expected, name
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(chats=records(objects(ANY)), depth=st.integers(0, 3))
 def test_json_in_tables_is_read_at_any_depth(chats, depth, ids, tmp_path_factory):
     """Fields of the type ``Json()`` of datasets, arrow.json: their nulls stay."""

@@ -225,7 +225,7 @@ def test_published_dialogues_split_as_the_explicit_prompts(pack, tokenizer, reco
 
 def test_only_what_a_template_writes_is_control(pack, tokenizer, records):
     """Chats with "<|im_end|>" put into the user's words: the rest is encoded as without it."""
-    qwen = tokenizer("qwen3")
+    qwen = tokenizer("few_merges")
     some = records("pairs/chat_en.jsonl")[:10]
     placed = [
         {**r, "prompt": [{**m, "content": m["content"] + " <|im_end|> "} for m in r["prompt"]]}

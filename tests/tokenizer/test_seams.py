@@ -29,7 +29,7 @@ TOOL = {"type": "function", "function": FUNCTION}
 )
 def test_tools_as_text_are_tools(tools, pack, tokenizer):
     def ids(given):
-        return pack(tokenizer("qwen3"), {"messages": [ASK, ANSWER], "tools": given}).sequences
+        return pack(tokenizer("few_merges"), {"messages": [ASK, ANSWER], "tools": given}).sequences
 
     assert ids(tools) == ids([TOOL])
     bare = [{**FUNCTION, "parameters": json.dumps(PARAMETERS)}]
@@ -41,7 +41,7 @@ def test_tools_as_text_are_tools(tools, pack, tokenizer):
     [(["{f"], "a tool must be JSON"), ([None], "an object"), ([[TOOL]], "an object")],
 )
 def test_tools_that_are_none_are_refused(tools, told, pack, tokenizer):
-    packed = pack(tokenizer("qwen3"), {"messages": [ASK, ANSWER], "tools": tools})
+    packed = pack(tokenizer("few_merges"), {"messages": [ASK, ANSWER], "tools": tools})
     assert packed.dropped == {"wrong_type": 1}
     assert told in packed.rejects[0]["detail"]
 
@@ -50,8 +50,8 @@ def test_tools_that_are_none_are_refused(tools, told, pack, tokenizer):
 def test_an_empty_turn_is_dropped_for_what_it_is(content, pack, tokenizer):
     empty = {**ANSWER, "content": content}
     record = {"messages": [ASK, empty, ASK, ANSWER]}
-    assert pack(tokenizer("qwen3"), record).dropped == {"empty_turn": 1}
-    packed = pack(tokenizer("qwen3"), record, on={"empty_turn": "keep"})
+    assert pack(tokenizer("few_merges"), record).dropped == {"empty_turn": 1}
+    packed = pack(tokenizer("few_merges"), record, on={"empty_turn": "keep"})
     assert not packed.rejects
     assert packed.noted["empty_turn"] == 1
     assert "A<|im_end|>" in packed.learned[0]
@@ -61,7 +61,7 @@ def test_wrapped_messages_are_named(pack, tokenizer):
     wrapped = {"messages": [ANSWER], "tools": []}
     with pytest.raises(RecordError, match=r"without a role.*Give the list of messages itself"):
         pack(
-            tokenizer("qwen3"),
+            tokenizer("few_merges"),
             {"prompt": [ASK], "chosen": wrapped, "rejected": wrapped},
             on={"bad_role": "error"},
         )
@@ -69,7 +69,7 @@ def test_wrapped_messages_are_named(pack, tokenizer):
 
 def test_text_that_is_rendered_is_what_its_chat_is(pack, tokenizer):
     """Control strings are control ids, and no second EOS follows the one of the text."""
-    qwen = tokenizer("qwen3")
+    qwen = tokenizer("few_merges")
     chat = {"prompt": [ASK], "chosen": "good", "rejected": "bad"}
     prompt = "<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\n"
     ends = {side: f"{chat[side]}<|im_end|>\n" for side in ("chosen", "rejected")}

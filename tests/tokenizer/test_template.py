@@ -162,16 +162,16 @@ def test_variables_that_are_not_for_users(pack, byte_level, name):
 EMPTY = "<think>\n\n</think>\n\n"
 
 
-def test_the_empty_thinking_block_is_not_supervised(pack, tokenizer, shared_data):
+def test_the_empty_thinking_block_is_not_supervised(pack, tokenizer):
     variables = ({}, {"enable_thinking": False}, {"enable_thinking": True})
     records = [{"messages": CHAT, "chat_template_kwargs": given} for given in variables]
     thought = {"role": "assistant", "content": "<think>\nhm\n</think>\n\na"}
-    packed = pack(tokenizer("qwen3"), *records, {"messages": [CHAT[0], thought]})
+    packed = pack(tokenizer("few_merges"), *records, {"messages": [CHAT[0], thought]})
     *empty, thinking = packed.marked
     assert all(text.endswith(f"assistant\n{EMPTY}«a<|im_end|>\n»") for text in empty)
     assert thinking.endswith("«<think>\nhm\n</think>\n\na<|im_end|>\n»")
     assert packed.noted == {"empty_thinking": 2}  # without thinking, the block is in the prompt
-    qwen = transformers.AutoTokenizer.from_pretrained(shared_data / "tokenizers/qwen3")
+    qwen = transformers.AutoTokenizer.from_pretrained(tokenizer("few_merges").file)
     ids, on = packed.sequences[1]
     off = {"enable_thinking": False, "return_dict": False}
     assert ids == qwen.apply_chat_template(CHAT, **off)
