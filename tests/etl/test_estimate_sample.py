@@ -16,7 +16,7 @@ from packstore.cli import main
 from packstore.errors import ConfigError
 
 RNG = random.Random(1)
-LENGTHS = sorted(int(RNG.lognormvariate(4, 0.8)) + 2 for _ in range(6000))
+LENGTHS = sorted(int(RNG.lognormvariate(4, 0.8)) + 2 for _ in range(3000))
 LONG = 400
 """Tokens of a pack: some pairs are longer."""
 

@@ -19,7 +19,7 @@ from small_jobs import write_jsonl
 import packstore
 from packstore.errors import ConfigError, DatasetNotFoundError, InputError
 
-FILES, RECORDS = 5, 2400
+FILES, RECORDS = 5, 800
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 SETTINGS: dict[str, Any] = {"pack_size": 256, "shard_tokens": 10_000, "row_group_tokens": 8192}
 
@@ -106,7 +106,7 @@ def test_a_partition_that_fails_ends_the_others_and_leaves_no_temporary_files(
     )
     with pytest.raises(InputError, match="line 1, column 2: must be valid JSON"):
         packstore.pack(
-            [*sources, str(broken)], tmp_path / "out", partitions=4, num_workers=3, **SETTINGS
+            [*sources, str(broken)], tmp_path / "out", partitions=4, num_workers=2, **SETTINGS
         )
     assert not list(Path(tempfile.gettempdir()).glob("packstore-*"))
 

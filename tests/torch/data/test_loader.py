@@ -334,10 +334,10 @@ def test_an_estimate_foretells_the_steps_of_a_loader(
     lengths = np.random.default_rng(1).integers(2, 30, 2000).tolist()
     records = [{"prompt": [5] * n, "chosen": [6] * n, "rejected": [7] * n} for n in lengths]
     size, steps = {"pack_size": 1024, "layout": "concat"}, {"examples_per_step": 40}
+    data = packstore.pack(records, tmp_path / "packed", **size)
     for batching in ({"accumulation": 3}, {"examples_per_step": 100}, steps):
         caplog.clear()
         (choice,) = packstore.estimate(records, world_size=4, **size, **batching).choices
-        data = packstore.pack(records, tmp_path / "packed", **size)
         plan = PackedDataset(data).plan(world_size=4, **batching)
         assert choice.steps == pytest.approx(plan.steps, rel=0.02)
         assert choice.examples_per_step == pytest.approx(plan.examples_per_step[1], rel=0.02)
