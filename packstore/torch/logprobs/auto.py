@@ -101,12 +101,12 @@ def _difference(
         state[0] = torch.finfo(state.dtype).min
         found = [state]
         for tile in vocab_tiles:
-            found += of.fold_rest(state.clone(), tile, inputs.dtype)
-            of.fold(state, tile)
+            found += of.update_logsumexp_and_weights(state.clone(), tile, inputs.dtype)
+            of.update_logsumexp(state, tile)
         total, upstream = state[0] + state[1].log(), torch.ones_like(state[0])
         types = {inputs.dtype, torch.float32}
         return found + [
-            of.gap(tile, total, upstream, kind) for tile in vocab_tiles for kind in types
+            of.grad_logits(tile, total, upstream, kind) for tile in vocab_tiles for kind in types
         ]
 
     gaps = []

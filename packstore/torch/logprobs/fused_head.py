@@ -60,9 +60,11 @@ class HeadLogProbs(torch.autograd.Function):
                         kept.append(logits)
                     tile = _tile(logits, bias, targets[part], columns, how)
                     if rest is None:
-                        passes.fold(state[:, part], tile)
+                        passes.update_logsumexp(state[:, part], tile)
                     else:
-                        weights, factor = passes.fold_rest(state[:, part], tile, operand)
+                        weights, factor = passes.update_logsumexp_and_weights(
+                            state[:, part], tile, operand
+                        )
                         _add_product(rest[part].mul_(factor[:, None]), weights, head)
         log_total = state[0] + state[1].log()
         logps = state[2] - log_total
@@ -105,7 +107,7 @@ class HeadLogProbs(torch.autograd.Function):
                 for part in rows:
                     logits = next(products) if kept else product(inputs[part], head.T)
                     tile = _tile(logits, bias, targets[part], columns, how)
-                    delta = ctx.passes.gap(tile, log_total[part], grad[part], rounded)
+                    delta = ctx.passes.grad_logits(tile, log_total[part], grad[part], rounded)
                     if d_bias is not None:
                         d_bias[columns] += delta.sum(0)
                     delta = delta.to(operand)

@@ -67,19 +67,19 @@ class Passes(NamedTuple):
     """Elementwise passes over one tile.
 
     Attributes:
-        fold: ``(state, tile)``: updates the rows of `state` `[3, n]` in place: highest logit so
-            far, never -inf, sum of exponentials relative to it, logit of the target.
-        gap: ``(tile, log_total, upstream, dtype)``: the derivative by the product over `scale`,
-            ``upstream * ([j is the target] - softmax_j) * slope_j``, rounded once to `dtype`;
-            `slope` is the derivative of the cap.
-        fold_rest: ``(state, tile, dtype)``: as `fold`; returns
+        update_logsumexp: ``(state, tile)``: updates the rows of `state` `[3, n]` in place: highest
+            logit so far, never -inf, sum of exponentials relative to it, logit of the target.
+        grad_logits: ``(tile, log_total, upstream, dtype)``: the derivative by the product over
+            `scale`, ``upstream * ([j is the target] - softmax_j) * slope_j``, rounded once to
+            `dtype`; `slope` is the derivative of the cap.
+        update_logsumexp_and_weights: ``(state, tile, dtype)``: as `update_logsumexp`; returns
             ``exp(logit_j - highest) * slope_j`` of all columns but the target, in `dtype`, and the
             factor `[n]` that makes sums relative to the former highest logit relative to the new.
     """
 
-    fold: Callable[[Tensor, Tile], None]
-    gap: Callable[[Tile, Tensor, Tensor, torch.dtype], Tensor]
-    fold_rest: Callable[[Tensor, Tile, torch.dtype], tuple[Tensor, Tensor]]
+    update_logsumexp: Callable[[Tensor, Tile], None]
+    grad_logits: Callable[[Tile, Tensor, Tensor, torch.dtype], Tensor]
+    update_logsumexp_and_weights: Callable[[Tensor, Tile, torch.dtype], tuple[Tensor, Tensor]]
 
 
 HEAD_BACKENDS: Registry[Passes] = Registry(
@@ -121,13 +121,13 @@ def product(left: Tensor, right: Tensor) -> Tensor:
     return left @ right
 
 
-def fold(state: Tensor, tile: Tile) -> None:
+def update_logsumexp(state: Tensor, tile: Tile) -> None:
     """See :class:`Passes`."""
     logits, _ = _logits(tile)
-    _fold_logits(state, logits, tile.targets)
+    _update_logsumexp(state, logits, tile.targets)
 
 
-def gap(tile: Tile, log_total: Tensor, upstream: Tensor, dtype: torch.dtype) -> Tensor:
+def grad_logits(tile: Tile, log_total: Tensor, upstream: Tensor, dtype: torch.dtype) -> Tensor:
     """See :class:`Passes`."""
     logits, slope = _logits(tile)
     place, inside = _places(tile.targets, logits.shape[-1])
@@ -138,11 +138,13 @@ def gap(tile: Tile, log_total: Tensor, upstream: Tensor, dtype: torch.dtype) -> 
     return delta.to(dtype)
 
 
-def fold_rest(state: Tensor, tile: Tile, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def update_logsumexp_and_weights(
+    state: Tensor, tile: Tile, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """See :class:`Passes`."""
     before = state[0].clone()
     logits, slope = _logits(tile)
-    rest = _fold_logits(state, logits, tile.targets)
+    rest = _update_logsumexp(state, logits, tile.targets)
     place, inside = _places(tile.targets, rest.shape[-1])
     rest.scatter_(-1, place, rest.gather(-1, place).masked_fill_(inside, 0))
     if slope is not None:
@@ -150,7 +152,7 @@ def fold_rest(state: Tensor, tile: Tile, dtype: torch.dtype) -> tuple[Tensor, Te
     return rest.to(dtype), before.sub_(state[0]).exp_()
 
 
-def _fold_logits(state: Tensor, logits: Tensor, targets: Tensor) -> Tensor:
+def _update_logsumexp(state: Tensor, logits: Tensor, targets: Tensor) -> Tensor:
     """Folds finished logits into `state`; overwrites and returns them, relative to the highest."""
     place, inside = _places(targets, logits.shape[-1])
     state[2] += logits.gather(-1, place).where(inside, 0).squeeze(-1)
@@ -180,4 +182,4 @@ def _logits(tile: Tile) -> tuple[Tensor, Tensor | None]:
     return capped * how.softcap, 1 - capped * capped
 
 
-EAGER = Passes(fold, gap, fold_rest)
+EAGER = Passes(update_logsumexp, grad_logits, update_logsumexp_and_weights)

@@ -1,9 +1,9 @@
 """Backend ``triton``: each pass over a tile is one kernel, which reads the product once.
 
-For CUDA devices, in float32: a pass of ``eager`` reads and writes a tile several times, `fold` here
-reads 4 bytes of each logit, and `gap` reads 4 and writes the 2 or 4 of the operand of the next
-product. On an H200 the head takes 14.5 ms with them and 22.4 ms with `eager`, for 4,105 targets of
-128,256 columns (``benchmarks/gpu_session.py``).
+For CUDA devices, in float32: a pass of ``eager`` reads and writes a tile several times,
+`update_logsumexp` here reads 4 bytes of each logit, and `grad_logits` reads 4 and writes the 2 or 4
+of the operand of the next product. On an H200 the head takes 14.5 ms with them and 22.4 ms with
+`eager`, for 4,105 targets of 128,256 columns (``benchmarks/gpu_session.py``).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def logits_and_slopes(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["state_stride"])
-def fold_kernel(  # type: ignore[no-untyped-def]
+def logsumexp_kernel(  # type: ignore[no-untyped-def]
     product, stride, columns, bias, targets, state, state_stride, scale, softcap,
     BIAS: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -112,7 +112,7 @@ def softmax_kernel(  # type: ignore[no-untyped-def]
     tl.store(out + row * out_stride + at, values.to(out.dtype.element_ty), mask=inside)
 
 
-def fold(state: Tensor, tile: Tile) -> None:
+def update_logsumexp(state: Tensor, tile: Tile) -> None:
     """See :class:`Passes`."""
     product, bias, targets, _ = tile
     if product.device.type != "cuda" and not INTERPRETED:
@@ -123,17 +123,21 @@ def fold(state: Tensor, tile: Tile) -> None:
     size = min(BLOCK, triton.next_power_of_2(columns))
     values = (product, product.stride(0), columns, bias, targets, state, state.stride(0))
     with torch.cuda.device_of(product):  # type: ignore[no-untyped-call]
-        fold_kernel[(rows,)](*values, *_constants(tile), size, num_warps=WARPS)
+        logsumexp_kernel[(rows,)](*values, *_constants(tile), size, num_warps=WARPS)
 
 
-def fold_rest(state: Tensor, tile: Tile, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def update_logsumexp_and_weights(
+    state: Tensor, tile: Tile, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """See :class:`Passes`."""
     before = state[0].clone()
-    fold(state, tile)
-    return gap(tile, state[0], None, dtype), before.sub_(state[0]).exp_()
+    update_logsumexp(state, tile)
+    return grad_logits(tile, state[0], None, dtype), before.sub_(state[0]).exp_()
 
 
-def gap(tile: Tile, log_total: Tensor, upstream: Tensor | None, dtype: torch.dtype) -> Tensor:
+def grad_logits(
+    tile: Tile, log_total: Tensor, upstream: Tensor | None, dtype: torch.dtype
+) -> Tensor:
     """See :class:`Passes`; with None for `upstream`, the values of REST."""
     product, bias, targets, how = tile
     in_place = dtype == product.dtype and not how.keep_logits
@@ -154,4 +158,4 @@ def _constants(tile: Tile) -> tuple[float, float, bool, bool]:
     return float(scale), float(softcap or 1), tile.bias is not None, softcap is not None
 
 
-PASSES = Passes(fold, gap, fold_rest)
+PASSES = Passes(update_logsumexp, grad_logits, update_logsumexp_and_weights)

@@ -115,12 +115,15 @@ def passed(backend: str, stride: int, keep_logits: bool) -> list[Tensor]:
     logits = torch.randn(rows, columns, generator=made)
     tile = Tile(product, None, torch.tensor([0, 149, 200]), Projection(keep_logits=keep_logits))
     state, found = torch.randn(3, rows, generator=made).abs(), []
-    for name, more in (("fold", ()), ("fold_rest", (torch.float32,))):
+    for name, more in (
+        ("update_logsumexp", ()),
+        ("update_logsumexp_and_weights", (torch.float32,)),
+    ):
         product.copy_(logits)
         found += [x.clone() for x in (*(getattr(passes, name)(state, tile, *more) or ()), state)]
     for dtype in (torch.float32, torch.bfloat16):
         product.copy_(logits)
-        found.append(passes.gap(tile, state[0] + 5, state[1], dtype).to(torch.float64))
+        found.append(passes.grad_logits(tile, state[0] + 5, state[1], dtype).to(torch.float64))
     return found
 
 
@@ -184,7 +187,7 @@ def compile_for(capability: int) -> None:
     from packstore.torch.logprobs import triton_tiles
 
     for kernel, biased, rest in (
-        (triton_tiles.fold_kernel, True, None),
+        (triton_tiles.logsumexp_kernel, True, None),
         (triton_tiles.softmax_kernel, True, False),
         (triton_tiles.softmax_kernel, False, True),
     ):
@@ -282,9 +285,15 @@ def failing(*_: Any) -> Any:
     ("passes", "said"),
     [
         (EAGER, "head 'auto' is 'triton'"),
-        (times(EAGER, "gap", 1.001), "head 'auto' is 'eager': its passes differ by 0.001"),
-        (times(EAGER, "fold_rest", math.nan), "head 'auto' is 'eager': its passes differ by nan"),
-        (EAGER._replace(fold=failing), "head 'auto' is 'eager': 'RuntimeError: no C compiler'"),
+        (times(EAGER, "grad_logits", 1.001), "head 'auto' is 'eager': its passes differ by 0.001"),
+        (
+            times(EAGER, "update_logsumexp_and_weights", math.nan),
+            "head 'auto' is 'eager': its passes differ by nan",
+        ),
+        (
+            EAGER._replace(update_logsumexp=failing),
+            "head 'auto' is 'eager': 'RuntimeError: no C compiler'",
+        ),
         (None, "head 'auto' is 'eager': head backend 'triton' needs .*: pip install triton"),
     ],
 )
@@ -303,8 +312,10 @@ def test_auto_takes_what_agrees_and_says_so(
     monkeypatch.delitem(sys.modules, "packstore.torch.logprobs.triton_tiles", raising=False)
     if passes is not None:
         module: Any = ModuleType("in_its_place")
-        right = passes.fold
-        module.PASSES = passes._replace(fold=lambda *args: (taken.append("triton"), right(*args)))
+        right = passes.update_logsumexp
+        module.PASSES = passes._replace(
+            update_logsumexp=lambda *args: (taken.append("triton"), right(*args))
+        )
         monkeypatch.setitem(sys.modules, "in_its_place", module)
         monkeypatch.setitem(HEAD_BACKENDS._entries, "triton", "in_its_place:PASSES")
     monkeypatch.setattr(auto, "_CHOSEN", {})
