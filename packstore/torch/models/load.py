@@ -80,7 +80,8 @@ def _from_pretrained(auto: Any, kind: str, name: str, **how: Any) -> tuple[Any, 
         return auto.from_pretrained(name, adapter_kwargs=cached, **how)  # type: ignore[no-any-return]
     except Exception as error:  # the library raises errors of any class
         rule = f"it must be a folder or hub name of a {kind} that transformers loads"
-        found, remedy = quote(str(error).strip().partition("\n")[0], 200), ""
+        text = str(error).strip().replace(":\n", ": ").partition("\n")[0]
+        found, remedy = quote(text, 200), ""
         if not os.path.exists(name):
             found = f"no such folder: {found}"
             remedy = f"Check the name; `hf download {name} --local-dir FOLDER` gets one of the hub"
