@@ -147,7 +147,7 @@ def test_json_in_tables_is_read_at_any_depth(chats, depth, ids, tmp_path_factory
 
 
 def test_class_labels_are_their_names(byte_level, tmp_path):
-    """Their numbers may be of any order; -1 is none. Polars keeps no names of them."""
+    """Their numbers may be of any order; -1 is none. Polars keeps no names: they are given back."""
     text = datasets.Value("string")
     label = datasets.ClassLabel(names=["chosen", "rejected"])
     columns = {"prompt": ["Q"] * 3, "completion": ["x", "y", "z"], "label": [0, 1, -1]}
@@ -156,6 +156,8 @@ def test_class_labels_are_their_names(byte_level, tmp_path):
     table = dataset.with_format("arrow")[:]
     dataset.save_to_disk(tmp_path / "saved")
     held = {n: c for n, c in frames(table, tmp_path).items() if n in ("parquet", "stream", "table")}
+    named = pl.col("label").replace_strict(dict(enumerate(label.names)), default=None)
+    held["named"] = pl.from_arrow(table).with_columns(named)
     for container in (*held.values(), str(tmp_path / "saved"), dataset):
         out = f"memory://{os.urandom(8).hex()}"
         how = {"on": {"missing_field": "drop"}, "max_drop_rate": 1, "num_workers": 0}

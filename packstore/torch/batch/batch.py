@@ -92,7 +92,7 @@ class PackedBatch:
         max_seqlen: longest segment.
         max_seqlen_k: longest logical sequence.
         lengths: int32 `[S]`, logical length of each sequence.
-        rewards: float32 `[S]`, ground-truth reward of each sequence.
+        rewards: float32 `[S]`, ground-truth reward of each sequence: the column ``reward``.
         ref_logps: float32 `[S]`, log-probs of a reference model, or None.
         example_ids: int64 `[E]`.
         num_responses: int32 `[E]`, the segments of each example, which lie one after another.
