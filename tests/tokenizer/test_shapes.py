@@ -101,6 +101,14 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     "HH": (TWO_OF_HH, HH_TEXTS),
     "HH with a margin": ({**TWO_OF_HH, "margin": 1.0}, HH_TEXTS),
     "HH with its prompt": ({**TWO_OF_HH, "prompt": HH.rstrip(" ")}, HH_TEXTS),
+    "Tülu 3, the last question as the prompt": (
+        {
+            "prompt": "R",
+            "chosen": turns("Q", "A", "R", "B"),
+            "rejected": turns("Q", "A", "R", "C"),
+        },
+        [*THE_SECOND, "[u]Q<e>[a]A<e>[u]R<e>[a]«C<e>»"],
+    ),
     "HH with another prompt": ({**TWO_OF_HH, "prompt": "\n\nHuman: X"}, BEGINS),
     "HH, explicit prompt": ({"prompt": HH.rstrip(" "), "chosen": " A", "rejected": " B"}, HH_TEXTS),
     "Orca": (

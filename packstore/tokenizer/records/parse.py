@@ -138,7 +138,7 @@ def _parse(fields: Fields, shape: Shape) -> Parsed:
     if sides == ["messages"]:
         dialogue = _with_system(fields, _turns(fields, responses[0]))
         if prompt:
-            _check_begins(_turns(fields, prompt), dialogue)
+            _check_prompt(_turns(fields, prompt), dialogue)
         asked = 0  # number of turns before the answer
         if shape.kind == "scored":
             asked = 1 + max((i for i, m in enumerate(dialogue) if m["role"] == "user"), default=-1)
@@ -227,15 +227,17 @@ def _as_dialogue(
         raise Refused("missing_field", "answers without a prompt", remedy)
     shared, rest = split_messages(ends)
     if prompt:
-        _check_begins(begins, shared)
+        _check_prompt(begins, shared)
     return shared, rest
 
 
-def _check_begins(prompt: list[Message], messages: list[Message]) -> None:
-    """Refuses a prompt that messages do not begin with, or after their system turn."""
+def _check_prompt(prompt: list[Message], messages: list[Message]) -> None:
+    """Refuses a prompt that is neither the beginning of messages, also after their system turn,
+    nor their last question.
+    """
     own = int(messages[0]["role"] in SYSTEM and prompt[:1] != messages[:1])
-    beginning = messages[own : own + len(prompt)]
-    if [*map(_trimmed, beginning)] != [*map(_trimmed, prompt)]:
+    parts = messages[own : own + len(prompt)], messages[-1:]
+    if not any([*map(_trimmed, part)] == [*map(_trimmed, prompt)] for part in parts):
         raise _differs()
 
 
