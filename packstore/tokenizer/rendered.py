@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from packstore.config import TokenizeConfig
-from packstore.errors import TokenizerError, sentence
+from packstore.errors import TokenizerError, quote, sentence
 from packstore.tokenizer.chat.assistant_spans import (
     after_empty_thinking,
     find_missing_part,
@@ -185,6 +186,14 @@ def _is_harmless(parsed: Parsed, hint: str) -> bool:
     return True
 
 
+def _check_variables(variables: Mapping[str, Any], template: ChatTemplate) -> None:
+    """Refuses text or lists, such as instructions and tools, that a template does not read."""
+    for name, value in variables.items():
+        if isinstance(value, str | list | dict) and value and name not in template.source:
+            remedy = "Set a chat_template that reads it, or make turns or tools of it"
+            raise Refused("unread_field", f"chat_template_kwargs.{name} {quote(value)}", remedy)
+
+
 def _draft_messages(
     parsed: Parsed, tokenizer: Tokenizer, config: TokenizeConfig, guard: str
 ) -> tuple[list[Draft], list[str]]:
@@ -195,6 +204,8 @@ def _draft_messages(
         rule = "chat messages need a chat template"
         remedy = "Set chat_template: a Jinja file, chatml or plain"
         raise TokenizerError(sentence(f"tokenizer {tokenizer.name}", rule, "none", remedy))
+    if config.on["unread_field"] != "keep":
+        _check_variables(parsed.variables or {}, template)
     drafts: list[Draft] = []
     events: list[str] = []
     written = template.written_prompt

@@ -109,6 +109,10 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
         },
         [*THE_SECOND, "[u]Q<e>[a]A<e>[u]R<e>[a]«C<e>»"],
     ),
+    "SmolTalk 2, instructions that the template does not read": (
+        dialogue(ASK, A) | {"chat_template_kwargs": {"custom_instructions": "Be a pirate"}},
+        "chat_template_kwargs.custom_instructions 'Be a pirate' … Set a chat_template",
+    ),
     "HH with another prompt": ({**TWO_OF_HH, "prompt": "\n\nHuman: X"}, BEGINS),
     "HH, explicit prompt": ({"prompt": HH.rstrip(" "), "chosen": " A", "rejected": " B"}, HH_TEXTS),
     "Orca": (
