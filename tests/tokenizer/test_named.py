@@ -309,6 +309,7 @@ PATHS = [
         {"prompt": 'in."q.1"', "responses": "out.a b"},
     ),
     ({"in.q": "Q", "responses": ["x", "y"], "scores": [2, 1]}, {"prompt": "in.q"}),
+    ({"in": '{"q": "Q"}', "responses": ["x", "y"], "scores": [2, 1]}, {"prompt": "in.q"}),
 ]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+from contextlib import suppress
 from typing import Any
 
 from packstore.config import TokenizeConfig
@@ -45,6 +46,7 @@ def follow(value: Any, path: Path) -> Any:
                 return None
             found = [follow(item, path[i + 1 :]) for item in value]
             return None if any(item is None for item in found) else found
+        value = _object(value)
         if not isinstance(value, dict) or (value := value.get(part)) is None:
             return None
     return value
@@ -58,6 +60,7 @@ def missing(value: Any, path: Path, at: str = "") -> str:
                 return f"{at} is no list: {quote(value)}"
             told = (missing(v, path[i + 1 :], f"{at}[{n}]") for n, v in enumerate(value))
             return next(filter(None, told), "")
+        value = _object(value)
         if not isinstance(value, dict):
             return f"no {part!r} in {at}: {quote(value)}"
         if value.get(part) is None:
@@ -66,6 +69,14 @@ def missing(value: Any, path: Path, at: str = "") -> str:
             return what + (f" in {at}" if at else "")
         value, at = value[part], f"{at}.{part}" if at else part
     return ""
+
+
+def _object(value: Any) -> Any:
+    """Returns JSON text of an object as this, and any other value as it is."""
+    if type(value) is str and value[:1] == "{":
+        with suppress(ValueError, RecursionError):
+            return json.loads(value)
+    return value
 
 
 def with_paths(record: Any, config: TokenizeConfig) -> Any:
