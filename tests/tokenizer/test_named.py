@@ -273,6 +273,12 @@ def test_a_record_of_a_shape_that_cannot_be_read_names_it(name, changed, said, p
         pack(byte_level(template=TEMPLATE), record, on={"wrong_type": "error"})
 
 
+def test_turns_in_the_text_of_a_prompt_stay_text_without_chats(pack, byte_level):
+    record = ENTRIES["HelpSteer2"]["example"]
+    packed = pack(byte_level(template=TEMPLATE), record, as_chat=False)
+    assert packed.marked == [f"{record['prompt']}«x</s>»"]
+
+
 def test_votes_that_are_even_are_a_tie(pack, byte_level):
     record = ENTRIES["PandaLM annotators"]["example"] | {"input": float("nan")}
     rows = [{**record, "annotator3": vote} for vote in (2, 0, 1)]

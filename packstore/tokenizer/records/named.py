@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -90,6 +91,8 @@ def _read(
     if isinstance(scores := found.get("scores"), list):
         found["scores"] = [_number(score) for score in scores]
     history = found.pop("history", None)
+    if as_chat and "splits" in shape.entry and is_text(found.get("prompt")):
+        *history, found["prompt"] = re.split(shape.entry["splits"], found["prompt"])
     if as_chat:
         _render(shape, found, _rounds(history or [], shape.entry.get("rounds", (0, 1))))
     elif not is_empty(history):

@@ -28,7 +28,7 @@ _KEYS = frozenset(
     {
         *(*_TOLD, "becomes"),
         *("kind", "fields", "takes", "without", "reads", "passes", "drops", "as_chat", "role"),
-        *("turns", "rounds", "signed", "first", "second", "tie"),
+        *("turns", "rounds", "splits", "signed", "first", "second", "tie"),
     }
 )
 """Keys of an entry."""
