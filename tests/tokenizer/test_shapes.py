@@ -109,9 +109,18 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
         },
         [*THE_SECOND, "[u]Q<e>[a]A<e>[u]R<e>[a]«C<e>»"],
     ),
+    "Dolci": ({**CHATS, "preference_type": "delta_learning"}, ANSWERS),
+    "Dolci, tools": (
+        dialogue(ASK, said(None, tool_calls=[ADD]), {"role": "environment", "content": "2"}, A),
+        CALLED,
+    ),
     "SmolTalk 2, instructions that the template does not read": (
         dialogue(ASK, A) | {"chat_template_kwargs": {"custom_instructions": "Be a pirate"}},
         "chat_template_kwargs.custom_instructions 'Be a pirate' … Set a chat_template",
+    ),
+    "OpenHermes 2.5": (
+        {"conversations": sharegpt("Q", "A"), "system_prompt": "S", "skip_prompt_formatting": True},
+        AFTER_SYSTEM[:1],
     ),
     "HH with another prompt": ({**TWO_OF_HH, "prompt": "\n\nHuman: X"}, BEGINS),
     "HH, explicit prompt": ({"prompt": HH.rstrip(" "), "chosen": " A", "rejected": " B"}, HH_TEXTS),

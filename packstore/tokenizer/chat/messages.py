@@ -31,6 +31,7 @@ ROLES = {
     "model": "assistant",
     "tool": "tool",
     "observation": "tool",
+    "environment": "tool",
     "function": "tool",
     "assistant_tool_call": "call",
     "function_call": "call",
