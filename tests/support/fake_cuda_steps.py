@@ -186,7 +186,6 @@ def main(folder: str) -> None:
         for family, layout, layers in itertools.product(MODELS, layouts, (1, 2)):
             case = run(family, f"{folder}/{layout}", layers)
             cases.append([(family, layout, layers), *case])
-            head._PROVED.clear()  # which holds the model
             gc.collect()
     print(json.dumps(cases))
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -76,9 +75,6 @@ class Head:
         return getattr(self.output, "bias", None)
 
 
-_PROVED: WeakKeyDictionary[nn.Module, tuple[Head, tuple[Any, ...]]] = WeakKeyDictionary()
-
-
 def find_head(model: nn.Module) -> Head:
     """Returns the head of a causal LM, verified on the model at the first call.
 
@@ -99,12 +95,14 @@ def find_head(model: nn.Module) -> Head:
     """
     check_adapters(*layers(model))
     check_own_precision(model)
-    base = unwrapped(model)
-    head, premises = _PROVED.get(base, (None, None))
+    base: Any = unwrapped(model)
+    # On the model: a table would keep it, as its parts refer to it, and their memory with them.
+    proved: tuple[Head | None, Any] = getattr(base, "_proved_head", (None, None))
+    head, premises = proved
     # A compiled call reads them once, when it is traced.
     if head is None or (not torch.compiler.is_compiling() and premises != _premises(base)):
         head = _prove(base, _read_heads(base))
-        _PROVED[base] = head, _premises(base)
+        base._proved_head = head, _premises(base)
     return head
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -95,6 +97,16 @@ CHANGES = {
 def double_logits(_: Any, __: Any, output: Any) -> Any:
     output.logits = 2 * output.logits
     return output
+
+
+def test_a_proof_keeps_no_model(kit: SimpleNamespace) -> None:
+    """Whose memory on a GPU the next model of the process needs."""
+    model = use_packed_attention(kit.tiny_model())
+    find_head(model)
+    left = weakref.ref(model)
+    del model
+    gc.collect()
+    assert left() is None
 
 
 @pytest.mark.parametrize("name", CHANGES)
