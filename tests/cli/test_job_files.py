@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import fsspec
+import hypothesis
 import pytest
 import yaml
 from hypothesis import given
@@ -108,6 +109,7 @@ TEXTS = st.text(max_size=9) | st.sampled_from(
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXTS
 
 
+@hypothesis.settings(max_examples=50)
 @given(st.dictionaries(TEXTS, LEAVES | st.dictionaries(TEXTS, LEAVES)))
 def test_settings_are_the_same_after_yaml(settings: dict[str, Any]) -> None:
     with tempfile.NamedTemporaryFile("wb") as file:

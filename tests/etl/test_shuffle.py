@@ -16,7 +16,7 @@ import packstore
 SOURCES = 40
 
 
-def records(n: int = 6000) -> list[dict[str, Any]]:
+def records(n: int = 3000) -> list[dict[str, Any]]:
     """Pairs of token ids, sorted by source; each source has lengths of its own."""
     rng = np.random.default_rng(0)
     return [

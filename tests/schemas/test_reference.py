@@ -127,7 +127,7 @@ def judge(row: Row, kind: str, layout: str) -> str:
     return ""
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(damaged())
 def test_the_rules_are_those_of_the_prose(made: tuple[Row, str, str]) -> None:
     verdict, expected = judge(*made), broken(*made)

@@ -205,21 +205,20 @@ def test_a_shard_that_is_larger_inside(cell: Any, dataset: Path) -> None:
     assert "bytes when decompressed" in found
 
 
-@pytest.mark.parametrize(
-    ("how", "found"),
-    [
-        ({}, "read\n"),  # the tests above refuse what they mean to
-        ({"compression": "lz4"}, "read\n"),
-        ({"compression": "none"}, "read\n"),
+def test_what_a_shard_may_be_encoded_with(cell: Any, dataset: Path, tmp_path: Path) -> None:
+    ways = (
+        ({}, "read"),  # the tests above refuse what they mean to
+        ({"compression": "lz4"}, "read"),
+        ({"compression": "none"}, "read"),
         ({"compression": "gzip"}, "IntegrityError"),
         ({"use_dictionary": True}, "IntegrityError"),
-    ],
-)
-def test_what_a_shard_may_be_encoded_with(
-    cell: Any, dataset: Path, how: dict[str, Any], found: str
-) -> None:
-    put_shard(dataset, one_group(dataset, **how))
-    assert cell(READ, str(dataset)).startswith(found)
+    )
+    copies = [shutil.copytree(dataset, tmp_path / f"{number}-ds") for number in range(len(ways))]
+    for copy, (how, _) in zip(copies, ways, strict=True):
+        put_shard(copy, one_group(copy, **how))
+    found = cell(READ, "\n".join(map(str, copies))).splitlines()
+    for line, (how, expected) in zip(found, ways, strict=True):
+        assert line.startswith(expected), how
 
 
 SIZES = {

@@ -20,7 +20,7 @@ PROFILES: dict[str, dict[str, Any]] = {
     "spans": {"labels": "spans"},
     "arrow": {"format": "arrow"},
 }
-FLIPS = 60
+FLIPS = 40
 """Of each region, about."""
 
 SURE = {"row group", "footer", "pack index", "manifest", "side data", "side manifest"}

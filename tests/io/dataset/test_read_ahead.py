@@ -68,7 +68,7 @@ def reader_threads() -> list[threading.Thread]:
 def test_gives_every_pack_once_as_it_is_stored(
     kit: Any, place: str, requests: int, ahead: int, format_: str
 ) -> None:
-    data = kit.made(place, format=format_, **SMALL)
+    data = kit.made(place, 30, format=format_, **SMALL)
     expected = [packs.row(i) for packs in data.iter_packs() for i in range(len(packs))]
     seen = list[int]()
     for pack in reading(data, requests=requests, read_ahead_bytes=ahead):
@@ -76,7 +76,7 @@ def test_gives_every_pack_once_as_it_is_stored(
         kit.assert_packs_equal(pack, expected[seen[-1]])
         # Decoding mapped row groups in a second thread would cost more than it saves.
         assert not reader_threads() or format_ == "parquet" or "://" in place
-    assert sorted(seen) == list(range(60))
+    assert sorted(seen) == list(range(30))
 
 
 def test_reads_ahead_within_its_bytes(

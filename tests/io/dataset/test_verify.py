@@ -23,7 +23,7 @@ from packstore.errors import ConfigError, IntegrityError, PackstoreError
 @pytest.fixture(params=["parquet", "arrow"])
 def stored(kit: Any, tmp_path: Path, request: Any) -> Dataset:
     how = {"row_group_tokens": 150, "shard_tokens": 500, "format": request.param}
-    data: Dataset = kit.made(tmp_path / "ds", 150, **how)
+    data: Dataset = kit.made(tmp_path / "ds", 75, **how)
     assert len(data.manifest.shards) > 2
     return data
 

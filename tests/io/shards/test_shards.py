@@ -25,9 +25,9 @@ LABELS = pytest.mark.parametrize("labels", ["plain", "spans"])
 @LABELS
 @pytest.mark.parametrize("kind", ["preference", "sft", "scored"])
 def test_round_trip(kit, place, format_, labels, kind):
-    records = kit.records(80, kind)
+    records = kit.records(40, kind)
     ds = kit.made(place, records, kind, format=format_, labels=labels, shard_tokens=1)
-    assert len(ds) == ds.manifest.totals.packs == 80
+    assert len(ds) == ds.manifest.totals.packs == 40
     assert len(ds.manifest.shards) > 1
     assert kit.rows(ds) == [kit.stored_row(record, i) for i, record in enumerate(records)]
     assert all(batch.schema.equals(ds.schema) for batch in ds.iter_batches())

@@ -64,7 +64,7 @@ def take(
 
 @given(st.lists(st.tuples(st.integers(1, 4), MODES, st.integers(0, 12)), min_size=1, max_size=4))
 @example(legs=[(2, BALANCED, 1), (3, {"packs_per_batch": 1}, 0)])  # inside a balanced step
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_any_cut_continued_on_any_ranks_is_the_whole(
     memory: Any, legs: list[tuple[int, Any, int]]
 ) -> None:

@@ -31,7 +31,7 @@ from packstore.torch import (
     use_packed_attention,
 )
 
-KINDS = {"scored": 7, "preference": 14, "sft": 28}
+KINDS = {"scored": 7, "preference": 10, "sft": 20}
 FAST = {"preference", "token"}
 EXAMPLES = {k: random_examples(n, seed=5, kind=k) for k, n in KINDS.items()}
 LAYOUTS: tuple[Any, ...] = ("concat", "shared_prefix")
