@@ -10,14 +10,15 @@ demo: $(VENV)/installed
 	@echo "the demo takes one to two minutes on a CPU"
 	$(BIN)/python examples/demo.py
 
-# A few tests at a time: more workers would each load torch.
+# A few workers, as each loads torch. Each begins with a run of files, and takes from others what is
+# left: fixtures of a module are made once, but for those of few.
 test: $(VENV)/installed
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 -m 'not slow'
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal -m 'not slow'
 
 # Also what is slow: storms, every family of models, fuzz in amounts.
 test-all: $(VENV)/installed
 	@$(BIN)/python tests/support/node_packages.py
-	$(BIN)/python -m pytest -n auto --maxprocesses 4
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
 check: $(VENV)/installed
 	$(BIN)/ruff check .
