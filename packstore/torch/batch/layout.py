@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, wraps
 from typing import Any, ParamSpec, Protocol, TypeVar
 
@@ -67,8 +67,8 @@ class AttentionLayout:
             tokens of the row, in order.
         lengths: int `[S]`, tokens of each key run before its padding; None: no run has any.
         num_rows: R, rows that `kv_index` indexes; None: the tokens of the row.
-        places: int64, `kv_index` inverted: the places of the keys of each row, row by row; or None.
-        place_offsets: int64 `[R + 1]`, offsets of the rows in `places`; or None.
+        places: int64, the inverse of `kv_index`, made from it: the places of each row's keys.
+        place_offsets: int64 `[R + 1]`, made from it: offsets of the rows in `places`.
     """
 
     cu_seqlens_q: Tensor
@@ -79,11 +79,11 @@ class AttentionLayout:
     kv_index: Tensor | None = None
     lengths: Tensor | None = None
     num_rows: int | None = None
-    places: Tensor | None = field(init=False, default=None)
-    place_offsets: Tensor | None = field(init=False, default=None)
+    places: Tensor | None = None
+    place_offsets: Tensor | None = None
 
     def __post_init__(self) -> None:
-        if self.kv_index is None:
+        if self.kv_index is None or self.places is not None:  # FSDP2 copies it, field by field
             return
         size = self.num_queries if self.num_rows is None else self.num_rows
         rows, places = self.kv_index.sort(stable=True)

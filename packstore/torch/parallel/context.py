@@ -195,7 +195,7 @@ class ContextShard:
                 return values.to(device, non_blocking=non_blocking)
             if not is_dataclass(values):
                 return values
-            parts = {f.name: moved(getattr(values, f.name)) for f in fields(values) if f.init}
+            parts = {field.name: moved(getattr(values, field.name)) for field in fields(values)}
             return replace(values, **parts)  # type: ignore[type-var]
 
         return moved(self)  # type: ignore[no-any-return]

@@ -141,7 +141,7 @@ def test_shares_of_a_row(
     outputs = []
     for shard in shards:
         kind = type(batch.layout)  # whose keys are all here
-        names = [field.name for field in fields(kind) if field.init]
+        names = [field.name for field in fields(kind)]
         gathered = kind(**{name: getattr(shard.layout, name) for name in names})
         rows = (q[shard.index], *(torch.cat([x[s.index] for s in shards]) for x in (k, v)))
         outputs.append(attend(*rows, gathered, Settings(0.5, None if static else 4)))
