@@ -279,6 +279,16 @@ def test_turns_in_the_text_of_a_prompt_stay_text_without_chats(pack, byte_level)
     assert packed.marked == [f"{record['prompt']}«x</s>»"]
 
 
+def test_what_sorts_answers_to_learn_does_not_judge_them(pack, byte_level):
+    """Its values differ over records: reasoning on and off, how hard a question is."""
+    tokenizer = byte_level(template=TEMPLATE)
+    record = ENTRIES["Nemotron"]["example"]
+    other = {**record, "reasoning": "off", "metadata": '{"expected_answer": "3"}'}
+    assert len(pack(tokenizer, record, other).marked) == 2
+    chat = {"conversations": record["messages"], "skip_prompt_formatting": True, "difficulty": 8}
+    assert len(pack(tokenizer, chat, {**chat, "skip_prompt_formatting": False}).marked) == 2
+
+
 def test_votes_that_are_even_are_a_tie(pack, byte_level):
     record = ENTRIES["PandaLM annotators"]["example"] | {"input": float("nan")}
     rows = [{**record, "annotator3": vote} for vote in (2, 0, 1)]
