@@ -100,12 +100,10 @@ def _rates(session: Session, found: Figures, first: int = FIRST) -> Figures:
 
 def _trl(session: Session, scratch: Path) -> Figures:
     """TRL's trainer on pairs of the same lengths, for fewer steps: it compiles nothing."""
-    sizes = session.sizes
-    steps = min(sizes.steps, 6)
-    rows = lengths("hh", steps * sizes.pairs_per_step, sizes.longest["hh"])
+    step = session.sizes.pairs_per_step
+    pairs = lengths("hh", min(session.sizes.steps, 6) * step, session.sizes.longest["hh"]).tolist()
     task = {"model": str(_model(session, scratch)), "output_dir": str(scratch / "trl")}
-    task |= {"pairs": rows.tolist(), "step": sizes.pairs_per_step}
-    return _rates(session, run_process(task), first=2)
+    return _rates(session, run_process({**task, "pairs": pairs, "step": step}), first=2)
 
 
 def _train(session: Session, data: Path, scratch: Path, way: str) -> Figures:
