@@ -174,6 +174,8 @@ def test_the_order_depends_on_seed_and_epoch(stored: Dataset) -> None:
         data.set_epoch(epoch)
         assert [packs_of(packs)[0] for packs in data] == orders[epoch]
     assert the_order(stored, shuffle=False) == list(range(N))
+    unset, zero = (PackedDataset(stored.url, **seed) for seed in ({}, {"seed": 0}))
+    assert [packs_of(packs) for packs in unset] == [packs_of(packs) for packs in zero]
 
 
 def test_batches_hold_what_was_stored(kit: SimpleNamespace, stored: Dataset) -> None:

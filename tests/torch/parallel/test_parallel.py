@@ -122,6 +122,11 @@ def test_shares_of_a_row(
                 for c in (rank, 2 * size - 1 - rank)
             ]
             assert split.index[rank].tolist() == [int(t) for chunk in chunks for t in chunk]
+    moved = shards[0].to("meta")
+    for part in (moved, moved.layout, moved.targets):
+        tensors = [x for x in vars(part).values() if isinstance(x, Tensor)]
+        assert tensors
+        assert all(x.is_meta for x in tensors)
     for name in ("input_ids", "position_ids", "segment_ids"):
         values = getattr(batch, name)
         joined = torch.cat([getattr(s, name) for s in shards])[split.inverse]
