@@ -125,3 +125,10 @@ def test_pack_size_layout_and_strategy_are_respected(
         estimate(ordered, pack_sizes=(512,), pack_size=1024)
     with pytest.raises(ConfigError, match="dedup"):
         estimate(ordered, None, dedup="pair")
+
+
+def test_a_single_block_that_was_read_whole_has_no_error(tmp_path: Path) -> None:
+    found = sampled(write(tmp_path / "few.jsonl", [10] * 5 + [LONG]))
+    assert found.sample.whole
+    for choice in found.choices:
+        assert (choice.packs_error, choice.overlong_error) == (0, 0)
