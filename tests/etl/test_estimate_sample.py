@@ -132,3 +132,10 @@ def test_a_single_block_that_was_read_whole_has_no_error(tmp_path: Path) -> None
     assert found.sample.whole
     for choice in found.choices:
         assert (choice.packs_error, choice.overlong_error) == (0, 0)
+
+
+def test_the_emptiest_of_two_packs_is_left_out(tmp_path: Path) -> None:
+    """A pair of 130 has 390 tokens of 400."""
+    (choice,) = sampled(write(tmp_path / "two.jsonl", [130, 10])).choices
+    assert choice.packs == 2
+    assert choice.fill_but_emptiest == pytest.approx(390 / LONG)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import (
+    AttentionInterface,
     DynamicCache,
     T5Config,
     T5ForConditionalGeneration,
@@ -198,3 +199,21 @@ def test_two_windows_for_one_layer_are_refused(kit: SimpleNamespace) -> None:
     model.model.layers[1].self_attn.config.sliding_window = 9
     with pytest.raises(BackendError, match=r"must be that of its mask; found a window of 9, and 4"):
         model(**batch.model_inputs())
+
+
+def test_a_model_that_names_no_scale_has_that_of_its_head_size(kit: SimpleNamespace) -> None:
+    """As transformers' own attention functions."""
+    model = use_packed_attention(kit.tiny_model("llama", torch.float32))
+    attend = AttentionInterface()[model.config._attn_implementation]
+    layer, layout = model.model.layers[0].self_attn, kit.row().layout
+    heads = layer.config.num_attention_heads, layer.config.num_key_value_heads
+    made = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(1, n, layout.num_queries, layer.head_dim, generator=made)
+        for n in (heads[0], heads[1], heads[1])
+    )
+    unset, given = (
+        attend(layer, q, k, v, None, packed_layout=layout, **scale)[0]
+        for scale in ({}, {"scaling": layer.head_dim**-0.5})
+    )
+    assert torch.equal(unset, given)
