@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -18,6 +17,7 @@ from packstore.format.arrays import FEW_VALUES, MAX_FIELDS, Column, Tally
 from packstore.format.schema import COLUMN_NAME, COLUMNS
 from packstore.tokenizer.chat.messages import is_empty, parsed_json
 from packstore.tokenizer.chat.sandbox import as_json
+from packstore.tokenizer.records.paths import parse_json_text
 from packstore.tokenizer.records.sequences import unwrapped
 from packstore.tokenizer.refusals import Refused, wrong_type
 
@@ -155,26 +155,16 @@ def opened(records: Sequence[Any], names: Iterable[str]) -> list[Any]:
 
 def _open(value: Any, path: str, inner: dict[str, list[Any]], depth: int = 9) -> None:
     """Collects the values that stand in one, by path, but for what is harmless."""
-    value = _parsed(value)
-    if type(value) is list and isinstance(_parsed((*value, 0)[0]), dict | list):
+    value = parse_json_text(value)
+    if type(value) is list and isinstance(parse_json_text((*value, 0)[0]), dict | list):
         for item in value:
             _open(item, f"{path}[]", inner, depth)
     for key, item in value.items() if type(value) is dict else ():
-        at, held = f"{path}.{key}", _parsed(item) if depth else None
+        at, held = f"{path}.{key}", parse_json_text(item) if depth else None
         if isinstance(held, dict) or (isinstance(held, list) and not known().group(at)):
             _open(held, at, inner, depth - 1)
         elif known().group(at) != HARMLESS and len(inner) < MAX_FIELDS and not is_empty(item):
             inner.setdefault(at, []).append(item)
-
-
-def _parsed(value: Any) -> Any:
-    """Returns JSON text of an object or a list as this, and any other value as it is."""
-    if type(value) is str and value[:1] in ("{", "["):
-        try:
-            return json.loads(value)
-        except (ValueError, RecursionError):
-            return value
-    return value
 
 
 def count_unused(tally: Tally, records: Sequence[Any], names: Collection[str]) -> None:

@@ -46,7 +46,7 @@ def follow(value: Any, path: Path) -> Any:
                 return None
             found = [follow(item, path[i + 1 :]) for item in value]
             return None if any(item is None for item in found) else found
-        value = _object(value)
+        value = parse_json_text(value)
         if not isinstance(value, dict) or (value := value.get(part)) is None:
             return None
     return value
@@ -60,7 +60,7 @@ def missing(value: Any, path: Path, at: str = "") -> str:
                 return f"{at} is no list: {quote(value)}"
             told = (missing(v, path[i + 1 :], f"{at}[{n}]") for n, v in enumerate(value))
             return next(filter(None, told), "")
-        value = _object(value)
+        value = parse_json_text(value)
         if not isinstance(value, dict):
             return f"no {part!r} in {at}: {quote(value)}"
         if value.get(part) is None:
@@ -71,9 +71,9 @@ def missing(value: Any, path: Path, at: str = "") -> str:
     return ""
 
 
-def _object(value: Any) -> Any:
-    """Returns JSON text of an object as this, and any other value as it is."""
-    if type(value) is str and value[:1] == "{":
+def parse_json_text(value: Any) -> Any:
+    """Returns JSON text of an object or a list as this, and any other value as it is."""
+    if type(value) is str and value[:1] in ("{", "["):
         with suppress(ValueError, RecursionError):
             return json.loads(value)
     return value
