@@ -235,9 +235,10 @@ def _draft_messages(
         if bare != spans:
             spans = bare
             events.append("empty_thinking")
-        tools = None if drafts else parsed.tools  # checking one side for shown tools suffices
         checked = [] if _is_empty(response) else learned
-        events += _check_rendering(template, messages, checked, tools, text, config)
+        events += _check_rendering(
+            template, messages, checked, parsed.tools, text, config, is_first=not drafts
+        )
         if written and text.endswith(written):
             events.append("generation_prompt_always")
             if config.append_eos:  # it follows the answer
@@ -303,16 +304,19 @@ def _check_rendering(
     tools: Tools,
     text: str,
     config: TokenizeConfig,
+    *,
+    is_first: bool,
 ) -> list[str]:
     """Events to note for a dialogue: parts missing from its rendering.
 
-    Refuses the record instead if the settings do not keep it.
+    Refuses the record instead if the settings do not keep it. That the tools are shown is only
+    checked for the first side.
     """
-    if not tools and is_plain(template, messages, text):
+    if not (tools and is_first) and is_plain(template, messages, text):
         return []
     events = []
     missing = find_missing_part(template, messages, tools, text)
-    if missing is None and not shows_tools(template, messages, tools, text):
+    if missing is None and is_first and not shows_tools(template, messages, tools, text):
         missing = "the tools"
     if missing is not None:
         if config.on["unrendered"] != "keep":

@@ -113,6 +113,8 @@ def test_tools_and_calls_that_no_side_shows(pack, byte_level):
     calls = {"prompt": [USER], "chosen": "c", "rejected": [CALLING]}
     pair = {"prompt": [USER], "chosen": "c", "rejected": "r", "tools": json.dumps(TOOLS)}
     assert pack(byte_level(template=SILENT), calls, pair).dropped == {"unrendered": 2}
+    shows_tools = byte_level(template="{{ tools | tojson }}" + SILENT)
+    assert pack(shows_tools, {**calls, "tools": TOOLS}).dropped == {"unrendered": 1}
     assert not pack(byte_level(template=JSON), pair).dropped
 
 
