@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -26,8 +27,13 @@ from packstore.errors import (
 )
 from packstore.torch.training.resharding import is_sharded, load_optimizer, load_weights
 
+logger = logging.getLogger("packstore")
+
 POSITION = "packstore.json"
-"""File of the position in the data, in a checkpoint; the Trainer's state comes after it, last."""
+"""File of the position in the data, and of the sizes of the files beside it, in a checkpoint."""
+
+STATE = "trainer_state.json"
+"""File of the Trainer's own state, which comes last: a checkpoint that has it was whole."""
 
 
 class CheckpointMixin(Trainer):  # type: ignore[misc]
@@ -100,10 +106,12 @@ class CheckpointMixin(Trainer):  # type: ignore[misc]
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Writes a checkpoint; what could not be written whole is removed."""
+        folder = Path(self.args.output_dir, f"checkpoint-{self.state.global_step}")
         try:
+            if self.args.should_save:  # one of this name is not whole until it is written anew
+                (folder / STATE).unlink(missing_ok=True)
             super()._save_checkpoint(model, trial)
         except (OSError, SafetensorError) as error:
-            folder = Path(self.args.output_dir, f"checkpoint-{self.state.global_step}")
             shutil.rmtree(folder, ignore_errors=True)
             remedy = "Make room; the checkpoints before it are as they were"
             rule = "it must be possible to write it"
@@ -123,7 +131,9 @@ class CheckpointMixin(Trainer):  # type: ignore[misc]
         super()._save_rng_state(output_dir)
         if self.steps is not None:
             content = {"loader": self.steps.loader.state_dict(), **self._described()}
+            self.accelerator.wait_for_everyone()  # whose files are there now
             if self.args.should_save:
+                content["files"] = _sizes(Path(output_dir))
                 text = json.dumps({**content, "sha256": _hash(content)})
                 Path(output_dir, POSITION).write_text(text, encoding="utf-8")
             self.accelerator.wait_for_everyone()
@@ -133,30 +143,45 @@ def newest_checkpoint(folder: str) -> str | None:
     """Returns the newest complete checkpoint, not one that a killed run left half-written."""
     found = []
     for path in Path(folder).glob("checkpoint-*"):
-        if path.name.removeprefix("checkpoint-").isdigit() and (path / POSITION).is_file():
+        if path.name.removeprefix("checkpoint-").isdigit():
             with suppress(OSError, ValueError, KeyError):
-                found.append((step_of(path), str(path)))
+                if (path / POSITION).is_file():
+                    found.append((step_of(path), str(path)))
+                    continue
+            logger.warning("%s was not written whole, and is passed over", path)
     return max(found)[1] if found else None
 
 
 def step_of(checkpoint: Path) -> int:
     """Reads the number of steps done from the Trainer's state."""
-    text = (checkpoint / "trainer_state.json").read_text(encoding="utf-8")
+    text = (checkpoint / STATE).read_text(encoding="utf-8")
     return int(json.loads(text)["global_step"])
 
 
 def read_position(checkpoint: Path) -> dict[str, Any]:
-    """Reads the position in the data, and what run it is of."""
-    file = checkpoint / POSITION
-    rule = "it must be of a checkpoint that packstore wrote, byte for byte"
+    """Reads the position in the data, and what run it is of; refuses files that are not whole.
+
+    The Trainer begins anew, in silence, with what it does not find, as the optimizer's state.
+    """
+    where, rule = f"checkpoint {checkpoint}", "it must be whole, as packstore wrote it"
     try:
-        content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        if content.pop("sha256") == _hash(content):
+        content: dict[str, Any] = json.loads((checkpoint / POSITION).read_text(encoding="utf-8"))
+        if content.pop("sha256") != _hash(content):
+            found = f"{POSITION} with other bytes than its hash says"
+        elif lost := dict(content["files"].items() - _sizes(checkpoint).items()):
+            found = f"{min(lost)} without its {lost[min(lost)]:,} bytes"
+        else:
             return content
-        found = "other bytes than its hash says"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        found = quote(f"{type(error).__name__}: {error}", 100)
-    raise FormatError(sentence(str(file), rule, found, "Resume from an earlier checkpoint"))
+        found = quote(f"{POSITION}: {type(error).__name__}: {error}", 150)
+    raise FormatError(sentence(where, rule, found, "Resume from an earlier checkpoint"))
+
+
+def _sizes(checkpoint: Path) -> dict[str, int]:
+    """Returns the bytes of each file that is written before the position, by its path inside."""
+    files = (path for path in checkpoint.rglob("*") if path.is_file())
+    sizes = {path.relative_to(checkpoint).as_posix(): path.stat().st_size for path in files}
+    return {name: size for name, size in sizes.items() if name not in (POSITION, STATE)}
 
 
 def _hash(content: Any) -> str:

@@ -60,7 +60,7 @@ def settings(made: SimpleNamespace, output: Path, **more: Any) -> dict[str, Any]
     return {"arguments": arguments, **base, "examples_per_step": 9, **more}
 
 
-def run(given: dict[str, Any], resume: bool = True, sharded: bool = False) -> PackedTrainer:
+def run(given: dict[str, Any], resume: bool | str = True, sharded: bool = False) -> PackedTrainer:
     given = dict(given)
     args = TrainingArguments(**given.pop("arguments"))
     if sharded:
@@ -159,6 +159,15 @@ def on_rank(task: dict[str, Any]) -> Any:
             die()
 
         shutil.rmtree = half_removed  # type: ignore[assignment]
+    elif inside == "optimizer":
+        save_tensors = torch.save
+
+        def until_optimizer(content: Any, file: Any, *rest: Any) -> None:
+            if "optimizer" in str(file):
+                die()
+            save_tensors(content, file, *rest)
+
+        torch.save = until_optimizer
     elif inside:
         from transformers.trainer_callback import TrainerState
 
@@ -171,7 +180,7 @@ def on_rank(task: dict[str, Any]) -> Any:
             save(self, path)
 
         TrainerState.save_to_json = torn
-    trainer = run(task["given"], sharded=task.get("shard", False))
+    trainer = run(task["given"], task.get("resume", True), sharded=task.get("shard", False))
     losses = history(trainer), history(trainer, "eval_loss"), history(trainer, "epoch")
     if task.get("shard"):
         assert trainer.accelerator.is_fsdp2
@@ -321,3 +330,31 @@ def test_a_changed_position_is_refused(made: SimpleNamespace, tmp_path: Path) ->
         file.write_text(other, encoding="utf-8")
         with pytest.raises(FormatError, match="other bytes than its hash says"):
             run(given)
+
+
+def test_a_checkpoint_that_lost_a_part_is_refused(made: SimpleNamespace, tmp_path: Path) -> None:
+    """transformers begins anew in silence with the state of an optimizer that it does not find."""
+    given = settings(made, tmp_path, arguments={"max_steps": 3})
+    run(given)
+    files = [f for f in (tmp_path / "checkpoint-3").iterdir() if "state.json" not in f.name]
+    assert len(files) >= 8
+    for file in files:
+        whole = file.read_bytes()
+        for part in (whole[: len(whole) // 2], b"", None):
+            file.unlink()
+            if part is not None:
+                file.write_bytes(part)
+            with pytest.raises(FormatError, match=rf"checkpoint-3: it must be whole.*{file.name}"):
+                run(given, resume=str(tmp_path / "checkpoint-3"))
+        file.write_bytes(whole)
+
+
+def test_killed_while_a_checkpoint_is_written_again(made: SimpleNamespace, tmp_path: Path) -> None:
+    """What was there before has the Trainer's state, and must not pass for whole with it."""
+    given = settings(made, tmp_path, arguments={"max_steps": 6})
+    run(given)
+    begun = str(tmp_path / "checkpoint-3")
+    killed = {"given": given, "resume": begun, "inside": "optimizer"}
+    assert newest_checkpoint(str(tmp_path)) != begun
+    assert launch(__file__, killed, 1, tmp_path) == []
+    assert newest_checkpoint(str(tmp_path)) == begun
