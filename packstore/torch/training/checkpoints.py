@@ -18,9 +18,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer
 
 from packstore.errors import (
-    CompatibilityError,
     ConfigError,
     FormatError,
+    PackstoreError,
     StorageError,
     quote,
     sentence,
@@ -130,7 +130,7 @@ class CheckpointMixin(Trainer):  # type: ignore[misc]
         """Saves the position too; the Trainer's own state follows, and makes a checkpoint whole."""
         super()._save_rng_state(output_dir)
         if self.steps is not None:
-            content = {"loader": self.steps.loader.state_dict(), **self._described()}
+            content = {"loader": self.steps.position(self.state.global_step), **self._described()}
             self.accelerator.wait_for_everyone()  # whose files are there now
             if self.args.should_save:
                 content["files"] = _sizes(Path(output_dir))
@@ -178,8 +178,11 @@ def read_position(checkpoint: Path) -> dict[str, Any]:
 
 
 def _sizes(checkpoint: Path) -> dict[str, int]:
-    """Returns the bytes of each file that is written before the position, by its path inside."""
-    files = (path for path in checkpoint.rglob("*") if path.is_file())
+    """Returns the bytes of each file that is written before the position, by its path inside.
+
+    A text may be removed: transformers marks a folder by one while it saves for SIGTERM.
+    """
+    files = (path for path in checkpoint.rglob("*") if path.is_file() and path.suffix != ".txt")
     sizes = {path.relative_to(checkpoint).as_posix(): path.stat().st_size for path in files}
     return {name: size for name, size in sizes.items() if name not in (POSITION, STATE)}
 
@@ -193,9 +196,9 @@ def _readable(checkpoint: Path) -> Iterator[None]:
     """Names the checkpoint in an error of reading it."""
     try:
         yield
-    except CompatibilityError:
+    except PackstoreError:
         raise
-    except (OSError, SafetensorError, RuntimeError, ValueError, KeyError, EOFError) as error:
+    except Exception as error:  # the libraries raise errors of any class
         rule, remedy = "it must hold the state of every weight", "Resume from an earlier one"
         found = quote(f"{type(error).__name__}: {error}", 200)
         raise FormatError(sentence(f"checkpoint {checkpoint}", rule, found, remedy)) from error

@@ -32,11 +32,13 @@ class Steps:
 
     Attributes:
         waited: seconds in which it waited for batches.
+        yielded: steps of the run that it has yielded, with those before a checkpoint.
         epoch_progress: epochs at the end of the step that it yielded last, with their fraction.
     """
 
-    def __init__(self, loader: PackedDataLoader) -> None:
-        self.loader, self.waited, self.epoch_progress = loader, 0.0, 0.0
+    def __init__(self, loader: PackedDataLoader, yielded: int = 0) -> None:
+        self.loader, self.yielded = loader, yielded
+        self.waited, self.epoch_progress = 0.0, 0.0
 
     def __len__(self) -> int:
         return self.loader.plan().steps
@@ -45,9 +47,14 @@ class Steps:
         """Moves to an epoch; does nothing for that of a loaded position."""
         self.loader.set_epoch(epoch)
 
+    def position(self, done: int) -> dict[str, Any]:
+        """Returns the position after `done` steps: a step that was yielded may not be run yet."""
+        return self._begun if done < self.yielded else self.loader.state_dict()
+
     def __iter__(self) -> Iterator[list[PackedBatch]]:
         steps = max(len(self), 1)  # once, as it looks at all packs
         source, step = iter(self.loader), list[PackedBatch]()
+        begun = self.loader.state_dict()
         while True:
             before = time.perf_counter()
             batch = next(source, None)
@@ -57,6 +64,8 @@ class Steps:
             step.append(batch)
             if batch.step is not None and batch.step.last:
                 self.epoch_progress = self.loader.data.epoch + (batch.step.index + 1) / steps
+                self._begun, self.yielded = begun, self.yielded + 1
+                begun = self.loader.state_dict()
                 yield step
                 step = []
 
@@ -108,7 +117,9 @@ class DataMixin(Trainer):  # type: ignore[misc]
         if not is_packed(self.train_dataset):
             return super().get_train_dataloader()
         loader = self._loader(self.train_dataset, "train", self.examples_per_step)
+        done = 0
         if self._checkpoint is not None:
+            done = step_of(self._checkpoint)
             try:
                 loader.load_state_dict(read_position(self._checkpoint)["loader"])
             except CompatibilityError as error:
@@ -116,7 +127,7 @@ class DataMixin(Trainer):  # type: ignore[misc]
                 raise
             if not loader.plan(1, left=True).steps:
                 loader.set_epoch(loader.data.epoch + 1)
-        self.steps = Steps(loader)
+        self.steps = Steps(loader, done)
         return self.steps
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
@@ -162,7 +173,7 @@ class DataMixin(Trainer):  # type: ignore[misc]
         if self.steps is None:
             return super().set_initial_training_values(args, dataloader)
         loader = self.steps.loader
-        done = 0 if self._checkpoint is None else step_of(self._checkpoint)
+        done = self.steps.yielded
         if args.max_steps > 0:
             steps, epochs = args.max_steps, loader.data.epoch + args.max_steps
         else:

@@ -20,7 +20,7 @@ from ranks import launch
 from torch.nn.functional import logsigmoid
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from train_runs import save_gpt2, shard
-from transformers import AutoModelForCausalLM, TrainingArguments
+from transformers import AutoModelForCausalLM, TrainerCallback, TrainingArguments
 
 from packstore.config.training import FURTHER, TrainConfig, TrainModelConfig
 from packstore.errors import ConfigError, DivergedError, FormatError
@@ -358,3 +358,25 @@ def test_killed_while_a_checkpoint_is_written_again(made: SimpleNamespace, tmp_p
     assert newest_checkpoint(str(tmp_path)) != begun
     assert launch(__file__, killed, 1, tmp_path) == []
     assert newest_checkpoint(str(tmp_path)) == begun
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("event", ["on_step_begin", "on_step_end"])
+def test_saved_for_sigterm_while_a_step_runs(
+    made: SimpleNamespace, tmp_path: Path, event: str
+) -> None:
+    """transformers then saves with the data of a step in hand, which is run anew on resuming."""
+    pytest.importorskip("transformers.trainer_jit_checkpoint")
+
+    def preempt(self: Any, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(4)  # transformers waits for 3 s whether a kill follows
+
+    arguments = {"enable_jit_checkpoint": True, "save_steps": 100}
+    given = settings(made, tmp_path / "a", arguments=arguments)
+    killer = type("Preempted", (TrainerCallback,), {event: preempt})()
+    run({**given, "callbacks": [killer]})
+    assert [p.name for p in (tmp_path / "a").iterdir()] == ["checkpoint-4"]
+    resumed = history(run(given))
+    assert resumed == history(run(settings(made, tmp_path / "b", arguments=arguments)))
