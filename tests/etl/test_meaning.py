@@ -165,6 +165,27 @@ def test_single_answers_beside_few_values_of_an_unknown_field_are_refused(
     assert do_pack(pairs).manifest.kind == "preference"
 
 
+def test_a_verdict_is_refused_early_and_whatever_the_order(do_pack: Pack) -> None:
+    """Not by values that a few neighbours have, where the whole input has many."""
+    number, read, filler = 20_000, [0], 400 * "x"
+
+    def opinions(values: int, *, mixed: bool) -> list[Record]:
+        return [
+            LABELED | {"opinion": f"o{i % values if mixed else i * values // number}", "id": filler}
+            for i in range(number)
+        ]
+
+    settings: dict[str, Any] = {"num_workers": 0}
+    settings["progress"] = lambda stage, done, total, unit: read.append(done)
+    with pytest.raises(RecordError, match="'opinion' takes 2 values over"):
+        do_pack(opinions(2, mixed=True), **settings)
+    assert 0 < max(read) < number
+    with pytest.raises(RecordError, match="'opinion' takes 2 values over 20,000 records"):
+        do_pack(opinions(2, mixed=False), **settings)
+    for mixed in (True, False):
+        assert do_pack(opinions(20, mixed=mixed), **settings).manifest.records.packed == number
+
+
 def test_fields_that_say_nothing_of_an_answer_stay_unread(
     do_pack: Pack, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -41,7 +41,7 @@ from packstore.pack.fill import fill, gather
 from packstore.pack.layout import sizes
 from packstore.pack.plan import plan
 from packstore.tokenizer.chat import limits
-from packstore.tokenizer.records.fields import check_verdicts
+from packstore.tokenizer.records.fields import VerdictWatch
 
 T = TypeVar("T")
 
@@ -67,11 +67,6 @@ class Spilled:
         self._rejects: list[bytes] = [] if config.rejects is None else [compressed([])]
         self._sources = dict[int, dict[str, Any]]()
         self.versions = dict[int, str]()
-
-    @property
-    def is_new(self) -> bool:
-        """True before the first block."""
-        return not self._tally.read
 
     def add(self, part: Part) -> None:
         """Adds the examples of the next block."""
@@ -158,7 +153,7 @@ class PackPartitions:
         counter: ProgressCounter,
     ) -> Iterator[Partition]:
         """Writes the partitions of each group while those of the next one are read."""
-        stop = threading.Event()
+        stop, watch = threading.Event(), VerdictWatch(self._shape.kind, self._config)
 
         def read() -> Iterator[list[Spilled | Partition]]:
             for group, parts in groups:
@@ -166,8 +161,7 @@ class PackPartitions:
                     for partition, part, size in tokenized:
                         if stop.is_set():
                             return
-                        if not partition.number and partition.is_new:  # not after hours
-                            check_verdicts(part[1], self._shape.kind, self._config)
+                        watch.add(part[1])
                         partition.add(part)
                         counter.add_records(part[1].read, size)
                 yield group

@@ -35,6 +35,9 @@ LARGEST_REWARD = float(np.finfo(np.float32).max)
 SHORT = 40
 """Characters above which a value is no verdict."""
 
+SETTLED = 4096
+"""Records, twice, that tell which values a field takes."""
+
 _IGNORE = 'say that it means something else (on={"unpaired_feedback": "keep"})'
 
 _CHANGES_NOTHING = 'say that it changes nothing (on={"unread_field": "keep"})'
@@ -228,14 +231,45 @@ def verdicts(tally: Tally) -> dict[str, list[str]]:
 
 def check_verdicts(tally: Tally, kind: str, config: TokenizeConfig) -> None:
     """Refuses single answers beside a field that may say how good they are."""
-    if kind != "sft" or config.on["unpaired_feedback"] == "keep":
-        return
-    for name, values in verdicts(tally).items():
-        found = f"{name!r} takes {len(values)} values over {tally.read:,} records: "
-        remedy = f"Pack good and bad ones (--kind scored --field score={name}), carry it as a "
-        remedy += f"column (--carry {name}), or {_IGNORE}"
-        rule = "a field beside single answers must not judge them"
-        raise RecordError(sentence("input", rule, found + ", ".join(map(quote, values)), remedy))
+    if kind == "sft" and config.on["unpaired_feedback"] != "keep":
+        for name, values in verdicts(tally).items():
+            raise _judged(tally, name, values)
+
+
+def _judged(tally: Tally, name: str, values: list[str]) -> RecordError:
+    found = f"{name!r} takes {len(values)} values over {tally.read:,} records: "
+    remedy = f"Pack good and bad ones (--kind scored --field score={name}), carry it as a "
+    remedy += f"column (--carry {name}), or {_IGNORE}"
+    rule = "a field beside single answers must not judge them"
+    return RecordError(sentence("input", rule, found + ", ".join(map(quote, values)), remedy))
+
+
+class VerdictWatch:
+    """Applies :func:`check_verdicts` while records are read, so that a long job stops at its start.
+
+    Neighbours may have fewer values than the whole input, which may be sorted. A field is refused
+    once as many records as were read before, at least :data:`SETTLED`, take two or more values, and
+    no new one.
+    """
+
+    def __init__(self, kind: str, config: TokenizeConfig) -> None:
+        self._applies = kind == "sft" and config.on["unpaired_feedback"] != "keep"
+        self._before, self._since = Tally(), Tally()
+
+    def add(self, tally: Tally) -> None:
+        """Adds the tally of the next block of the input."""
+        if not self._applies:
+            return
+        before, since = self._before, self._since
+        since.add(tally)
+        if since.read < max(SETTLED, before.read):
+            return
+        settled = [n for n, v in verdicts(since).items() if before.values.get(n, set()) >= {*v}]
+        before.add(since)
+        self._since = Tally()
+        for name, values in verdicts(before).items():
+            if name in settled:
+                raise _judged(before, name, values)
 
 
 def check_read(record: Any, groups: Mapping[str, str], kind: str, is_ids: bool) -> None:
