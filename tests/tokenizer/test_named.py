@@ -273,6 +273,62 @@ def test_a_record_of_a_shape_that_cannot_be_read_names_it(name, changed, said, p
         pack(byte_level(template=TEMPLATE), record, on={"wrong_type": "error"})
 
 
+def said(*texts: str) -> list[dict[str, Any]]:
+    """Turns of the user and of a model, as the sets of the arena write them."""
+    roles = ("user", "assistant") * len(texts)
+    parts = ([{"type": "text", "text": text, "image": None, "mimeType": None}] for text in texts)
+    return [{"role": role, "content": part} for role, part in zip(roles, parts, strict=False)]
+
+
+def voted(*answers: str) -> dict[str, Any]:
+    """The second vote of a session: the question and both answers of each round of it."""
+    rounds = [said(*answers[i : i + 3]) for i in range(0, len(answers), 3)]
+    full = [
+        {"user": q, "model_side_a": a, "model_side_b": {**b, "role": "assistant"}}
+        for q, a, b in rounds
+    ]
+    return {"winner": "model_b", "evaluation_order": 2, "full_conversation": full}
+
+
+VOTE = {"conversation_a": said("Q", "y"), "conversation_b": said("Q", "x")}
+AFTER = ["[u]P<e>[a]A<e>[u]Q<e>[a]«x<e>»", "[u]P<e>[a]A<e>[u]Q<e>[a]«y<e>»"]
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        (voted("P", "A", "A", "Q", "y", "x"), AFTER),  # with the rounds that are judged
+        (voted("P", "A", "A"), AFTER),  # without
+        (voted("Q", "A", "A", "Q", "y", "x"), [t.replace("P", "Q") for t in AFTER]),
+        (voted("Q", "y", "x") | {"evaluation_order": 1}, [t[14:] for t in AFTER]),
+        (voted("P", "A", "B", "Q", "y", "x"), "no_common_prompt"),  # each model has its own
+        (voted("P", "A", "A", "Q", "z", "x"), "wrong_type"),
+        (voted("P", "A", "A", "Q", "z", "z"), "wrong_type"),  # the judged ones, or others?
+        (voted("Q", "y", "x"), "missing_field"),
+        (voted() | {"evaluation_order": "2"}, "missing_field"),
+        (voted() | {"full_conversation": [{"user": "P"}]}, "wrong_type"),
+    ],
+)
+def test_a_vote_is_learned_after_the_rounds_before_it(more, expected, pack, byte_level):
+    on = {"missing_field": "drop"}
+    packed = pack(byte_level(template=TEMPLATE), VOTE | more, on=on)
+    if isinstance(expected, str):
+        assert packed.dropped == {expected: 1}
+    else:
+        assert packed.marked == expected
+
+
+def test_a_verdict_of_the_first_round_leaves_out_the_second(pack, byte_level):
+    tokenizer = byte_level(template=TEMPLATE)
+    sides = {"conversation_a": said("Q", "y", "R", "w"), "conversation_b": said("Q", "x", "R", "z")}
+    record = {**sides, "question_id": 81, "judge": "expert_1", "winner": "model_b"}
+    assert pack(tokenizer, {**record, "turn": 1}).marked == [f"[u]Q<e>[a]«{x}<e>»" for x in "xy"]
+    whole = [f"[u]Q<e>[a]«{x}<e>»[u]R<e>[a]«{z}<e>»" for x, z in ("xz", "yw")]
+    assert pack(tokenizer, {**record, "turn": 2}).marked == whole
+    for turn in (3, 0, "first"):
+        assert pack(tokenizer, {**record, "turn": turn}).dropped == {"wrong_type": 1}
+
+
 def test_turns_in_the_text_of_a_prompt_stay_text_without_chats(pack, byte_level):
     record = ENTRIES["HelpSteer2"]["example"]
     packed = pack(byte_level(template=TEMPLATE), record, as_chat=False)

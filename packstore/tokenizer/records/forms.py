@@ -32,7 +32,7 @@ def _is_messages(value: Any) -> bool:
     return isinstance(value, dict) or (isinstance(value, list) and type((*value, 0)[0]) is dict)
 
 
-def _role_at(messages: Any, i: int) -> str | None:
+def role_at(messages: Any, i: int) -> str | None:
     """Returns the role of a message, our name of it, if this is a message."""
     message: Any = messages[i] if isinstance(messages, list) and messages else None
     named = isinstance(message, dict) and (message.get("role") or message.get("from"))
@@ -45,7 +45,7 @@ def _is_turns(value: object) -> bool:
 
 def _is_answer(value: object) -> bool:
     first = [value] if isinstance(value, dict) else value
-    return isinstance(value, str) or _role_at(first, 0) in ("assistant", "call", "reasoning")
+    return isinstance(value, str) or role_at(first, 0) in ("assistant", "call", "reasoning")
 
 
 def _is_numeral(value: object) -> bool:
@@ -60,10 +60,10 @@ FORMS: Mapping[str, Form] = {
     "text": Form("text", is_text),
     "HH text": Form("text of turns that begin with Human: and Assistant:", is_hh),
     "messages": Form("a list of messages, or its JSON text", _is_messages),
-    "chat": Form("a list of messages with roles", lambda value: _role_at(value, 0) is not None),
+    "chat": Form("a list of messages with roles", lambda value: role_at(value, 0) is not None),
     "question": Form(
         "a list of messages that ends with a question",
-        lambda value: _role_at(value, -1) in ("user", "tool"),
+        lambda value: role_at(value, -1) in ("user", "tool"),
     ),
     "answer": Form("text, or messages that begin with an answer", _is_answer),
     "turns": Form("text or messages", _is_turns),

@@ -11,9 +11,9 @@ from typing import Any
 from packstore.config import TokenizeConfig
 from packstore.config.record_shapes import known
 from packstore.errors import quote
-from packstore.tokenizer.chat.messages import is_empty, text_as_messages
+from packstore.tokenizer.chat.messages import is_empty, normalize_messages, text_as_messages
 from packstore.tokenizer.records.fields import is_number
-from packstore.tokenizer.records.forms import is_text
+from packstore.tokenizer.records.forms import is_text, role_at
 from packstore.tokenizer.records.paths import follow, parse_path
 from packstore.tokenizer.records.shapes import Shape, named_shape
 from packstore.tokenizer.refusals import Refused, wrong_type
@@ -105,6 +105,12 @@ def _choose(shape: Shape, found: dict[str, Any]) -> None:
     """Turns two answers and a verdict, votes or scores into the chosen and the rejected one."""
     entry, keys = shape.entry, ("first", "second")
     sides = found.pop("options") if "options" in found else [found.pop(key) for key in keys]
+    if "judged" in found:
+        judged = found.pop("judged")
+        sides = [_until(side, judged) for side in sides]
+    rounds, order = found.pop("earlier", None), _number(found.pop("order", 1))
+    if rounds or order > 1:
+        sides = _after(rounds or [], entry["rounds"], sides, order)
     if "questions" in found:
         asked = found.pop("questions")
         sides = [_dialogue(asked, answers) for answers in sides]
@@ -137,6 +143,38 @@ def _choose(shape: Shape, found: dict[str, Any]) -> None:
     found["chosen"], found["rejected"] = sides[second], sides[1 - second]
     if scores:
         found["chosen_reward"], found["rejected_reward"] = scores[second], scores[1 - second]
+
+
+def _until(messages: list[Any], judged: Any) -> list[Any]:
+    """Returns a dialogue up to the answer of the round that is judged, counted from 1."""
+    asked = [i for i in range(len(messages)) if role_at(messages, i) == "user"]
+    if judged not in range(1, len(asked) + 1):
+        raise wrong_type(f"the round that is judged must be one of {len(asked)}", judged)
+    return messages[: [*asked, len(messages)][judged]]
+
+
+def _after(rounds: Any, names: Sequence[str], sides: list[Any], order: float) -> list[Any]:
+    """Returns both sides after the rounds before them, of which each names a question and answers.
+
+    `rounds` may end with those of the sides; `order`: above 1 there must be others.
+    """
+    asked, *answers = names
+    earlier = []
+    for side, answer in zip(sides, answers, strict=True):
+        try:
+            given = [each[name] for each in rounds for name in (asked, answer)]
+        except (KeyError, TypeError):
+            raise wrong_type(f"rounds must be a list of {', '.join(names)}", rounds) from None
+        turns, judged = normalize_messages(given, set()), normalize_messages(side, set())
+        has_judged = turns[-len(judged) :] == judged
+        if not has_judged and judged[0] in turns:
+            raise wrong_type("earlier rounds must end with those that are judged", given[-1])
+        earlier.append(turns[: -len(judged)] if has_judged else turns)
+    if not any(earlier) and order > 1:
+        raise Refused("missing_field", f"vote {order:g} without the rounds before it")
+    if earlier[0] != earlier[1]:
+        raise Refused("no_common_prompt", "rounds before the judged ones, with other answers")
+    return [[*earlier[0], *side] for side in sides]
 
 
 def _rounds(history: Any, names: Sequence[str | int] = (0, 1)) -> list[dict[str, Any]]:
