@@ -25,6 +25,8 @@ REMARKS = {
     "rendered_text": "text that begins with a control string of the chat template, or whose "
     "answers end with EOS: taken as rendered, with its control strings as control ids",
     "empty_thinking": "a turn begins with an empty thinking block, which is not supervised",
+    "tags_once": "a message stood in the tags that the chat template writes around its role, as in "
+    "<tool_response>: they are written once",
     "arguments_quoted": "arguments of tool calls that are JSON text, quoted by the chat template",
     "reasoning_unrendered": "the chat template leaves out the reasoning of a supervised turn",
     "empty_prompt": "the prompt is empty, or only white space",

@@ -36,6 +36,7 @@ from packstore.tokenizer.records.parse import Parsed, parse_canonical, prompt_ke
 from packstore.tokenizer.records.paths import with_paths
 from packstore.tokenizer.records.sequences import Draft, Sequences, Tokens, id_sequences
 from packstore.tokenizer.records.shapes import NONE, Shape
+from packstore.tokenizer.records.tags import without_tags
 from packstore.tokenizer.refusals import Refused, raise_if_error
 from packstore.tokenizer.rendered import begins_rendered, check_responses, draft_record
 from packstore.tokenizer.tokenizer import Tokenizer
@@ -261,6 +262,11 @@ class RecordTokenizer:
             if parsed.is_chat:
                 restart_clock()
             drafts, events = draft_record(parsed, self._needed(), self.config)
+            if parsed.is_chat:
+                texts = [d.text.replace(d.guard, "") if d.guard else d.text for d in drafts]
+                if (bare := without_tags(parsed, texts)) is not parsed:
+                    drafts, events = draft_record(parsed := bare, self._needed(), self.config)
+                    events.append("tags_once")
             if is_sampled:
                 first = len(block.drafts)
                 block.drafts_of[i] = range(first, first + len(drafts))

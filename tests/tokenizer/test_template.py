@@ -264,3 +264,44 @@ def test_eos_follows_the_answer(pack, byte_level):
     tokenizer = byte_level(template=ALWAYS["after the loop"])
     packed = pack(tokenizer, {"messages": TURNS[1:3]}, append_eos=True)
     assert packed.marked == ["<s><h>user</h>u<e><h>assistant</h>«a<e></s>»"]
+
+
+RESULT = "<tool_response>\n{}\n</tool_response>"
+
+
+@pytest.mark.parametrize("role", ["tool", "user"])
+def test_what_stands_in_the_tags_of_its_role_is_written_in_them_once(role, pack, tokenizer):
+    """As the results of calls in sets for Hermes do, where Qwen3's template writes the tags."""
+    two = RESULT.format(1) + "\n" + RESULT.format(2)
+    talk = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "call"}]
+    end = {"role": "assistant", "content": "x"}
+    qwen = tokenizer("few_merges")
+    for content in (RESULT.format(1), two, f" {two}\n"):
+        packed = pack(qwen, {"messages": [*talk, {"role": role, "content": content}, end]})
+        assert packed.texts[0].count(content.strip()) == 1
+        assert packed.texts[0].count("<tool_response>") == content.count("<tool_response>")
+        assert packed.noted.get("tags_once", 0) == (role == "tool")
+    bare = pack(qwen, {"messages": [*talk, {"role": "tool", "content": "1"}, end]})
+    assert (
+        bare.sequences
+        == pack(
+            qwen, {"messages": [*talk, {"role": "tool", "content": RESULT.format(1)}, end]}
+        ).sequences
+    )
+
+
+def test_tags_of_an_instruction_are_written_once(pack, byte_level):
+    template = (
+        "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+        "{% else %}{{ m.content }}<e>{% endif %}{% endfor %}"
+    )
+    tokenizer = byte_level(special=("<s>", "</s>", "<e>", "[INST]", "[/INST]"), template=template)
+    for side in ("Q", "[INST] Q [/INST]"):
+        pair = {
+            "prompt": [{"role": "user", "content": side}],
+            "chosen": "x",
+            "rejected": "<b>y</b>",
+        }
+        packed = pack(tokenizer, pair)
+        assert packed.marked == ["[INST] Q [/INST]«x<e>»", "[INST] Q [/INST]«<b>y</b><e>»"]
+        assert packed.noted.get("tags_once", 0) == (side != "Q")

@@ -1,0 +1,36 @@
+"""Finds text that stands in the tags which the chat template writes around its role, too."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from packstore.tokenizer.chat.template import Message
+from packstore.tokenizer.records.parse import Parsed
+
+_TAGGED = re.compile(r"\s*(<([\w-]+)>|\[([\w-]+)\])\s?(.*?)\s?((?(2)</\2>|\[/\3\]))\s*", re.DOTALL)
+
+
+def without_tags(parsed: Parsed, texts: Sequence[str]) -> Parsed:
+    """Returns a record of messages without the tags that stand twice in its rendered `texts`.
+
+    Sets for Hermes have results in ``<tool_response>``, which Qwen's templates write around them.
+    Without such tags, returns `parsed` itself.
+    """
+    prompt, responses = _bare(parsed.prompt, texts[0]), [*map(_bare, parsed.responses, texts)]
+    if prompt is parsed.prompt and all(map(lambda a, b: a is b, responses, parsed.responses)):
+        return parsed
+    return parsed._replace(prompt=prompt, responses=responses)
+
+
+def _bare(messages: Any, text: str) -> Any:
+    bare: dict[int, Message] = {}
+    for i, message in enumerate(messages):
+        content = message["content"]
+        if content and (tagged := _TAGGED.fullmatch(content)):
+            opens, _, _, inner, closes = tagged.groups()
+            parts = map(re.escape, (opens, content.strip(), closes))
+            if re.search(r"\s*".join(parts), text):
+                bare[i] = {**message, "content": inner}
+    return [bare.get(i, message) for i, message in enumerate(messages)] if bare else messages
