@@ -61,9 +61,3 @@ def free_characters(text: str, count: int) -> list[str]:
     taken = frozenset() if text.isascii() else frozenset(text)
     free = (c for c in map(chr, range(ord(FIRST_FREE), 0x10FFFE)) if c not in taken)
     return list(itertools.islice(free, count))
-
-
-def shared_characters(a: str, b: str) -> int:
-    """Returns the length of the common prefix, in characters."""
-    pairs = enumerate(zip(a, b, strict=False))
-    return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))

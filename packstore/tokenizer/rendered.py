@@ -5,31 +5,22 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 
 from packstore.config import TokenizeConfig
 from packstore.errors import TokenizerError, quote, sentence
-from packstore.tokenizer.chat.assistant_spans import (
-    after_empty_thinking,
-    find_missing_part,
-    is_plain,
-    quotes_arguments,
-    render_turns,
-    shows_tools,
-)
+from packstore.tokenizer.chat.dialogue import Dialogue, template_messages
 from packstore.tokenizer.chat.messages import (
-    SKIPPED,
     has_content,
     map_strings,
     strip_thinking,
-    text_arguments,
     without_thinking,
 )
 from packstore.tokenizer.chat.sandbox import as_json
-from packstore.tokenizer.chat.template import ChatTemplate, Message, Tools
+from packstore.tokenizer.chat.template import ChatTemplate
 from packstore.tokenizer.control import free_characters, holds
 from packstore.tokenizer.records.parse import Parsed
 from packstore.tokenizer.records.sequences import Draft, Mode
@@ -198,146 +189,28 @@ def _draft_messages(
     parsed: Parsed, tokenizer: Tokenizer, config: TokenizeConfig, guard: str
 ) -> tuple[list[Draft], list[str]]:
     """Renders a record of messages; returns its sequences, and events to note."""
-    variables = {**config.template_variables, **(parsed.variables or {})}
-    template = tokenizer.template_for(parsed.tools, variables)
+    tools, variables = parsed.tools, {**config.template_variables, **(parsed.variables or {})}
+    template = tokenizer.template_for(tools, variables)
     if template is None:
         rule = "chat messages need a chat template"
         remedy = "Set chat_template: a Jinja file, chatml or plain"
         raise TokenizerError(sentence(f"tokenizer {tokenizer.name}", rule, "none", remedy))
     if config.on["unread_field"] != "keep":
         _check_variables(parsed.variables or {}, template)
+    messages: Any = [parsed.prompt, *parsed.responses]
+    prompt, *responses = messages
+    prompt = template_messages(template, prompt)
+    render_prompt = cache(partial(template.render, prompt, tools, prompt=True))
     drafts: list[Draft] = []
     events: list[str] = []
-    written = template.written_prompt
-    prompt = _template_messages(template, list(parsed.prompt))  # type: ignore[arg-type]
-    prompts: dict[int, str] = {}
-    for response in parsed.responses:
-        messages = [*prompt, *_template_messages(template, list(response))]  # type: ignore[arg-type]
-        turns = [i for i, m in enumerate(response, len(prompt)) if m["role"] == "assistant"]
-        learned = turns[-1:] if config.supervised_turns == "last" else turns
-        learned = [i for i in learned if SKIPPED not in response[i - len(prompt)]]
-        prompts = {n: text for n, text in prompts.items() if n == len(prompt)}
-        empty = _empty_turns(response, messages, learned, config)
-        render = partial(render_turns, template, messages, len(prompt), parsed.tools)
-        try:
-            try:
-                text, spans = render(learned=learned, prompts=prompts)
-            except Refused:
-                if not empty:
-                    raise
-                # A template may hide where a turn without words is: it is only read.
-                learned = [i for i in learned if i not in empty]
-                text, spans = render(learned=learned, prompts={})
-        except Refused as refused:
-            raise _refusal_with_cause(refused, template, messages, parsed.tools, config) from None
-        events += ["empty_turn"] * bool(empty)
-        bare = [after_empty_thinking(text, span) for span in spans]
-        if bare != spans:
-            spans = bare
-            events.append("empty_thinking")
-        checked = [] if _is_empty(response) else learned
-        events += _check_rendering(
-            template, messages, checked, parsed.tools, text, config, is_first=not drafts
+    for response in responses:
+        one = Dialogue(
+            template, prompt, response, tools, config, render_prompt, is_first=not drafts
         )
-        if written and text.endswith(written):
-            events.append("generation_prompt_always")
-            if config.append_eos:  # it follows the answer
-                text = text.removesuffix(written)
-        keeps = config.on["overlong"] == "truncate_prompt"
-        system_end = _system_end(template, messages, parsed.tools, text) if keeps else 0
-        drafts.append(
-            Draft(text, spans, "guarded" if guard else "control", guard, system_end, True)
-        )
+        events += one.events
+        mode: Mode = "guarded" if guard else "control"
+        drafts.append(Draft(one.text, one.spans, mode, guard, one.system_end, True))
     return drafts, events
-
-
-def _empty_turns(
-    response: Any, messages: list[Message], learned: list[int], config: TokenizeConfig
-) -> list[int]:
-    """Returns the turns to learn that are empty, unless all are; refuses them by the settings."""
-    empty = [i for i in learned if not has_content(messages[i])]
-    if not empty or _is_empty(response):
-        return []
-    if config.on["empty_turn"] != "keep":
-        raise Refused("empty_turn", f"message {empty[0] + 1} is empty")
-    return empty
-
-
-def _template_messages(template: ChatTemplate, messages: list[Message]) -> list[Message]:
-    """Removes packstore's own marks, and replaces null content if the template needs text."""
-    if all(len(message) == 2 for message in messages):
-        return messages
-    messages = [{k: v for k, v in m.items() if k != SKIPPED} for m in messages]
-    if not any("tool_calls" in message for message in messages) or template.takes_null:
-        return messages
-    return [{**m, "content": ""} if m["content"] is None else m for m in messages]
-
-
-def _refusal_with_cause(
-    refused: Refused,
-    template: ChatTemplate,
-    messages: list[Message],
-    tools: Tools,
-    config: TokenizeConfig,
-) -> Refused:
-    """Names the cause of a refusal: a turn that is not found may not have been rendered."""
-    if refused.reason != "template_refused":
-        return refused
-    try:
-        missing = find_missing_part(template, messages, tools, template.render(messages, tools))
-    except Refused:
-        if any(text_arguments(messages)):
-            detail = f"{refused.detail}; arguments that are JSON text may have to be objects"
-            return Refused(refused.reason, detail)
-        return refused
-    return _unrendered(missing) if missing and config.on["unrendered"] != "keep" else refused
-
-
-def _unrendered(name: str) -> Refused:
-    return Refused("unrendered", f"{name} cannot be found in the rendered text")
-
-
-def _check_rendering(
-    template: ChatTemplate,
-    messages: list[Message],
-    learned: list[int],
-    tools: Tools,
-    text: str,
-    config: TokenizeConfig,
-    *,
-    is_first: bool,
-) -> list[str]:
-    """Events to note for a dialogue: parts missing from its rendering.
-
-    Refuses the record instead if the settings do not keep it. That the tools are shown is only
-    checked for the first side.
-    """
-    if not (tools and is_first) and is_plain(template, messages, text):
-        return []
-    events = []
-    missing = find_missing_part(template, messages, tools, text)
-    if missing is None and is_first and not shows_tools(template, messages, tools, text):
-        missing = "the tools"
-    if missing is not None:
-        if config.on["unrendered"] != "keep":
-            raise _unrendered(missing)
-        events.append("unrendered")
-    if quotes_arguments(messages, text):
-        events.append("arguments_quoted")
-    thoughts = [messages[i].get("reasoning_content") or "" for i in learned]
-    if any(thought.strip() not in text for thought in thoughts):
-        events.append("reasoning_unrendered")
-    return events
-
-
-def _system_end(template: ChatTemplate, messages: list[Message], tools: Tools, text: str) -> int:
-    if messages[0]["role"] not in ("system", "developer"):
-        return 0
-    try:
-        system = template.render(messages[:1], tools).removesuffix(template.written_prompt)
-    except Refused:  # many templates raise for a dialogue without a user turn
-        return 0
-    return len(system) if text.startswith(system) else 0
 
 
 def _check_unicode(draft: Draft, config: TokenizeConfig, events: list[str]) -> Draft:

@@ -132,6 +132,8 @@ class ChatTemplate:
 
     def render_spans(self, messages: Sequence[Message], tools: Tools) -> tuple[str, list[Span]]:
         """Renders a dialogue; returns the text and (start, end) of its generation blocks."""
+        if not self.marks_generation:
+            return self.render(messages, tools), []
         opens, closes = free_characters(self.source + as_json([messages, tools]), 2)
         marked = self._render(
             messages,
