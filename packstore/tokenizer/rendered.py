@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Mapping
 from functools import cache, partial
@@ -13,12 +12,7 @@ import numpy as np
 from packstore.config import TokenizeConfig
 from packstore.errors import TokenizerError, quote, sentence
 from packstore.tokenizer.chat.dialogue import Dialogue, template_messages
-from packstore.tokenizer.chat.messages import (
-    has_content,
-    map_strings,
-    strip_thinking,
-    without_thinking,
-)
+from packstore.tokenizer.chat.messages import has_content, map_strings, without_thinking
 from packstore.tokenizer.chat.sandbox import as_json
 from packstore.tokenizer.chat.template import ChatTemplate
 from packstore.tokenizer.control import free_characters, holds
@@ -33,13 +27,10 @@ _SURROGATES = re.compile("[\ud800-\udfff]")
 def check_responses(parsed: Parsed, config: TokenizeConfig) -> Parsed:
     """Strips thinking if so configured, and refuses empty and identical responses."""
     if config.thinking == "strip":
-        parts: list[Any] = [parsed.prompt, *parsed.responses]
-        for i, part in enumerate(parts):
-            if isinstance(part, list):
-                parts[i] = without_thinking(part)
-            elif isinstance(part, str) and i:
-                parts[i] = strip_thinking(part)
-        parsed = parsed._replace(prompt=parts[0], responses=parts[1:])
+        prompt: Any = parsed.prompt
+        prompt = without_thinking(prompt) if parsed.is_chat else prompt
+        responses: Any = [without_thinking(response) for response in parsed.responses]
+        parsed = parsed._replace(prompt=prompt, responses=responses)
     if config.on["empty_side"] != "keep":
         for i, response in enumerate(parsed.responses):
             if _is_empty(response):
@@ -127,14 +118,12 @@ def _apply_special_tokens(
 ) -> tuple[Parsed, str, list[str]]:
     """Answers control strings in the record's own text; returns a guard inserted into them."""
     value: list[Any] = [parsed.prompt, parsed.responses, parsed.tools, parsed.variables]
-    if _is_harmless(parsed, tokenizer.control_hint):
-        return parsed, "", []
     try:
         is_text = isinstance(parsed.prompt, str)
         written = "\n".join([value[0], *value[1]]) if is_text else as_json(value)
     except TypeError as error:  # records made in Python may hold any object
         raise Refused("wrong_type", f"tools and tool calls must be JSON values: {error}") from error
-    match = tokenizer.controls.search(written)
+    match = holds(written, tokenizer.control_hint) and tokenizer.controls.search(written)
     if not match:
         return parsed, "", []
     answer = config.on["special_tokens"]
@@ -154,27 +143,6 @@ def _apply_special_tokens(
     prompt, responses, tools, variables = map_strings(value, protect)
     parsed = parsed._replace(prompt=prompt, responses=responses, tools=tools, variables=variables)
     return parsed, guard, events
-
-
-def _is_harmless(parsed: Parsed, hint: str) -> bool:
-    """Returns True if a record is plain text throughout and certainly holds no control string.
-
-    JSON around messages cannot form one, as its brackets differ from those of control strings.
-    """
-    if isinstance(parsed.prompt, str):
-        return not any(holds(text, hint) for text in (parsed.prompt, *parsed.responses))
-    if parsed.tools or parsed.variables or not hint.startswith("<"):
-        return False
-    for message in itertools.chain(parsed.prompt, *parsed.responses):
-        content = message["content"]
-        if type(content) is str and len(message) == 2:  # roles are those of ROLES
-            if hint in content:
-                return False
-            continue
-        for value in message.values():
-            if not isinstance(value, str) or hint in value:
-                return False
-    return True
 
 
 def _check_variables(variables: Mapping[str, Any], template: ChatTemplate) -> None:
@@ -214,36 +182,27 @@ def _draft_messages(
 
 
 def _check_unicode(draft: Draft, config: TokenizeConfig, events: list[str]) -> Draft:
-    if not (surrogate := _surrogate(draft.text)):
+    try:
+        draft.text.encode()
+    except UnicodeEncodeError as error:
+        if config.on["invalid_unicode"] != "keep":
+            found = f"surrogates not allowed: {draft.text[error.start]!a}"
+            raise Refused("invalid_unicode", found) from None
+    else:
         return draft
-    if config.on["invalid_unicode"] != "keep":
-        raise Refused("invalid_unicode", f"surrogates not allowed: {surrogate!a}")
     if "unicode_replaced" not in events:
         events.append("unicode_replaced")
     return draft._replace(text=_SURROGATES.sub("�", draft.text))
 
 
-def _surrogate(text: str) -> str:
-    """The first lone surrogate of a text; empty: it is valid Unicode."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        return text[error.start]
-    return ""
-
-
 def _is_same(a: Any, b: Any) -> bool:
-    return bool(np.array_equal(a, b) if _is_ids(a) else a == b)
-
-
-def _is_ids(value: object) -> bool:
-    return isinstance(value, np.ndarray)
+    return bool(np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b)
 
 
 def _is_empty(response: Any) -> bool:
     if isinstance(response, str):
         return not response or response.isspace()
-    if _is_ids(response):
+    if isinstance(response, np.ndarray):
         return len(response) == 0
     said = [m for m in response if m["role"] == "assistant"]
     return bool(said) and not any(map(has_content, said))

@@ -235,22 +235,24 @@ def normalize_variables(value: object) -> dict[str, Any] | None:
     return _without_nulls(value) or None
 
 
-def strip_thinking(text: str) -> str:
-    """Removes ``<think>...</think>`` from `text`, also if the opening tag was in the prompt."""
-    text = re.sub(r"<think>.*?</think>\s*", "", text, flags=re.DOTALL)
-    return text.rpartition("</think>")[2].lstrip() if "</think>" in text else text
+def without_thinking(said: Any) -> Any:
+    """Returns text or messages without reasoning; ids as they are.
 
-
-def without_thinking(messages: list[Message]) -> list[Message]:
-    """Removes all reasoning from assistant turns."""
+    In text it is ``<think>...</think>``, also if the opening tag was in the prompt.
+    """
+    if isinstance(said, str):
+        text = re.sub(r"<think>.*?</think>\s*", "", said, flags=re.DOTALL)
+        return text.rpartition("</think>")[2].lstrip() if "</think>" in text else text
+    if not isinstance(said, list):
+        return said
     return [
         {
             **{key: value for key, value in message.items() if key not in REASONING},
-            "content": message["content"] and strip_thinking(message["content"]),
+            "content": without_thinking(message["content"]),
         }
         if message["role"] == "assistant"
         else message
-        for message in messages
+        for message in said
     ]
 
 
