@@ -115,7 +115,7 @@ class Tokenizer:
         if key not in self._varied:
             if len(self._varied) >= VARIED_TEMPLATES:
                 self._varied.clear()
-            self._varied[key] = template.with_variables(variables)
+            self._varied[key] = replace(template, variables=dict(variables))
         return self._varied[key]
 
     @cached_property

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
-from functools import cached_property
-from typing import Any, Self
+from functools import cached_property, lru_cache
+from typing import Any
 
 from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
@@ -54,12 +54,12 @@ class ChatTemplate:
     variables: Mapping[str, Any] = field(default_factory=dict)  # such as ``enable_thinking``
 
     def __post_init__(self) -> None:
-        _ = self._compiled
+        _compile(self.source)
 
     @cached_property
     def marks_generation(self) -> bool:
         """True if the template marks the assistant's text by ``{% generation %}`` blocks."""
-        tree = self._compiled.environment.parse(self.source)
+        tree = _compile(self.source).environment.parse(self.source)
         return any(name.name == "generation_opens" for name in tree.find_all(nodes.Name))
 
     @cached_property
@@ -71,7 +71,7 @@ class ChatTemplate:
         words = free_characters(self.source, 4)
         roles = ("user", "assistant") * 2
         talk = [{"role": r, "content": c} for r, c in zip(roles, words, strict=True)]
-        environment = self._compiled.environment
+        environment = _compile(self.source).environment
         tree = environment.parse(self.source)
         outputs = sum(1 for _ in tree.find_all(nodes.Output))
         marks = free_characters(self.source + "".join(words), outputs)
@@ -117,13 +117,6 @@ class ChatTemplate:
                     grade += 1 + ("probe_of_call" in text.partition(talk[2]["content"])[0])
         return grade
 
-    def with_variables(self, variables: Mapping[str, Any]) -> Self:
-        """Returns the template with these variables, without compiling it again."""
-        other = object.__new__(type(self))
-        other.__dict__.update(self.__getstate__(), variables=dict(variables))
-        other.__dict__.update(_compiled=self._compiled)
-        return other
-
     def render(
         self, messages: Sequence[Message], tools: Tools = None, *, prompt: bool = False
     ) -> str:
@@ -162,7 +155,7 @@ class ChatTemplate:
         context = {**self._context, "messages": list(messages), "tools": tools, **variables}
         parts, size = [], 0
         try:
-            for part in (compiled or self._compiled).generate(context):
+            for part in (compiled or _compile(self.source)).generate(context):
                 parts.append(part)
                 size += len(part)
                 if size > MAX_RENDERED:
@@ -179,25 +172,23 @@ class ChatTemplate:
         tokens = {name: token for name, token in self.tokens.items() if token is not None}
         return {**tokens, **self.variables, "documents": None}
 
-    @cached_property
-    def _compiled(self) -> Template:
-        if len(self.source) > MAX_SOURCE:
-            rule = f"it must have at most {MAX_SOURCE} characters"
-            raise TokenizerError(sentence("chat template", rule, str(len(self.source))))
-        environment = Sandbox(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-        )
-        date = datetime.fromisoformat(TEMPLATE_DATE)
-        environment.globals |= {"raise_exception": _raise_exception, "strftime_now": date.strftime}
-        try:
-            return environment.from_string(self.source)
-        except (TemplateError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            line = getattr(error, "lineno", None)
-            where = f"chat template, line {line}" if line else "chat template"
-            raise TokenizerError(sentence(where, "it must be valid Jinja", str(error))) from error
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: self.__dict__[name] for name in ("source", "tokens", "variables")}
+@lru_cache(maxsize=16)
+def _compile(source: str) -> Template:
+    if len(source) > MAX_SOURCE:
+        rule = f"it must have at most {MAX_SOURCE} characters"
+        raise TokenizerError(sentence("chat template", rule, str(len(source))))
+    environment = Sandbox(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    date = datetime.fromisoformat(TEMPLATE_DATE)
+    environment.globals |= {"raise_exception": _raise_exception, "strftime_now": date.strftime}
+    try:
+        return environment.from_string(source)
+    except (TemplateError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        line = getattr(error, "lineno", None)
+        where = f"chat template, line {line}" if line else "chat template"
+        raise TokenizerError(sentence(where, "it must be valid Jinja", str(error))) from error
 
 
 def _raise_exception(message: str) -> None:
