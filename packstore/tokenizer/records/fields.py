@@ -92,10 +92,6 @@ class Fields:
             self.used[at] = None
         return value
 
-    def is_judged(self) -> bool:
-        """Returns True if a label or a number says how good the only answer is."""
-        return is_score(self.find("score")[1])
-
     def score(self) -> float:
         """Returns the reward of the only answer."""
         at, value = self.find("score")
@@ -340,25 +336,22 @@ def is_number(value: object) -> bool:
 
 
 def typed_carry(config: TokenizeConfig, records: Sequence[object]) -> tuple[str, ...]:
-    """Returns the setting `carry` with a type for every column, inferred from the first records.
+    """Returns the setting `carry` with a type for every column, inferred from the first records."""
+    return tuple(f"{name}:{kind}" for name, kind in parse_carry(config, records).items())
+
+
+def parse_carry(config: TokenizeConfig, records: Sequence[object] = ()) -> dict[str, str]:
+    """Returns the names of carried columns and their types: as set, else by values of `records`.
 
     Mixed integers and floats are ``float64``; a column without values is ``string``.
     """
-    parse_carry(config)
-    typed = []
-    for entry in config.carry:
-        kinds = {type(record.get(entry)) for record in records if isinstance(record, Mapping)}
-        order = ("bool", "float64", "int64")
-        inferred = next((name for name in order if TYPES[name][0] in kinds), "string")
-        typed.append(entry if ":" in entry else f"{entry}:{inferred}")
-    return tuple(typed)
-
-
-def parse_carry(config: TokenizeConfig) -> dict[str, str]:
-    """Returns the names of carried columns and their types, by default ``string``."""
     types: dict[str, str] = {}
     for entry in config.carry:
-        name, _, written = entry.rpartition(":") if ":" in entry else (entry, "", "string")
+        name, colon, written = entry.partition(":")
+        if not colon:
+            kinds = {type(record.get(name)) for record in records if isinstance(record, Mapping)}
+            order = ("bool", "float64", "int64")
+            written = next((kind for kind in order if TYPES[kind][0] in kinds), "string")
         if written not in TYPES:
             rule = f"a type must be one of: {', '.join(TYPES)}"
             raise ConfigError(sentence("setting carry", rule, quote(written)))

@@ -85,7 +85,7 @@ def with_paths(record: Any, config: TokenizeConfig) -> Any:
     The field that a path begins with is then left out, unless it is mapped itself, or a part of a
     path is missing.
     """
-    names = [name for name in config.fields.values() if is_path(name)]
+    names = [name for name in config.fields.values() if any(mark in name for mark in '.["')]
     if not names or type(record) is not dict:
         return record
     paths = {name: parse_path(name) for name in names if name not in record}
@@ -93,8 +93,3 @@ def with_paths(record: Any, config: TokenizeConfig) -> Any:
     gone = {path[0] for path in paths.values()} if len(found) == len(paths) else set()
     gone -= {*config.fields.values()}
     return {**{name: value for name, value in record.items() if name not in gone}, **found}
-
-
-def is_path(name: str) -> bool:
-    """Returns True for a name that is more than one name."""
-    return any(mark in name for mark in '.["')

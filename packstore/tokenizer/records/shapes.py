@@ -16,7 +16,7 @@ from packstore.config.record_shapes import known, read_yaml
 from packstore.errors import ConfigError, RecordError, quote, sentence
 from packstore.tokenizer.chat.messages import is_empty
 from packstore.tokenizer.chat.sandbox import as_json
-from packstore.tokenizer.records.fields import Fields
+from packstore.tokenizer.records.fields import Fields, is_score
 from packstore.tokenizer.records.forms import FORMS
 from packstore.tokenizer.records.paths import Path, follow, missing, parse_path, with_paths
 from packstore.tokenizer.refusals import Refused
@@ -98,7 +98,7 @@ class Shape:
         """Returns True if a field of a record tells that it is of the kind of this shape."""
         names = ("rejected_messages",) if "rejected_messages" in self.roots else _ANSWERS
         told = any(self.has(fields, name) for name in names if name in self.roots)
-        return told and ("score" not in self.roots or fields.is_judged())
+        return told and ("score" not in self.roots or is_score(fields.find("score")[1]))
 
     def has(self, fields: Fields, name: str) -> bool:
         """Returns True if a record has a field, under any of its names if these are our own."""
