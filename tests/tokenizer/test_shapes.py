@@ -73,9 +73,6 @@ def dialogue(*messages: dict[str, Any]) -> dict[str, Any]:
 
 CASES: dict[str, tuple[dict[str, Any], Any]] = {
     # Preference
-    "TRL, text": (PAIR, TEXTS),
-    "TRL, implicit prompt of chats": (CHATS, ANSWERS),
-    "TRL, chats": ({"prompt": [ASK], "chosen": [A], "rejected": [B]}, ANSWERS),
     "TRL, tokenized": (
         {**PAIR, "prompt_input_ids": [1], "chosen_input_ids": [2], "rejected_input_ids": [3]},
         TEXTS,
@@ -85,20 +82,11 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
         | {"score_chosen": 8.5, "score_rejected": 6.0},
         ANSWERS,
     ),
-    "UltraFeedback, raw": (
-        {
-            "instruction": "Q",
-            "models": ["m"],
-            "completions": [{"response": "A", "overall_score": 7.5}],
-        },
-        ANSWERS[:1],
-    ),
     "UltraFeedback, argilla": (
         {**CHATS, "instruction": "Q", "chosen-rating": 5.0, "rejected-rating": 2.0}
         | {"chosen-model": "m"},
         ANSWERS,
     ),
-    "HH": (TWO_OF_HH, HH_TEXTS),
     "HH with a margin": ({**TWO_OF_HH, "margin": 1.0}, HH_TEXTS),
     "HH with its prompt": ({**TWO_OF_HH, "prompt": HH.rstrip(" ")}, HH_TEXTS),
     "Tülu 3, the last question as the prompt": (
@@ -124,51 +112,13 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     ),
     "HH with another prompt": ({**TWO_OF_HH, "prompt": "\n\nHuman: X"}, BEGINS),
     "HH, explicit prompt": ({"prompt": HH.rstrip(" "), "chosen": " A", "rejected": " B"}, HH_TEXTS),
-    "Orca": (
-        {"system": "S", "question": "Q", "chosen": "A", "rejected": "B"},
-        AFTER_SYSTEM,
-    ),
     "Orca, chats with a system turn": (
         {"prompt": "Q"} | {side: [system("S"), *chat] for side, chat in CHATS.items()},
         AFTER_SYSTEM,
     ),
     "a persona in the prompt alone": ({**CHATS, "prompt": [system("Be a pirate"), ASK]}, BEGINS),
-    "Nectar": (
-        {"prompt": "Q", "answers": [{"answer": "A", "rank": 1.0}, {"answer": "B", "rank": 2.0}]},
-        ANSWERS,
-    ),
-    "HelpSteer 2": (
-        {"prompt": "Q", "response": "A", "helpfulness": 3, "correctness": 4},
-        ANSWERS[:1],
-    ),
-    "HelpSteer 3": (
-        {"context": [ASK], "response1": "A", "response2": "B", "overall_preference": -2},
-        ANSWERS,
-    ),
-    "arena": (
-        {"conversation_a": turns("Q", "A"), "conversation_b": turns("Q", "B"), "winner": "model_a"},
-        ANSWERS,
-    ),
-    "OpenAI's preference format": (
-        {"input": dialogue(ASK) | {"tools": []}}
-        | {"preferred_output": [A], "non_preferred_output": [B]},
-        ANSWERS,
-    ),
-    "LLaMA-Factory, alpaca pairs": (
-        {"instruction": "Q", "input": "", "chosen": "A", "rejected": "B"},
-        ANSWERS,
-    ),
-    "LLaMA-Factory, ShareGPT pairs": (
-        {"conversations": sharegpt("Q")}
-        | {side: {"from": "gpt", "value": PAIR[side]} for side in CHATS},
-        ANSWERS,
-    ),
     "ms-swift, pairs of dialogues": (
         dialogue(ASK, A) | {"rejected_messages": [ASK, B], "margin": 0.5},
-        ANSWERS,
-    ),
-    "ms-swift, pairs": (
-        dialogue(ASK, A) | {"rejected_response": "B"},
         ANSWERS,
     ),
     "Amazon Nova, pairs": (
@@ -184,22 +134,10 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
         ),
         "a message without content, but with 'candidates'",
     ),
-    "axolotl, pairs in chat_template.default": (
-        dialogue(ASK) | {"chosen": A, "rejected": B},
-        ANSWERS,
-    ),
     "NeMo-Aligner": (
         {"prompt": "Q", "chosen_response": "A", "rejected_response": "B"}
         | {"chosen_reward": 2, "rejected_reward": 1},
         TEXTS,
-    ),
-    "SHP": (
-        {"history": "Q", "human_ref_A": "A", "human_ref_B": "B", "labels": 1},
-        ANSWERS,
-    ),
-    "PKU": (
-        {"prompt": "Q", "response_0": "A", "response_1": "B", "better_response_id": 0},
-        ANSWERS,
     ),
     "Capybara pairs": (
         {"chosen": turns("Q", "A", "R", "S"), "rejected": turns("Q", "A", "R", "T")}
@@ -216,7 +154,6 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     ),
     "pairs with a number for a prompt": ({**CHATS, "prompt": 3}, "prompt must be text or messages"),
     # Scored
-    "scored": ({**SCORED, "scores": [2, 1]}, TEXTS),
     "scored chats": (
         {"prompt": [ASK], "responses": [[A], [B]], "scores": [2, 1], "system": "S"},
         AFTER_SYSTEM,
@@ -225,14 +162,7 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
         {**SCORED, "ranks": [1, 2]},
         "no 'scores' among 'prompt', … (--field scores=NAME)",
     ),
-    "OpenRLHF, scored": (
-        {**SCORED, "rewards": [0.5, 0.1]},
-        TEXTS,
-    ),
     # Single answers
-    "TRL, messages": (dialogue(ASK, A), ANSWERS[:1]),
-    "TRL, prompt and completion": (ONE, TEXTS[:1]),
-    "TRL, prompt and completion as chats": ({"prompt": [ASK], "completion": [A]}, ANSWERS[:1]),
     "UltraChat": (
         {"prompt": "Q", "prompt_id": "f0", "messages": turns("Q", "A", "R", "S")},
         ["[u]Q<e>[a]«A<e>»[u]R<e>[a]«S<e>»"],
@@ -244,14 +174,6 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     "messages and a response": (
         dialogue(ASK) | {"response": "A"},
         "'response' beside 'messages' … Leave one of them out",
-    ),
-    "alpaca": (
-        {"instruction": "Q", "input": "", "output": "A"},
-        ANSWERS[:1],
-    ),
-    "Dolly": (
-        {"instruction": "Q", "context": "", "response": "A", "category": "open_qa"},
-        ANSWERS[:1],
     ),
     "ShareGPT": ({"id": "x", "conversations": sharegpt("Q", "A")}, ANSWERS[:1]),
     "ShareGPT with a system text": (
@@ -280,10 +202,6 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     "WildChat, mapped by hand": (
         {"messages": [{**turn, "toxic": False} for turn in (ASK, A)]},
         "messages with 'toxic' … Remove it",
-    ),
-    "OASST": (
-        {"message_id": "a", "parent_id": None, "text": "Q", "role": "prompter", "rank": None},
-        "a record of OASST message … one message of a tree",
     ),
     "OpenAI's fine-tuning format": (
         dialogue(system("S"), ASK, A, asked("R"), said("B", weight=1)),
@@ -319,12 +237,6 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
         },
         ['[u]Q<e>[a]«!add{"x": 1}<e>»[t]{"sum": 2}<e>[a]«A<e>»'],
     ),
-    "LLaMA-Factory, history": (
-        {"instruction": "Q", "output": "A", "history": [["a", "b"]]},
-        ["[u]a<e>[a]«b<e>»[u]Q<e>[a]«A<e>»"],
-    ),
-    "raw text": ({"text": "Once"}, "a record of one text … nothing says where the answer begins"),
-    "KTO": ({**ONE, "label": False}, TEXTS[:1]),
     "KTO, words": ({**ONE, "label": "good"}, TEXTS[:1]),
     "KTO, plus and minus one": ({**ONE, "label": -1.0}, TEXTS[:1]),
     "KTO of LLaMA-Factory": (
@@ -337,8 +249,6 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     ),
     "KTO, thumbs": ({**ONE, "feedback": "thumbs_down"}, f"feedback 'thumbs_down' … {AS_SCORED}"),
     "a rating of one": ({"prompt": "Q", "response": "A", "rating": 1}, f"rating 1 … {AS_SCORED}"),
-    "token ids and labels": ({"input_ids": [81, 65], "labels": [-100, 65]}, ["r«b»"]),
-    "a good answer": ({**ONE, "label": True}, TEXTS[:1]),
     # Calls, reasoning, images
     "OpenAI's calls": (
         dialogue(
