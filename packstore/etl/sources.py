@@ -165,7 +165,7 @@ class RecordExampleReader:
         templated = bool(self._reference and self._reference.chat_template)
         for value in rows.values:
             with contextlib.suppress(Refused):
-                found = parse_record(value, self.kind, self._config, templated=templated)
+                found = parse_record(value, self.kind, self._config, lambda text: templated)
                 return isinstance(found.prompt, list)
         return False
 

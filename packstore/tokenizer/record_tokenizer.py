@@ -102,7 +102,6 @@ class RecordTokenizer:
         spelled = itertools.chain(names.spellings.values(), names.id_spellings.values())
         self._own_names = self._mapped.union(*spelled)
         templated = tokenizer is not None and tokenizer.chat_template is not None
-        self._how = {"templated": templated, "ids": tokenizer is None}
         self._is_raw = templated and config.as_chat is None
         for role, asked in (("bos", config.add_bos), ("eos", config.append_eos)):
             if asked and tokenizer and getattr(tokenizer, f"{role}_id") is None:
@@ -188,11 +187,9 @@ class RecordTokenizer:
         for i, value in enumerate(values):
             record = shown = with_paths(value, self.config)
             try:
-                record, shape = canonical(shown, self.config, self.kind, **self._how)
+                ids = self.tokenizer is None
+                record, shape = canonical(shown, self.config, self.kind, self._is_turn, ids)
                 if shape is not None:
-                    if self._is_raw and self._asks_rendered(record):  # it is no turn of a chat
-                        how = {**self._how, "templated": False}
-                        record, _ = canonical(shown, self.config, self.kind, **how)
                     block.shapes[i] = shape
                     shown = {k: v for k, v in shown.items() if not shape.passes(k)}
             except Refused as error:
@@ -202,13 +199,12 @@ class RecordTokenizer:
             found.append(record)
         return given, found
 
-    def _asks_rendered(self, record: dict[str, Any]) -> bool:
-        """Returns True if the question of a record with our own field names is rendered text."""
-        prompt = record.get("prompt")
-        asked = prompt[-1].get("content") if isinstance(prompt, list) and prompt else None
-        if not isinstance(asked, str) or not holds(asked, self._needed().control_hint):
+    def _is_turn(self, text: str) -> bool:
+        """Returns True if there is a chat template, and a text is not rendered by it."""
+        if not self._is_raw:
             return False
-        return bool(begins_rendered(asked, self._needed()))
+        tokenizer = self._needed()
+        return not (holds(text, tokenizer.control_hint) and begins_rendered(text, tokenizer))
 
     def _tally(self, rows: Rows, given: list[Any], block: _Block, names: set[str]) -> Tally:
         """The tally of a block; of its fields, `names` are counted."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from packstore.config import TokenizeConfig
@@ -23,25 +23,22 @@ def canonical(
     record: Any,
     config: TokenizeConfig,
     kind: str | None = None,
-    *,
-    templated: bool = True,
+    is_turn: Callable[[str], bool] = lambda text: True,
     ids: bool = False,
 ) -> tuple[Any, Shape | None]:
     """Returns a record with our own field names, and its named shape, if it has one.
 
-    `kind`: of the job; `templated`: the tokenizer has a chat template, so that texts of a set for
-    instruct models are chats by default; `ids`: of a record that holds texts and ids, the ids.
+    `kind`: of the job; `is_turn`: whether the tokenizer's chat template makes a turn of the text of
+    a prompt, so that texts of a set for instruct models are chats by default; `ids`: of a record
+    that holds texts and ids, the ids.
     """
     shape = named_shape(record, config, kind, ids)
     if shape is None:
         return record, None
-    as_chat = config.as_chat
-    if as_chat is None:
-        as_chat = templated and bool(shape.entry.get("as_chat"))
     if shape.refuse:
         raise Refused("wrong_type", shape.refusal)
     try:
-        found = _read(shape, record, as_chat, config.fields)
+        found = _read(shape, record, config, is_turn)
         return {config.fields.get(name, name): value for name, value in found.items()}, shape
     except Refused as error:
         if error.reason == "wrong_type":
@@ -64,9 +61,9 @@ def used_fields(
 
 
 def _read(
-    shape: Shape, record: dict[str, Any], as_chat: bool, fields: Mapping[str, str]
+    shape: Shape, record: dict[str, Any], config: TokenizeConfig, is_turn: Callable[[str], bool]
 ) -> dict[str, Any]:
-    """Returns a record of a shape with our own field names; `fields`: those mapped to others."""
+    """Returns a record of a shape with our own field names, also of fields that are mapped."""
     for text, values in shape.entry.get("drops", {}).items():
         if (value := follow(record, parse_path(text))) in values:
             raise Refused("tie", f"{text} {quote(value)}")
@@ -78,7 +75,7 @@ def _read(
         if parts:
             is_list = name == "votes"
             found[name] = parts if is_list else parts[0] if len(parts) == 1 else _joined(parts)
-    found |= {name: record[at] for name, at in fields.items() if record.get(at) is not None}
+    found |= {name: record[at] for name, at in config.fields.items() if record.get(at) is not None}
     if isinstance(found.get("system"), list):
         found["system"] = _joined(found["system"])
     if "good" in found:
@@ -91,8 +88,12 @@ def _read(
     if isinstance(scores := found.get("scores"), list):
         found["scores"] = [_number(score) for score in scores]
     history = found.pop("history", None)
-    if as_chat and "splits" in shape.entry and is_text(found.get("prompt")):
-        *history, found["prompt"] = re.split(shape.entry["splits"], found["prompt"])
+    prompt: Any = found.get("prompt")
+    as_chat = config.as_chat
+    if as_chat is None and (as_chat := bool(shape.entry.get("as_chat"))):
+        as_chat = is_turn(prompt if is_text(prompt) else "")
+    if as_chat and "splits" in shape.entry and is_text(prompt):
+        *history, found["prompt"] = re.split(shape.entry["splits"], prompt)
     if as_chat:
         _render(shape, found, _rounds(history or [], shape.entry.get("rounds", (0, 1))))
     elif not is_empty(history):

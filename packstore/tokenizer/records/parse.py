@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -71,12 +71,12 @@ class Parsed(NamedTuple):
 
 
 def parse_record(
-    record: object, kind: str, config: TokenizeConfig, *, ids: bool = False, templated: bool = True
+    record: object, kind: str, config: TokenizeConfig, is_turn: Callable[[str], bool]
 ) -> Parsed:
     """Parses a record of a named shape, or with our own field names; see `canonical`."""
     given = with_paths(record, config)
-    found, _ = canonical(given, config, kind, templated=templated, ids=ids)
-    return parse_canonical(found, kind, config, ids=ids)
+    found, _ = canonical(given, config, kind, is_turn)
+    return parse_canonical(found, kind, config)
 
 
 def parse_canonical(
