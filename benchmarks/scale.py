@@ -50,7 +50,7 @@ SAMPLE = 18_000
 
 CORES, WAYS = (1, 2, 3, 4, 8, 16, 64), ("threads", "processes", "partitions")
 STAGES: dict[str, tuple[Any, str]] = {
-    "tokenize in Python": (Tokenize, "run_in_worker"),
+    "tokenize in Python": (Tokenize, "__call__"),
     "encode texts": (encode, "_encode_mode"),
     "spill": (work.Spilled, "add"),
     "plan": (work, "plan"),

@@ -25,7 +25,7 @@ import numpy as np
 from packstore.config import PackConfig
 from packstore.errors import DatasetExistsError, WrongEngineError, sentence
 from packstore.etl.dedup_and_split import duplicates, split_names, stored_keys
-from packstore.etl.engines import ENGINES, local
+from packstore.etl.engines import ENGINES, engine_with, local
 from packstore.etl.partitions.resume import Partition, Written, check_growth
 from packstore.etl.partitions.slices import MANY_READS, READERS, read_keys, split
 from packstore.etl.partitions.work import PackPartitions, run_as_task, warm_up
@@ -218,7 +218,7 @@ def _partitions(
         yield from packing(None, known=known).pack_examples(reader, totals)
         return
     number = config.partitions or 1
-    engine, workers = ENGINES.load(config.engine), config.num_workers
+    workers = config.num_workers
     inputs = [replace(i, location=_absolute(i.location)) for i in reader.inputs]
     slices = split(list(zip(inputs, reader.sizes, strict=True)), number)
     reads = sum(map(len, slices)) / len(inputs)
@@ -226,10 +226,7 @@ def _partitions(
     large = sum(reader.sizes) >= number * TASK_BYTES and reads <= MANY_READS
     if not in_tasks and large and min(number, workers or local.cores()) >= TASKS:
         in_tasks, workers = True, workers or local.cores()
-
-    def run(work: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
-        return engine(work, items, workers)
-
+    run = engine_with(config.engine, workers)
     if in_tasks and reads > MANY_READS:
         log.warning(
             "%d partitions take blocks of %d files, so each file is read %.0f times: reading may "

@@ -17,7 +17,7 @@ import numpy as np
 
 from packstore.config import PARTITION_BYTES, PackConfig, PlanConfig, SelectConfig, WriteConfig
 from packstore.errors import ConfigError, InputError, RecordError, sentence, spelled
-from packstore.etl.engines import ENGINES, local
+from packstore.etl.engines import engine_with, local
 from packstore.etl.tokenize import Part, Tokenize
 from packstore.format.arrays import Examples, Rows, Sample, Tally, to_offsets
 from packstore.io.dataset.dataset import Dataset, find_dataset
@@ -130,12 +130,12 @@ class RecordExampleReader:
         return self._reference and with_fastest_engine(self._reference)
 
     def __iter__(self) -> Iterator[Part]:
-        return self.each(self.tokenize())
+        return self.parts(self.tokenize())
 
-    def each(self, work: Callable[[Block], Part]) -> Iterator[Part]:
-        """Yields the result of `work` on every block, computed in workers, in input order."""
-        run = ENGINES.load(self._config.engine)
-        return run(work, self._blocks, self._config.num_workers)
+    def parts(self, tokenize: Tokenize) -> Iterator[Part]:
+        """Yields what `tokenize` makes of every block, computed in workers, in input order."""
+        run = engine_with(self._config.engine, self._config.num_workers)
+        return tokenize.parts(run, self._blocks)
 
     def sample(
         self, records: int, seed: int, report: Callable[[int], None] | None = None

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
+from packstore.etl.engines import Run
 from packstore.format.arrays import Examples, Rows, Tally
 from packstore.io.inputs.files import Block
 from packstore.tokenizer.fastest import EngineWatch
@@ -11,7 +14,7 @@ Part = tuple[Examples, Tally]
 
 
 class Tokenize:
-    """Parses and tokenizes a block, in a worker or here. Picklable."""
+    """Parses and tokenizes a block, and samples it for a comparison. Picklable."""
 
     def __init__(self, stage: RecordTokenizer, alone: float | None, watch: EngineWatch) -> None:
         self._stage, self._watch = stage, watch
@@ -23,18 +26,17 @@ class Tokenize:
         if self.tokenizer is not None:
             self.tokenizer.engine.encode_batch([""], control=False)
 
-    def __call__(self, block: Block) -> Part:
-        """Returns the examples of a block, and the tally of its records."""
-        return self.check_result(self.run_in_worker(block))
+    def parts(self, run: Run, blocks: Iterable[Block]) -> Iterator[Part]:
+        """Yields the examples of each block and the tally of its records, made by `run`.
 
-    def run_in_worker(self, block: Block | Rows) -> tuple[Part, list[Encoded]]:
-        """Returns the result for a block, and the sample of it to compare."""
+        This process compares the samples with the reference, which no worker has to load.
+        """
+        for part, sample in run(self, blocks):
+            self._watch.compare(sample)
+            yield part
+
+    def __call__(self, block: Block | Rows) -> tuple[Part, list[Encoded]]:
+        """Returns the part that a block becomes, and the sample of it to compare."""
         rows = block if isinstance(block, Rows) else block.parse()
         examples, tally, encoded = self._stage(rows, self._watch.sample(rows))
         return (examples, tally), encoded
-
-    def check_result(self, unchecked: tuple[Part, list[Encoded]]) -> Part:
-        """Compares the sample with the reference, which no worker loads; returns the result."""
-        part, sample = unchecked
-        self._watch.compare(sample)
-        return part

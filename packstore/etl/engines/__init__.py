@@ -14,8 +14,17 @@ from packstore.registry import Registry
 
 Engine = Callable[[Callable[[Any], Any], Iterable[Any], int | None], Iterator[Any]]
 
+Run = Callable[[Callable[[Any], Any], Iterable[Any]], Iterator[Any]]
+"""An engine and its number of workers, or ``map``: yields the results on items, in order."""
+
 ENGINES: Registry[Engine] = Registry(
     "engine",
     {"local": "packstore.etl.engines.local:run", "ray": "packstore.etl.engines.ray:run"},
     extras={"ray": "ray"},
 )
+
+
+def engine_with(name: str, num_workers: int | None) -> Run:
+    """Returns the engine of that name with its number of workers; None: it decides."""
+    engine = ENGINES.load(name)
+    return lambda work, items: engine(work, items, num_workers)

@@ -58,8 +58,7 @@ _ENDED = (EOFError, OSError, pickle.UnpicklingError)
 def run(work: Callable[[T], R], items: Iterable[T], num_workers: int | None) -> Iterator[R]:
     """Yields ``work(item)`` for every item, in order; holds at most two for each worker.
 
-    Each worker process gets `work` once and calls ``work.load()``; if it has them, the process runs
-    ``work.run_in_worker(item)``, and this one ``work.check_result`` on the result. `num_workers`
+    Each worker process gets `work` once and calls ``work.load()``, if it has that. `num_workers`
     counts this process, which works until `work` raises :class:`NeedsWorkerProcess`: then one works
     in its place. None: a process per core after ``work.alone`` seconds, or threads if that is None.
     """
@@ -171,7 +170,6 @@ class _Process:
             f"import sys; sys.path[:] = {sys.path!r}; from packstore.etl.engines import local; "
             f"local.serve({limits.SECONDS}, {limits.MEMORY})"
         )
-        self._work: Any = None
         self._error: BaseException | None = None
         self.is_idle = False
         try:
@@ -194,7 +192,7 @@ class _Process:
 
     def load(self, work: Callable[[Any], Any] | None) -> None:
         """Sends the work, and waits until it is loaded; an error is raised for the next item."""
-        self._work, self._error = work, None
+        self._error = None
         try:
             self._answer(work, True)
         except BaseException as error:
@@ -204,9 +202,7 @@ class _Process:
         """Returns the result of an item."""
         if self._error is not None:
             raise self._error
-        result = self._answer(item, False)
-        check = getattr(self._work, "check_result", None)
-        return result if check is None else check(result)
+        return self._answer(item, False)
 
     def _answer(self, item: Any, is_work: bool) -> Any:
         questions, answers = self._process.stdin, self._process.stdout
@@ -307,9 +303,8 @@ def serve(seconds: float, memory: int) -> None:
                     gc.freeze()  # what is loaded is not searched for garbage again and again
                 else:
                     if hasattr(signal, "setitimer"):
-                        most = ITEM_SECONDS if hasattr(work, "run_in_worker") else 0
-                        signal.setitimer(signal.ITIMER_PROF, most)  # 0: a partition, any time
-                    result = getattr(work, "run_in_worker", work)(item)
+                        signal.setitimer(signal.ITIMER_PROF, ITEM_SECONDS)
+                    result = work(item)
                 answer = True, result
             except Exception as error:
                 answer = False, _picklable(error)

@@ -15,15 +15,13 @@ import numpy as np
 
 from packstore.config import PackConfig
 from packstore.etl.dedup_and_split import dedup_keys
-from packstore.etl.tokenize import Part
+from packstore.etl.engines import Run
+from packstore.etl.tokenize import Part, Tokenize
 from packstore.format.arrays import Int64
 from packstore.format.seeds import U64
 from packstore.io.inputs.files import BLOCK_BYTES, Block, Input, InputReader
 
 Owner = TypeVar("Owner")
-
-Run = Callable[[Callable[[Any], Any], Iterable[Any]], Iterator[Any]]
-"""An engine, or ``map``: yields the results of a function on items, in order."""
 
 SHARES = 16
 """Approximate shares of the input for a partition. More would mix sources of one file each better,
@@ -117,10 +115,10 @@ def read_blocks(
             on_file(owner, read)
 
 
-def results_with_owners(
-    work: Callable[[Block], Any], pairs: Iterable[tuple[Owner, Block]], run: Run
-) -> Iterator[tuple[Owner, Any, int]]:
-    """Yields each owner with the result of `work` on its block, and the bytes of that."""
+def parts_with_owners(
+    tokenize: Tokenize, pairs: Iterable[tuple[Owner, Block]], run: Run
+) -> Iterator[tuple[Owner, Part, int]]:
+    """Yields each owner with the part that its block becomes, and the bytes of the block."""
     owners: deque[tuple[Owner, int]] = deque()
 
     def blocks() -> Iterator[Block]:
@@ -128,13 +126,13 @@ def results_with_owners(
             owners.append((owner, block.bytes))
             yield block
 
-    for result in run(work, blocks()):
+    for part in tokenize.parts(run, blocks()):
         owner, size = owners.popleft()
-        yield owner, result, size
+        yield owner, part, size
 
 
 def read_keys(
-    tokenize: Callable[[Block], Part],
+    tokenize: Tokenize,
     config: PackConfig,
     partitions: Sequence[Sequence[Slice]],
     run: Run,
@@ -144,7 +142,7 @@ def read_keys(
     keys = [[np.empty(0, np.uint64)] for _ in partitions]
     ids = [[np.empty(0, np.int64)] for _ in partitions]
     pairs = read_blocks(enumerate(partitions), config)
-    for number, (examples, _), size in results_with_owners(tokenize, pairs, run):
+    for number, (examples, _), size in parts_with_owners(tokenize, pairs, run):
         keys[number].append(dedup_keys(examples, config))
         ids[number].append(examples.example_ids)
         on_keys(examples.num_examples, size)

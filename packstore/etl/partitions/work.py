@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -23,16 +24,16 @@ import numpy as np
 
 from packstore.config import PackConfig
 from packstore.etl.dedup_and_split import Selection, split_names
+from packstore.etl.engines import Run
 from packstore.etl.partitions.resume import Partition, Written, reuse_finished_partition
-from packstore.etl.partitions.slices import Item, ReadFile, Run, read_blocks, results_with_owners
+from packstore.etl.partitions.slices import Item, ReadFile, parts_with_owners, read_blocks
 from packstore.etl.rejects import compressed
 from packstore.etl.spill import Spill
-from packstore.etl.tokenize import Part
+from packstore.etl.tokenize import Part, Tokenize
 from packstore.etl.totals import Contents, ProgressCounter
 from packstore.format import seeds
 from packstore.format.arrays import Examples, Tally
 from packstore.format.seeds import U64
-from packstore.io.inputs.files import Block
 from packstore.io.manifest.partition_notes import PartitionNotes
 from packstore.io.shards.shard import PackShape
 from packstore.io.versions.shard_writer import ShardWriter
@@ -106,7 +107,7 @@ class PackPartitions:
 
     def __init__(
         self,
-        tokenize: Callable[[Block], Part] | None,
+        tokenize: Tokenize | None,
         notes: Sequence[PartitionNotes],
         shape: PackShape,
         config: PackConfig,
@@ -135,7 +136,7 @@ class PackPartitions:
                 ]
                 reading = [(p, p.slices) for p in group if isinstance(p, Spilled)]
                 blocks = read_blocks(reading, self._config, Spilled.record_file)
-                yield group, results_with_owners(tokenize, blocks, run)
+                yield group, parts_with_owners(tokenize, blocks, run)
 
         return self._write_groups(groups(), counter or ProgressCounter())
 
@@ -226,6 +227,8 @@ class PackPartitions:
 def run_as_task(work: Callable[[Any, Run], Iterator[Any]], item: Any) -> Any:
     """Returns the result of `work` on one item, in this process, which can be ended meanwhile."""
     limits.require_worker()
+    if hasattr(signal, "setitimer"):
+        signal.setitimer(signal.ITIMER_PROF, 0)  # it may take longer than a block
     with contextlib.closing(iter(work([item], map))) as results:  # type: ignore[type-var]
         return next(results)
 

@@ -37,7 +37,7 @@ def linted(reader: ExampleReader) -> Iterator[Part]:
     if not isinstance(reader, RecordExampleReader) or reader.tokenizer is None:
         raise ConfigError("doctor needs records and a tokenizer; check a dataset with verify.")
     prompts, records = Seen(), Seen()
-    for examples, tally in reader.each(reader.tokenize(_TextLint(reader.tokenizer, reader.kind))):
+    for examples, tally in reader.parts(reader.tokenize(_TextLint(reader.tokenizer, reader.kind))):
         if examples.num_examples:
             flags = _flag_tokens(examples, reader.tokenizer)
             assert examples.keys is not None
