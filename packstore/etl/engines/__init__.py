@@ -7,6 +7,7 @@ of items in flight. The result of a job never depends on the engine or its numbe
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -28,3 +29,33 @@ def engine_with(name: str, num_workers: int | None) -> Run:
     """Returns the engine of that name with its number of workers; None: it decides."""
     engine = ENGINES.load(name)
     return lambda work, items: engine(work, items, num_workers)
+
+
+def in_order(
+    submit: Callable[[Any], Any],
+    items: Iterable[Any],
+    most: int,
+    result: Callable[[Any], Any],
+    cancel: Callable[[Any], Any],
+) -> Iterator[Any]:
+    """Yields the results of the tasks of the items, in order; at most this many wait for it.
+
+    An error, or the end of the iteration, cancels the other tasks.
+    """
+    pending: deque[Any] = deque()
+
+    def first() -> Any:
+        found = result(pending[0])
+        pending.popleft()
+        return found
+
+    try:
+        for item in items:
+            pending.append(submit(item))
+            if len(pending) > most:
+                yield first()
+        while pending:
+            yield first()
+    finally:
+        for task in pending:
+            cancel(task)

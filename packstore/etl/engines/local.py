@@ -16,12 +16,12 @@ import signal
 import subprocess
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import IO, Any, TypeVar
 
 from packstore.errors import PackstoreError
+from packstore.etl.engines import in_order
 from packstore.tokenizer.chat import limits
 
 log = logging.getLogger("packstore")
@@ -68,19 +68,17 @@ def run(work: Callable[[T], R], items: Iterable[T], num_workers: int | None) -> 
     if num_workers is not None:
         most = max(num_workers, 1)
     workers = _Workers(work, most if threads else 1)
-    pending: deque[Future[R]] = deque()
     with ThreadPoolExecutor(most, "packstore-work") as pool, contextlib.closing(workers):
         if most == 1:
             yield from map(workers, items)
             return
         if not threads:
             workers.add_processes(most - 1, alone if num_workers is None else 0)
-        for item in items:
-            pending.append(pool.submit(workers, item))
-            if len(pending) > 2 * most:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
+
+        def submit(item: T) -> Future[R]:
+            return pool.submit(workers, item)
+
+        yield from in_order(submit, items, 2 * most, Future.result, Future.cancel)
 
 
 def prepare() -> None:

@@ -6,16 +6,16 @@ neither timing nor failures change the dataset.
 
 from __future__ import annotations
 
-import itertools
 import os
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import RayError, RayTaskError
 
 from packstore.errors import PackstoreError, sentence
+from packstore.etl.engines import in_order
 from packstore.tokenizer.chat import limits
 
 T = TypeVar("T")
@@ -35,31 +35,16 @@ def run(work: Callable[[T], R], items: Iterable[T], num_workers: int | None) -> 
                 ray.init(log_to_driver=False, include_dashboard=False, configure_logging=False)
             cores = max(1, int(ray.cluster_resources().get("CPU", 1)))
         except Exception as error:  # of Ray's own, and bare ones
-            rule, remedy = (
-                "must start, or be reached (RAY_ADDRESS)",
-                "Set engine local, or see its logs",
-            )
+            rule = "must start, or be reached (RAY_ADDRESS)"
+            remedy = "Set engine local, or see its logs"
             raise PackstoreError(sentence("Ray", rule, str(error), remedy)) from error
-        yield from _in_tasks(work, iter(items), num_workers or cores)
+        shared = [ray.put(work)]  # in a list, else Ray would load it for every task
+        task: Any = ray.remote(_work_on).options(max_retries=MAX_RETRIES, num_cpus=1)
+        submit, cancel = partial(task.remote, shared), partial(ray.cancel, force=True)
+        yield from in_order(submit, items, 2 * (num_workers or cores), _result, cancel)
     finally:
         if started:
             ray.shutdown()
-
-
-def _in_tasks(work: Callable[[T], R], stream: Iterator[T], num_workers: int) -> Iterator[R]:
-    shared = [ray.put(work)]  # in a list, else Ray would load it for every task
-    submit: Any = ray.remote(_work_on).options(max_retries=MAX_RETRIES, num_cpus=1)
-    pending: deque[Any] = deque()
-    try:
-        pending.extend(submit.remote(shared, x) for x in itertools.islice(stream, 2 * num_workers))
-        while pending:
-            result = _result(pending[0])
-            pending.popleft()
-            pending.extend(submit.remote(shared, x) for x in itertools.islice(stream, 1))
-            yield result
-    finally:
-        for task in pending:
-            ray.cancel(task, force=True)
 
 
 def _result(task: Any) -> Any:
