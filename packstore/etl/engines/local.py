@@ -328,20 +328,14 @@ def _picklable(error: Exception) -> Exception:
 
 
 def _send(pipe: IO[bytes], value: object) -> None:
-    """Sends a value, its arrays as raw bytes."""
+    """Sends a value, its arrays beside its pickle: what cannot be read is received whole, too."""
     buffers: list[pickle.PickleBuffer] = []
     data = pickle.dumps(value, 5, buffer_callback=buffers.append)
-    parts = [memoryview(data), *(buffer.raw() for buffer in buffers)]
-    pickle.dump([part.nbytes for part in parts], pipe)
-    for part in parts:
-        pipe.write(part)
+    pickle.dump((data, buffers), pipe, 5)
     pipe.flush()
 
 
 def _receive(pipe: IO[bytes]) -> Any:
-    """Receives what :func:`_send` sent; arrays can be written to."""
-    parts = [bytearray(size) for size in pickle.load(pipe)]
-    for part in parts:
-        if pipe.readinto(part) < len(part):  # type: ignore[attr-defined]
-            raise EOFError
-    return pickle.loads(parts[0], buffers=parts[1:])
+    """Receives what :func:`_send` sent."""
+    data, buffers = pickle.load(pipe)
+    return pickle.loads(data, buffers=buffers)
