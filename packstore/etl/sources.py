@@ -196,7 +196,7 @@ class RecordExampleReader:
         alone = local.QUICK_SECONDS if quick else local.WORTH_SECONDS
         stage = RecordTokenizer(self.tokenizer, self._config, self.kind, lint)
         watch = EngineWatch(self.tokenizer, self._config, self._config.seed, len(self.inputs))
-        return Tokenize(stage, None if threads else alone, watch)
+        return Tokenize(stage, watch, in_threads=threads, alone=alone)
 
     def provenance(self, sources: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
         """Returns sources (as passed, else those read here), tokenizer, settings and version."""

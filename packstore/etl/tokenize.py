@@ -16,10 +16,12 @@ Part = tuple[Examples, Tally]
 class Tokenize:
     """Parses and tokenizes a block, and samples it for a comparison. Picklable."""
 
-    def __init__(self, stage: RecordTokenizer, alone: float | None, watch: EngineWatch) -> None:
+    def __init__(
+        self, stage: RecordTokenizer, watch: EngineWatch, *, in_threads: bool, alone: float
+    ) -> None:
         self._stage, self._watch = stage, watch
         self.tokenizer = stage.tokenizer
-        self.alone = alone
+        self.in_threads, self.alone = in_threads, alone  # how engines run it
 
     def load(self) -> None:
         """Loads the tokenizer, which a pickle holds as text."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from typing import Any
 
 from packstore.registry import Registry
@@ -35,13 +36,10 @@ def in_order(
     submit: Callable[[Any], Any],
     items: Iterable[Any],
     most: int,
-    result: Callable[[Any], Any],
-    cancel: Callable[[Any], Any],
+    result: Callable[[Any], Any] = Future.result,
+    cancel: Callable[[Any], Any] = Future.cancel,
 ) -> Iterator[Any]:
-    """Yields the results of the tasks of the items, in order; at most this many wait for it.
-
-    An error, or the end of the iteration, cancels the other tasks.
-    """
+    """Yields the results of the items' tasks, in order; `most` may wait. An error cancels them."""
     pending: deque[Any] = deque()
 
     def first() -> Any:

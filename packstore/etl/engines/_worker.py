@@ -1,6 +1,9 @@
 """A worker process, which applies work to items: the side that it works for, and its own.
 
-Questions and answers are pickles, in pipes of its own.
+Questions and answers are pickles, in pipes of its own. It is not one of multiprocessing, whose
+forks break numba's OpenMP layer, s3fs and obstore, and whose other children run a user's script
+again; nor of loky, which no daemon of multiprocessing may use, whose workers outlive a job that is
+killed by a minute and more, and which ends them before they can remove their files.
 """
 
 from __future__ import annotations
@@ -12,11 +15,15 @@ import pickle
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import IO, Any
 
 from packstore.errors import PackstoreError
 from packstore.tokenizer.chat import limits
+
+WAIT_SECONDS = 60
+"""Time for which a process that waits for a job is given one; it ends half a minute later."""
 
 ITEM_SECONDS = 900
 """Processor time of a worker process for an item, which mostly takes less than a second; beyond it
@@ -34,58 +41,51 @@ _ENDED = (EOFError, OSError, pickle.UnpicklingError)
 
 
 class WorkerProcess:
-    """A worker process: a function of an item, once it has loaded the work."""
+    """A function of an item, in a process of its own, once it has loaded the work."""
 
     def __init__(self) -> None:
         code = (
             f"import sys; sys.path[:] = {sys.path!r}; from packstore.etl.engines import _worker; "
             f"_worker.serve({limits.SECONDS}, {limits.MEMORY})"
         )
-        self._error: BaseException | None = None
-        self.is_idle = False
+        self._waits_from = time.monotonic()
+        self.has_work = False
         try:
-            # Not by multiprocessing: its forks break numba's OpenMP layer, s3fs and obstore, and
-            # what it spawns runs a user's script again. Ctrl-C is for this process only.
             self._process = subprocess.Popen(
                 [sys.executable, "-c", code],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 env={**os.environ, **ONE_THREAD},
-                start_new_session=True,
+                start_new_session=True,  # Ctrl-C is for the job's own process
             )
         except OSError as error:
             raise PackstoreError(f"a worker process cannot be started: {error}") from error
 
     @property
-    def is_alive(self) -> bool:
-        """True unless the process has ended."""
-        return self._process.poll() is None
+    def waits(self) -> bool:
+        """True if it still waits for a job."""
+        waited = time.monotonic() - self._waits_from
+        return waited < WAIT_SECONDS and self._process.poll() is None
 
     def load(self, work: Callable[[Any], Any] | None) -> None:
-        """Sends the work, and waits until it is loaded; an error is raised for the next item."""
-        self._error = None
-        try:
-            self._answer(work, True)
-        except BaseException as error:
-            self._error = error
+        """Sends the work, and waits until it is loaded; None: waits for that of another job."""
+        self._waits_from = time.monotonic()
+        self._ask(True, work)
+        self.has_work = work is not None
 
     def __call__(self, item: Any) -> Any:
         """Returns the result of an item."""
-        if self._error is not None:
-            raise self._error
-        return self._answer(item, False)
+        return self._ask(False, item)
 
-    def _answer(self, item: Any, is_work: bool) -> Any:
+    def _ask(self, is_work: bool, value: Any) -> Any:
         questions, answers = self._process.stdin, self._process.stdout
         assert questions is not None
         assert answers is not None
-        self.is_idle = False  # until there is a whole answer
         try:
-            _send(questions, (is_work, item))
+            _send(questions, (is_work, value))
             succeeded, result = _receive(answers)
         except _ENDED as error:
             raise self._death_error() from error
-        self.is_idle = True
         if not succeeded:
             raise result
         return result
@@ -103,57 +103,54 @@ class WorkerProcess:
             remedy = "Look for a slow regular expression in the tokenizer"
         return PackstoreError(f"a worker process died ({cause}); nothing was committed. {remedy}.")
 
-    def end(self) -> None:
-        """Asks the process to end, and to remove its files before."""
-        self._process.terminate()
-
-    def kill(self) -> None:
-        """Ends the process, whatever it does; it has two seconds to remove its files."""
-        self.end()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(2)
-        self._process.kill()
-        with contextlib.suppress(OSError), self._process:
-            pass
+    @staticmethod
+    def end(processes: Sequence[WorkerProcess]) -> None:
+        """Ends processes, whatever they do; they have two seconds to remove their files."""
+        for process in processes:
+            process._process.terminate()
+        for process in processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process._process.wait(2)
+            process._process.kill()
+            with contextlib.suppress(OSError), process._process:
+                pass
 
 
 def serve(seconds: float, memory: int) -> None:
-    """Runs in a worker process: receives the work, then items, until the parent ends.
+    """Runs in a worker process: receives the work, then items, until the other process ends.
 
     A record may take so many seconds of processor time and bytes of memory to render.
     """
     questions, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # anything printed must not end up among the answers
     limits.allow_rendering(seconds, memory)
-    signal.signal(signal.SIGTERM, _end)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # removes its temporary files
     work: Any = None
     with contextlib.suppress(*_ENDED):
         while True:
             item = result = answer = None  # frees the previous ones
+            _end_after(WAIT_SECONDS + 30 if work is None else 0, ITEM_SECONDS)
             try:
                 is_work, item = _receive(questions)
+                _end_after(0, ITEM_SECONDS)
                 if is_work:
                     work, result = item, None
                     gc.unfreeze()
                     getattr(work, "load", lambda: None)()
                     gc.freeze()  # what is loaded is not searched for garbage again and again
                 else:
-                    if hasattr(signal, "setitimer"):
-                        signal.setitimer(signal.ITIMER_PROF, ITEM_SECONDS)
                     result = work(item)
                 answer = True, result
             except Exception as error:
                 answer = False, _picklable(error)
-            _send(answers, answer)  # fails if there was no item: the parent has ended
+            _send(answers, answer)  # fails if there was no item: the other process has ended
 
 
-def _end(*_: Any) -> None:
-    """Ends this process, so that it removes its temporary files; a second request changes nothing.
-
-    The interpreter would otherwise report it on stderr as an exception ignored at exit.
-    """
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    sys.exit(1)
+def _end_after(seconds: float, processor_seconds: float) -> None:
+    """Lets the kernel end this process after so much time, or processor time; 0: not."""
+    if hasattr(signal, "setitimer"):
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        signal.setitimer(signal.ITIMER_PROF, processor_seconds)
 
 
 def _picklable(error: Exception) -> Exception:
