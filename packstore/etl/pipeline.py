@@ -28,7 +28,7 @@ from packstore.etl.dedup_and_split import duplicates, split_names, stored_keys
 from packstore.etl.engines import ENGINES, engine_with, local
 from packstore.etl.partitions.resume import Partition, Written, check_growth
 from packstore.etl.partitions.slices import MANY_READS, READERS, read_keys, split
-from packstore.etl.partitions.work import PackPartitions, run_as_task, warm_up
+from packstore.etl.partitions.work import PackPartitions, run_as_task
 from packstore.etl.provenance import find_committed, run_name
 from packstore.etl.rejects import RejectsFile, identity
 from packstore.etl.sources import ExampleReader, RecordExampleReader, open_examples
@@ -44,6 +44,7 @@ from packstore.io.store.location import Location
 from packstore.io.versions.write_job import WriteJob, writing
 from packstore.pack.algorithms import STRATEGIES
 from packstore.pack.plan import merged_statistics
+from packstore.pack.warm_up import warm_up
 from packstore.progress import Progress
 from packstore.tokenizer.fastest import force_reference_engine
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import signal
 import threading
 from collections import deque
@@ -19,8 +18,6 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
-
-import numpy as np
 
 from packstore.config import PackConfig
 from packstore.etl.dedup_and_split import Selection, split_names
@@ -32,21 +29,17 @@ from packstore.etl.spill import Spill
 from packstore.etl.tokenize import Part, Tokenize
 from packstore.etl.totals import Contents, ProgressCounter
 from packstore.format import seeds
-from packstore.format.arrays import Examples, Tally
+from packstore.format.arrays import Tally
 from packstore.format.seeds import U64
 from packstore.io.manifest.partition_notes import PartitionNotes
 from packstore.io.shards.shard import PackShape
 from packstore.io.versions.shard_writer import ShardWriter
-from packstore.pack import kernels
-from packstore.pack.fill import fill, gather
 from packstore.pack.layout import sizes
 from packstore.pack.plan import plan
 from packstore.tokenizer.chat import limits
 from packstore.tokenizer.records.fields import VerdictWatch
 
 T = TypeVar("T")
-
-log = logging.getLogger("packstore")
 
 PASSES = 2
 """Maximum passes of one machine over a file; each reads some of the partitions. With more passes, a
@@ -252,42 +245,3 @@ def prefetch(
     finally:
         stop.set()
         thread.shutdown(cancel_futures=True)
-
-
-def warm_up(config: PackConfig) -> None:
-    """Loads the compiled loops of planning and filling in a thread; logs if it compiles them."""
-    kernels.load()
-    done = threading.Event()
-
-    def load() -> None:
-        with contextlib.suppress(Exception):  # it recurs where the loops are needed
-            _run_loops(config)
-        done.set()
-
-    def log_compiling() -> None:
-        while not done.wait(0.5):
-            if kernels.compiles():
-                log.info("compiling the loops that plan and fill packs, once in this environment")
-                return
-
-    # Not a daemon: the process waits for it at its end, as a compiler must not be interrupted.
-    threading.Thread(target=load, name="packstore-warm-up").start()
-    threading.Thread(target=log_compiling, daemon=True).start()
-
-
-def _run_loops(config: PackConfig) -> None:
-    """Plans and fills a pack of two examples."""
-    ones = np.ones(2, np.int32)
-    sample = Examples(
-        input_ids=ones,
-        supervised=ones.astype(np.bool_),
-        sequence_offsets=np.arange(3),
-        example_offsets=np.arange(3),
-        reward=ones.astype(np.float32),
-        example_ids=np.arange(2),
-    )
-    packing = plan(ones, config=config)
-    packing.statistics()
-    sizes(sample, config.layout)
-    gather(sample, packing.order)
-    fill(sample, packing.offsets, config.layout, packing.order)
