@@ -15,7 +15,7 @@ import contextlib
 import itertools
 import logging
 import os
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -34,7 +34,6 @@ from packstore.etl.rejects import RejectsFile, identity
 from packstore.etl.sources import ExampleReader, RecordExampleReader, open_examples
 from packstore.etl.totals import RecordTotals
 from packstore.format.arrays import Int64
-from packstore.format.seeds import U64
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.dataset.pack_index import put_index
 from packstore.io.manifest.manifest import build_manifest
@@ -175,9 +174,9 @@ def _pack(
     with RejectsFile(config.rejects, locations[0].storage_options, inputs) as rejects:
         totals = RecordTotals(jobs, reader, config, rejects, progress)
         known = None if base is None else stored_keys(base)
-        work = partial(PackPartitions, notes=notes, shape=shape, config=config, paths=reader.paths)
+        packing = PackPartitions(notes, shape, config, reader.paths, known)
         written: list[list[Written]] = []
-        with contextlib.closing(_partitions(work, reader, config, totals, known)) as partitions:
+        with contextlib.closing(_partitions(packing, reader, totals)) as partitions:
             for partition in partitions:
                 if not written:  # the job would fail at its end
                     check_growth(partition, config.partitions or 1, locations)
@@ -207,16 +206,13 @@ def _refuse_among_inputs(job: WriteJob, inputs: Iterable[Location]) -> None:
 
 
 def _partitions(
-    packing: Callable[..., PackPartitions],
-    reader: ExampleReader,
-    config: PackConfig,
-    totals: RecordTotals,
-    known: U64 | None,
+    packing: PackPartitions, reader: ExampleReader, totals: RecordTotals
 ) -> Generator[Partition, None, None]:
     """Yields all partitions in order, each packed and written, or taken over from a note."""
     totals.add_records(0)
+    config, known = packing.config, packing.known
     if not isinstance(reader, RecordExampleReader) or not reader.inputs:
-        yield from packing(None, known=known).pack_examples(reader, totals)
+        yield from packing.pack_examples(reader, totals)
         return
     number = config.partitions or 1
     workers = config.num_workers
@@ -244,9 +240,9 @@ def _partitions(
         stored = np.empty(0, np.uint64) if known is None else known
         before = np.full(len(stored), -1)
         repeated = list(duplicates([stored, *keys], [before, *ids])[1:])
-        known = None
+        packing = replace(packing, known=None)
     items = list(zip(range(number), slices, repeated, strict=True))
-    work, reused = packing(reader.tokenize(), known=known), 0
+    work, reused = partial(packing.pack_files, reader.tokenize()), 0
     done = run(partial(run_as_task, work), items) if in_tasks else work(items, run, totals)
     for partition in done:
         if in_tasks:

@@ -6,7 +6,7 @@ from the sizes of the inputs and the number of partitions, so every machine read
 
 from __future__ import annotations
 
-from collections import deque
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -119,16 +119,10 @@ def parts_with_owners(
     tokenize: Tokenize, pairs: Iterable[tuple[Owner, Block]], run: Run
 ) -> Iterator[tuple[Owner, Part, int]]:
     """Yields each owner with the part that its block becomes, and the bytes of the block."""
-    owners: deque[tuple[Owner, int]] = deque()
-
-    def blocks() -> Iterator[Block]:
-        for owner, block in pairs:
-            owners.append((owner, block.bytes))
-            yield block
-
-    for part in tokenize.parts(run, blocks()):
-        owner, size = owners.popleft()
-        yield owner, part, size
+    pairs, ahead = itertools.tee(pairs)
+    parts = tokenize.parts(run, (block for _, block in ahead))
+    for (owner, block), part in zip(pairs, parts, strict=True):
+        yield owner, part, block.bytes
 
 
 def read_keys(

@@ -16,7 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from packstore.config import PackConfig
@@ -92,43 +92,41 @@ Group = tuple[list[Spilled | Partition], Iterable[tuple[Spilled, Part, int]]]
 of the input that each part took."""
 
 
+@dataclass(frozen=True, eq=False)
 class PackPartitions:
     """Packs and writes partitions. Picklable, for the tasks of a cluster.
 
     `known` has the keys of duplicates of a dataset that grows, where a partition finds its own.
     """
 
-    def __init__(
-        self,
-        tokenize: Tokenize | None,
-        notes: Sequence[PartitionNotes],
-        shape: PackShape,
-        config: PackConfig,
-        paths: Mapping[int, str],
-        known: U64 | None,
-    ) -> None:
-        self._tokenize, self._notes, self._known = tokenize, notes, known
-        self._shape, self._config, self._paths = shape, config, paths
-        self._hashes, self._started = dict[int, str](), list[Spilled]()
+    notes: Sequence[PartitionNotes]
+    shape: PackShape
+    config: PackConfig
+    paths: Mapping[int, str]
+    known: U64 | None
+    _hashes: dict[int, str] = field(default_factory=dict)
+    _started: list[Spilled] = field(default_factory=list)
 
-    def __call__(
-        self, items: Iterable[Item], run: Run, counter: ProgressCounter | None = None
+    def pack_files(
+        self,
+        tokenize: Tokenize,
+        items: Iterable[Item],
+        run: Run,
+        counter: ProgressCounter | None = None,
     ) -> Iterator[Partition]:
         """Yields the partitions in order; `counter` may refuse one before its writing."""
-        tokenize = self._tokenize
-        assert tokenize is not None
-        at_once = -(-(self._config.partitions or 1) // PASSES)
-        remaining, collects = iter(items), self._config.rejects is not None
+        at_once = -(-(self.config.partitions or 1) // PASSES)
+        remaining, collects = iter(items), self.config.rejects is not None
 
         def groups() -> Iterator[Group]:
             while batch := list(itertools.islice(remaining, at_once)):
                 group = [
-                    reuse_finished_partition(self._notes, item, self._hashes, collects)
+                    reuse_finished_partition(self.notes, item, self._hashes, collects)
                     or self._start_partition(item)
                     for item in batch
                 ]
                 reading = [(p, p.slices) for p in group if isinstance(p, Spilled)]
-                blocks = read_blocks(reading, self._config, Spilled.record_file)
+                blocks = read_blocks(reading, self.config, Spilled.record_file)
                 yield group, parts_with_owners(tokenize, blocks, run)
 
         return self._write_groups(groups(), counter or ProgressCounter())
@@ -142,12 +140,10 @@ class PackPartitions:
         )
 
     def _write_groups(
-        self,
-        groups: Iterable[Group],
-        counter: ProgressCounter,
+        self, groups: Iterable[Group], counter: ProgressCounter
     ) -> Iterator[Partition]:
         """Writes the partitions of each group while those of the next one are read."""
-        stop, watch = threading.Event(), VerdictWatch(self._shape.kind, self._config)
+        stop, watch = threading.Event(), VerdictWatch(self.shape.kind, self.config)
 
         def read() -> Iterator[list[Spilled | Partition]]:
             for group, parts in groups:
@@ -175,19 +171,19 @@ class PackPartitions:
                 self._started.pop().close()
 
     def _start_partition(self, item: Item) -> Spilled:
-        self._started.append(Spilled(item, self._config, self._paths, self._known))
+        self._started.append(Spilled(item, self.config, self.paths, self.known))
         return self._started[-1]
 
     def _write(self, spilled: Spilled, contents: Contents, counter: ProgressCounter) -> Partition:
         """Plans, fills and writes a partition, and puts its note."""
         written = [
             self._write_packs(spilled.number, spill, notes, counter)
-            for spill, notes in zip(spilled.spills, self._notes, strict=True)
+            for spill, notes in zip(spilled.spills, self.notes, strict=True)
         ]
         spilled.close()
         partition = Partition(contents, written)
         if spilled.slices:
-            partition.note(self._notes, spilled.item, spilled.versions)
+            partition.note(self.notes, spilled.item, spilled.versions)
         return partition
 
     def _write_packs(
@@ -195,14 +191,14 @@ class PackPartitions:
     ) -> Written:
         if not spill.num_examples:
             return Written([])
-        config = self._config
+        config = self.config
         if number:  # the first one keeps the seed: its plan equals packstore.plan(lengths)
             config = replace(config, seed=seeds.derive(config.seed, "partition", number) >> 1)
         packing = plan(spill.lengths(), config=config)
-        last = number + 1 == config.partitions and notes is self._notes[-1]
+        last = number + 1 == config.partitions and notes is self.notes[-1]
         run = f"{notes.run}-p{number:05d}"
         with (
-            ShardWriter(notes.location, self._shape, config, run) as writer,
+            ShardWriter(notes.location, self.shape, config, run) as writer,
             contextlib.closing(prefetch(spill.packs(packing, config), 2)) as filled,
         ):
             left = packing.num_packs
@@ -213,7 +209,7 @@ class PackPartitions:
             shards = writer.finish()
         # The plan counts padded lengths; only the writer counts the tokens.
         planning = replace(packing, tokens=sum(part.shard.tokens for part in shards)).statistics()
-        planning["seed"] = self._config.seed
+        planning["seed"] = self.config.seed
         return Written(shards, planning)
 
 
