@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from packstore.tokenizer.chat.template import Message
 from packstore.tokenizer.records.parse import Parsed
 
-_TAGGED = re.compile(r"\s*(<([\w-]+)>|\[([\w-]+)\])\s?(.*?)\s?((?(2)</\2>|\[/\3\]))\s*", re.DOTALL)
+_OPENS = re.compile(r"\s*(<[\w-]+>|\[[\w-]+\])\s?")
 
 
 def without_tags(parsed: Parsed, texts: Sequence[str]) -> Parsed:
@@ -27,10 +28,15 @@ def without_tags(parsed: Parsed, texts: Sequence[str]) -> Parsed:
 def _bare(messages: Any, text: str) -> Any:
     bare: dict[int, Message] = {}
     for i, message in enumerate(messages):
-        content = message["content"]
-        if content and (tagged := _TAGGED.fullmatch(content)):
-            opens, _, _, inner, closes = tagged.groups()
-            parts = map(re.escape, (opens, content.strip(), closes))
-            if re.search(r"\s*".join(parts), text):
-                bare[i] = {**message, "content": inner}
+        content = (message["content"] or "").rstrip()
+        if not (begins := _OPENS.match(content)):
+            continue
+        opens = begins[1]
+        closes = f"{opens[0]}/{opens[1:]}"
+        if not content.endswith(closes):
+            continue
+        around = itertools.pairwise(text.split(content.lstrip()))
+        if any(a.rstrip().endswith(opens) and b.lstrip().startswith(closes) for a, b in around):
+            inner = content[begins.end() :].removesuffix(closes)
+            bare[i] = {**message, "content": inner[: len(inner) - inner[-1:].isspace()]}
     return [bare.get(i, message) for i, message in enumerate(messages)] if bare else messages
