@@ -83,5 +83,10 @@ def examples_of_step(args: Any, given: int | None) -> int:
     if given is not None and (args.per_device_train_batch_size, own) != (8, 8):
         rule = "per_device_train_batch_size and gradient_accumulation_steps must then be left out"
         raise ConfigError(sentence(f"examples_per_step={given}", rule, f"{own} a rank"))
+    accumulated = getattr(args.accelerator_config, "gradient_accumulation_kwargs", None) or {}
+    if accumulated.get("num_steps", 1) != 1:
+        where, rule = "setting accelerator_config: num_steps", "a step must be one batch"
+        found, remedy = str(accumulated["num_steps"]), "Give gradient_accumulation_steps"
+        raise ConfigError(sentence(where, rule, found, remedy))
     args.gradient_accumulation_steps = 1  # of `args`, which are the trainer's own copy
     return own * args.world_size if given is None else given

@@ -178,6 +178,9 @@ class DataMixin(Trainer):  # type: ignore[misc]
             steps, epochs = args.max_steps, loader.data.epoch + args.max_steps
         else:
             epochs = math.ceil(args.num_train_epochs)
+            if epochs < 1:
+                found = str(args.num_train_epochs)
+                raise ConfigError(sentence("setting num_train_epochs", "it must be above 0", found))
             left = loader.plan(epochs - loader.data.epoch, left=True).steps
             steps = math.ceil((done + left) * args.num_train_epochs / epochs)
         if done >= steps:  # the Trainer would run one more

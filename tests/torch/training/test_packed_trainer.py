@@ -264,6 +264,20 @@ def test_every_field_of_the_arguments_is_taken_or_refused(tmp_path: Path) -> Non
             check_arguments(other, OF_PACKS)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_train_epochs", 0),
+        ("accelerator_config", {"gradient_accumulation_kwargs": {"num_steps": 2}}),
+    ],
+)
+def test_steps_that_are_none_or_several(
+    made: SimpleNamespace, tmp_path: Path, name: str, value: Any
+) -> None:
+    with pytest.raises(ConfigError, match=f"setting {name}.* must be"):
+        run(settings(made, tmp_path, arguments={name: value}))
+
+
 def test_a_diverged_run_writes_no_weights(made: SimpleNamespace, tmp_path: Path) -> None:
     given = settings(made, tmp_path, arguments={"learning_rate": 1e30, "save_steps": 1})
     with pytest.raises(DivergedError, match="must be finite"):
