@@ -6,8 +6,12 @@ import json
 import re
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 from small_jobs import pairs, write_jsonl
 
@@ -81,3 +85,31 @@ def test_on_a_local_disk(fractions: tuple[float, ...], tmp_path: Path) -> None:
         packstore.clean(place, delete=True, older_than=0, no_writers=True)
         assert not packstore.clean(place, older_than=0, no_writers=True).leftovers
         assert manifest(folder) == expected
+
+
+def test_no_file_is_closed_under_its_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C while the thread that writes is started: native code crashed on the closed file."""
+    start, write = threading.Thread.start, pq.ParquetWriter.write_table
+    begun: list[int] = []
+    ended: list[int] = []
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        if thread.name.startswith("packstore-write"):
+            time.sleep(0.2)
+            raise KeyboardInterrupt
+
+    def slowly(*args: Any, **settings: Any) -> None:
+        begun.append(1)
+        time.sleep(0.5)
+        write(*args, **settings)
+        ended.append(1)
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    monkeypatch.setattr(pq.ParquetWriter, "write_table", slowly)
+    with pytest.raises(KeyboardInterrupt):
+        packstore.pack(write_jsonl(tmp_path / "a.jsonl", pairs(20)), tmp_path / "ds", pack_size=64)
+    assert begun == ended
+    assert not [*tmp_path.glob("ds/**/*.parquet")]

@@ -103,6 +103,9 @@ class ShardWriter:
         self._schema = pack_schema(shape.kind, shape.layout, label_spans=spans, carry=carry)
         self._staging = Staging(location, (FOLDER, DATA))
         self._encoder = ThreadPoolExecutor(1, "packstore-write")
+        # A thread whose start is interrupted is not waited for, so it starts before there is a
+        # file that could be closed while it writes.
+        self._encoder.submit(int)
         self._encoding: deque[Future[None]] = deque()
         self._shard: ShardFile | None = None
         self._pending: list[tuple[pa.RecordBatch, Int64, Int32]] = []

@@ -148,7 +148,7 @@ def newest_checkpoint(folder: str) -> str | None:
                 if (path / POSITION).is_file():
                     found.append((step_of(path), str(path)))
                     continue
-            logger.warning("%s was not written whole, and is passed over", path)
+            logger.warning("%s has no whole state of a run, and is passed over", path)
     return max(found)[1] if found else None
 
 
