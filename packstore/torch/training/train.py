@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import parse_flag_from_env
+from safetensors import SafetensorError
 from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 
 from packstore.config.training import TrainConfig, TrainModelConfig
@@ -47,6 +48,10 @@ SHOWN: dict[str, tuple[str, str]] = {
     "learning_rate": ("learning rate", ".2e"),
 }
 """Metric -> its name in a line of the log, and its format."""
+
+
+CLIENTS = {"httpx", "httpx2", "requests", "huggingface_hub", "wandb", "mlflow", "trackio"}
+"""Packages of the clients of hubs and trackers, whose errors are of no common class."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,20 +127,21 @@ def train(
     before = read_position(Path(checkpoint))["settings"] if checkpoint else {}
     if given["compile"] == "auto" and before.get("compile") == "none":
         given["compile"] = "none"
-    with _named_settings():
-        args = _arguments(config, before.get("mixed_precision"))
-        trainer = PackedTrainer(args=args, callbacks=[LogLines, *callbacks], **given)
-    trainer.remove_callback(PrinterCallback)  # it would print on stdout
-    with _named_metric(trainer):
-        trainer.train(checkpoint)
-    step, history = trainer.state.global_step, trainer.state.log_history
-    evaluated = [record for record in history if "eval_loss" in record]
-    if config.eval_dataset and not (evaluated and evaluated[-1]["step"] == step):
-        trainer.evaluate()
+    with _named_places(config.output_dir):
+        with _named_settings():
+            args = _arguments(config, before.get("mixed_precision"))
+            trainer = PackedTrainer(args=args, callbacks=[LogLines, *callbacks], **given)
+        trainer.remove_callback(PrinterCallback)  # it would print on stdout
+        with _named_metric(trainer):
+            trainer.train(checkpoint)
+        step, history = trainer.state.global_step, trainer.state.log_history
         evaluated = [record for record in history if "eval_loss" in record]
-    trainer.save_model()
-    trainer.save_state()
-    trainer.create_model_card()
+        if config.eval_dataset and not (evaluated and evaluated[-1]["step"] == step):
+            trainer.evaluate()
+            evaluated = [record for record in history if "eval_loss" in record]
+        trainer.save_model()
+        trainer.save_state()
+        trainer.create_model_card()
     trainer.accelerator.wait_for_everyone()
     trained = [record for record in history if "loss" in record]
     return TrainResult(
@@ -171,6 +177,23 @@ def _arguments(config: TrainConfig, precision: str | None) -> TrainingArguments:
         if chosen == "bf16":
             args = TrainingArguments(**given, bf16=True)
     return args
+
+
+@contextmanager
+def _named_places(output_dir: str) -> Iterator[None]:
+    """Names the output in errors of its disk, of the hub and of trackers: no defects of ours."""
+    try:
+        yield
+    except PackstoreError:
+        raise
+    except Exception as error:
+        package = type(error).__module__.partition(".")[0]
+        if not isinstance(error, OSError | SafetensorError) and package not in CLIENTS:
+            raise
+        rule = "disk, hub and trackers must take what is written"
+        remedy = "The same command again goes on from the newest checkpoint"
+        found = quote(str(error), 200)
+        raise StorageError(sentence(f"output_dir {output_dir}", rule, found, remedy)) from error
 
 
 @contextmanager

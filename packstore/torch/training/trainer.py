@@ -197,11 +197,12 @@ class PackedTrainer(PackedSteps):
             known = [field.name for field in fields(LoraConfig)]
             check_names(peft_config, known, "PEFT's LoraConfig", "member of peft_config")
             task = "SEQ_CLS" if self.loss_fn.scores else "CAUSAL_LM"
-            defaults = {"target_modules": "all-linear", "task_type": task}
-            peft_config = LoraConfig(**{**defaults, **peft_config})
+            peft_config = {"target_modules": "all-linear", "task_type": task, **peft_config}
         try:
+            if isinstance(peft_config, Mapping):
+                peft_config = LoraConfig(**peft_config)
             return get_peft_model(model.requires_grad_(False), peft_config)
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
             rule = "PEFT must be able to add it to the model"
             raise ConfigError(sentence("peft_config", rule, quote(str(error), 200))) from error
 

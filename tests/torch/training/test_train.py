@@ -312,6 +312,7 @@ def test_a_metric_that_no_evaluation_has_is_named(made: SimpleNamespace, tmp_pat
             r"must have a score; found kind",
         ),
         ({"peft_config": {"r": 2, "target_modules": ["nope"]}}, ConfigError, "found .*nope"),
+        ({"peft_config": {"r": "two"}}, ConfigError, "peft_config: PEFT must be able to add it"),
         ({"peft_config": {"rank": 2}}, UnknownNameError, "unknown member of peft_config 'rank'"),
         ({"per_device_train_batch_size": 2}, ConfigError, "must then be left out; found 2 a rank"),
         ({"fp16": True}, ConfigError, "setting fp16: it must be False with packs"),

@@ -203,6 +203,10 @@ def test_what_is_resumed_must_be_there_and_whole(made: dict[str, Any], tmp_path:
     with small_files(20_000), pytest.raises(StorageError, match="must be possible to write it"):
         train(**settings, max_steps=2)
     assert [path.name for path in checkpoints(output)] == ["checkpoint-1"]
+    for more in ("push_to_hub", "save_only_model"):  # the hub is out of reach
+        again = {**settings, more: True, "output_dir": str(tmp_path / more), "save_strategy": "no"}
+        with small_files(20_000), pytest.raises(StorageError, match="must take what is written"):
+            train(**again, max_steps=1)
     train(**settings, max_steps=2)
     other = tmp_path / "other"
     train(**{**settings, "output_dir": str(other)}, max_steps=2)
