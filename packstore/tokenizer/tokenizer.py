@@ -96,14 +96,16 @@ class Tokenizer:
     @cached_property
     def template(self) -> ChatTemplate | None:
         """The compiled chat template."""
-        text = self.chat_template
-        return None if text is None else ChatTemplate(text, self._token_strings())
+        return self._compile(self.chat_template)
 
     @cached_property
     def tool_use_template(self) -> ChatTemplate | None:
         """The compiled chat template for records with tools, if it differs."""
-        text = self.tool_template
-        return None if text is None else ChatTemplate(text, self._token_strings())
+        return self._compile(self.tool_template)
+
+    def _compile(self, text: str | None) -> ChatTemplate | None:
+        known = {name: token for name, token in self._token_strings().items() if token is not None}
+        return None if text is None else ChatTemplate(text, known)
 
     def template_for(self, tools: Tools, variables: Mapping[str, Any]) -> ChatTemplate | None:
         """Returns the chat template of a record with these tools and variables, as transformers."""
@@ -115,7 +117,7 @@ class Tokenizer:
         if key not in self._varied:
             if len(self._varied) >= VARIED_TEMPLATES:
                 self._varied.clear()
-            self._varied[key] = replace(template, variables=dict(variables))
+            self._varied[key] = replace(template, variables={**template.variables, **variables})
         return self._varied[key]
 
     @cached_property

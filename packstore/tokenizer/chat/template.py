@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property, lru_cache
 from typing import Any
@@ -50,8 +50,7 @@ class ChatTemplate:
     """A chat template."""
 
     source: str  # Jinja text
-    tokens: Mapping[str, str | None]  # ``bos_token``, ...; None if the tokenizer has none
-    variables: Mapping[str, Any] = field(default_factory=dict)  # such as ``enable_thinking``
+    variables: Mapping[str, Any]  # such as ``bos_token`` and ``enable_thinking``
 
     def __post_init__(self) -> None:
         _compile(self.source)
@@ -152,10 +151,10 @@ class ChatTemplate:
         compiled: Template | None = None,
         **variables: Any,
     ) -> str:
-        context = {**self._context, "messages": list(messages), "tools": tools, **variables}
+        given = {"messages": list(messages), "tools": tools, "documents": None, **variables}
         parts, size = [], 0
         try:
-            for part in (compiled or _compile(self.source)).generate(context):
+            for part in (compiled or _compile(self.source)).generate({**self.variables, **given}):
                 parts.append(part)
                 size += len(part)
                 if size > MAX_RENDERED:
@@ -165,12 +164,6 @@ class ChatTemplate:
         except Exception as error:  # untrusted code on untrusted data may raise anything
             raise Refused("template_refused", f"{type(error).__name__}: {error}") from error
         return "".join(parts)
-
-    @cached_property
-    def _context(self) -> dict[str, Any]:
-        """Variables of every rendering; they override tokens of the same name."""
-        tokens = {name: token for name, token in self.tokens.items() if token is not None}
-        return {**tokens, **self.variables, "documents": None}
 
 
 @lru_cache(maxsize=16)
