@@ -15,9 +15,10 @@ from packstore.config import RunConfig, SelectConfig, TokenizeConfig
 from packstore.config.record_shapes import known
 from packstore.errors import TokenizerError, sentence
 from packstore.format.arrays import Examples, Int64, Rows, Tally, example_id, to_offsets
-from packstore.tokenizer.chat.limits import limited, restart_clock
-from packstore.tokenizer.chat.messages import is_empty
 from packstore.tokenizer.control import holds
+from packstore.tokenizer.dialogue.limits import limited, restart_clock
+from packstore.tokenizer.dialogue.messages import is_empty
+from packstore.tokenizer.drafts import begins_rendered, check_responses, draft_record
 from packstore.tokenizer.encode import assemble
 from packstore.tokenizer.records.fast_path import parse_plain_texts
 from packstore.tokenizer.records.fields import (
@@ -38,7 +39,6 @@ from packstore.tokenizer.records.sequences import Draft, Sequences, Tokens, id_s
 from packstore.tokenizer.records.shapes import NONE, Shape
 from packstore.tokenizer.records.tags import without_tags
 from packstore.tokenizer.refusals import Refused, raise_if_error
-from packstore.tokenizer.rendered import begins_rendered, check_responses, draft_record
 from packstore.tokenizer.tokenizer import Tokenizer
 
 Lint = Callable[[Parsed], Iterable[tuple[str, str]]]

@@ -14,8 +14,8 @@ from typing import Any, Self
 import numpy as np
 
 from packstore.format.tokenizer_identity import PROBES, probe_sha256
-from packstore.tokenizer.chat.template import TEMPLATE_DATE, ChatTemplate, Tools
 from packstore.tokenizer.control import control_pattern
+from packstore.tokenizer.dialogue.template import TEMPLATE_DATE, ChatTemplate, Tools
 from packstore.tokenizer.engines import ENGINES, Engine
 
 FAST = "fastokens"

@@ -112,7 +112,7 @@ CODE = """
 import json, sys
 import packstore
 from packstore.errors import DropRateError, TokenizerError
-from packstore.tokenizer.chat import limits
+from packstore.tokenizer.dialogue import limits
 import packstore.etl.pipeline, polars
 
 limits.SECONDS, limits.MEMORY = 0.5, 512 << 20  # less than it is, to be quick
@@ -152,7 +152,7 @@ def test_a_job_ends_where_a_template_needs_too_much(
 TEXT = """
 import json
 import packstore
-from packstore.tokenizer.chat import limits
+from packstore.tokenizer.dialogue import limits
 import packstore.etl.pipeline, polars
 
 limits.SECONDS = 0.01

@@ -13,7 +13,7 @@ from packstore.config.record_shapes import HARMLESS, known
 from packstore.errors import RecordError
 from packstore.format.arrays import Rows
 from packstore.tokenizer import RecordTokenizer, load_tokenizer
-from packstore.tokenizer.chat import limits
+from packstore.tokenizer.dialogue import limits
 from packstore.tokenizer.records.fields import unexplained
 from packstore.tokenizer.records.shapes import table
 from tests.tokenizer.test_shapes import TEMPLATE

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import IO, Any
 
 from packstore.errors import PackstoreError
-from packstore.tokenizer.chat import limits
+from packstore.tokenizer.dialogue import limits
 
 WAIT_SECONDS = 60
 """Time for which a process that waits for a job is given one; it ends half a minute later."""

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from packstore.errors import PackstoreError
 from packstore.etl.engines import in_order
 from packstore.etl.engines._worker import WorkerProcess
-from packstore.tokenizer.chat import limits
+from packstore.tokenizer.dialogue import limits
 
 log = logging.getLogger("packstore")
 

@@ -16,7 +16,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from packstore.errors import PackstoreError, sentence
 from packstore.etl.engines import in_order
-from packstore.tokenizer.chat import limits
+from packstore.tokenizer.dialogue import limits
 
 T = TypeVar("T")
 R = TypeVar("R")

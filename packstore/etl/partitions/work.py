@@ -36,7 +36,7 @@ from packstore.io.shards.shard import PackShape
 from packstore.io.versions.shard_writer import ShardWriter
 from packstore.pack.layout import sizes
 from packstore.pack.plan import plan
-from packstore.tokenizer.chat import limits
+from packstore.tokenizer.dialogue import limits
 from packstore.tokenizer.records.fields import VerdictWatch
 
 T = TypeVar("T")

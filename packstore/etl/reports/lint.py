@@ -22,8 +22,8 @@ from packstore.etl.totals import absent_fields
 from packstore.format.arrays import SOURCE_SHIFT, Bool, Examples, Tally
 from packstore.io.inputs.pieces import place_of
 from packstore.tokenizer import Tokenizer
-from packstore.tokenizer.chat.limits import limited
-from packstore.tokenizer.chat.template import Message
+from packstore.tokenizer.dialogue.limits import limited
+from packstore.tokenizer.dialogue.template import Message
 from packstore.tokenizer.records.fields import unexplained, verdicts
 from packstore.tokenizer.records.parse import Parsed
 from packstore.tokenizer.refusals import Refused

@@ -12,8 +12,8 @@ import numpy as np
 
 from packstore.config import TokenizeConfig
 from packstore.config.record_shapes import known
-from packstore.tokenizer.chat.messages import HH_BEGINNING, OBJECTS
 from packstore.tokenizer.control import holds
+from packstore.tokenizer.dialogue.messages import HH_BEGINNING, OBJECTS
 from packstore.tokenizer.records.fields import LARGEST_REWARD
 from packstore.tokenizer.records.parse import Parsed, parse_canonical
 from packstore.tokenizer.refusals import Refused

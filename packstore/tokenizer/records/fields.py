@@ -15,8 +15,8 @@ from packstore.config.record_shapes import HARMLESS, known
 from packstore.errors import ConfigError, RecordError, quote, sentence
 from packstore.format.arrays import FEW_VALUES, MAX_FIELDS, Column, Tally
 from packstore.format.schema import COLUMN_NAME, COLUMNS
-from packstore.tokenizer.chat.messages import is_empty, parsed_json
-from packstore.tokenizer.chat.sandbox import as_json
+from packstore.tokenizer.dialogue.messages import is_empty, parsed_json
+from packstore.tokenizer.dialogue.sandbox import as_json
 from packstore.tokenizer.records.paths import parse_json_text
 from packstore.tokenizer.records.sequences import unwrapped
 from packstore.tokenizer.refusals import Refused, wrong_type

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from packstore.tokenizer.chat.messages import ROLES, is_hh
+from packstore.tokenizer.dialogue.messages import ROLES, is_hh
 from packstore.tokenizer.records.fields import is_number, is_score
 from packstore.tokenizer.records.sequences import holds_ids
 

@@ -11,7 +11,7 @@ from typing import Any
 from packstore.config import TokenizeConfig
 from packstore.config.record_shapes import known
 from packstore.errors import quote
-from packstore.tokenizer.chat.messages import is_empty, normalize_messages, text_as_messages
+from packstore.tokenizer.dialogue.messages import is_empty, normalize_messages, text_as_messages
 from packstore.tokenizer.records.fields import is_number
 from packstore.tokenizer.records.forms import is_text, role_at
 from packstore.tokenizer.records.paths import follow, parse_path

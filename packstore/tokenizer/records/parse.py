@@ -12,7 +12,7 @@ import numpy as np
 from packstore.config import TokenizeConfig
 from packstore.errors import quote
 from packstore.format.arrays import Bool, Int32
-from packstore.tokenizer.chat.messages import (
+from packstore.tokenizer.dialogue.messages import (
     ASSISTANT,
     HUMAN,
     is_hh,
@@ -23,8 +23,8 @@ from packstore.tokenizer.chat.messages import (
     split_texts,
     text_as_messages,
 )
-from packstore.tokenizer.chat.sandbox import as_json
-from packstore.tokenizer.chat.template import Message, Tools
+from packstore.tokenizer.dialogue.sandbox import as_json
+from packstore.tokenizer.dialogue.template import Message, Tools
 from packstore.tokenizer.records.fields import Fields, number
 from packstore.tokenizer.records.named import canonical
 from packstore.tokenizer.records.paths import with_paths

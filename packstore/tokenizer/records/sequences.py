@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from packstore.format.arrays import IGNORE_INDEX, Bool, Int32, Int64, to_offsets
-from packstore.tokenizer.chat.template import Span
+from packstore.tokenizer.dialogue.template import Span
 from packstore.tokenizer.refusals import Refused, wrong_type
 from packstore.tokenizer.tokenizer import Tokenizer
 

@@ -14,8 +14,8 @@ from packstore.config import TokenizeConfig
 from packstore.config.names import meant
 from packstore.config.record_shapes import known, read_yaml
 from packstore.errors import ConfigError, RecordError, quote, sentence
-from packstore.tokenizer.chat.messages import is_empty
-from packstore.tokenizer.chat.sandbox import as_json
+from packstore.tokenizer.dialogue.messages import is_empty
+from packstore.tokenizer.dialogue.sandbox import as_json
 from packstore.tokenizer.records.fields import Fields, is_score
 from packstore.tokenizer.records.forms import FORMS
 from packstore.tokenizer.records.paths import Path, follow, missing, parse_path, with_paths

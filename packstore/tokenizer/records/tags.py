@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from packstore.tokenizer.chat.template import Message
+from packstore.tokenizer.dialogue.template import Message
 from packstore.tokenizer.records.parse import Parsed
 
 _OPENS = re.compile(r"\s*(<[\w-]+>|\[[\w-]+\])\s?")

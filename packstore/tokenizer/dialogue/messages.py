@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 from packstore.config.packing import RESERVED_VARIABLES
 from packstore.errors import quote
-from packstore.tokenizer.chat.sandbox import as_json
-from packstore.tokenizer.chat.template import Message, Tools
+from packstore.tokenizer.dialogue.sandbox import as_json
+from packstore.tokenizer.dialogue.template import Message, Tools
 from packstore.tokenizer.refusals import Refused
 
 T = TypeVar("T")

@@ -11,11 +11,11 @@ import numpy as np
 
 from packstore.config import TokenizeConfig
 from packstore.errors import TokenizerError, quote, sentence
-from packstore.tokenizer.chat.dialogue import Dialogue, template_messages
-from packstore.tokenizer.chat.messages import has_content, map_strings, without_thinking
-from packstore.tokenizer.chat.sandbox import as_json
-from packstore.tokenizer.chat.template import ChatTemplate
 from packstore.tokenizer.control import free_characters, holds
+from packstore.tokenizer.dialogue.dialogue import Dialogue, template_messages
+from packstore.tokenizer.dialogue.messages import has_content, map_strings, without_thinking
+from packstore.tokenizer.dialogue.sandbox import as_json
+from packstore.tokenizer.dialogue.template import ChatTemplate
 from packstore.tokenizer.records.parse import Parsed
 from packstore.tokenizer.records.sequences import Draft, Mode
 from packstore.tokenizer.refusals import Refused

@@ -17,8 +17,8 @@ from jinja2.parser import Parser
 from jinja2.visitor import NodeTransformer
 
 from packstore.errors import TokenizerError, sentence
-from packstore.tokenizer.chat.sandbox import MAX_RENDERED, MAX_SOURCE, Sandbox, as_json
 from packstore.tokenizer.control import free_characters
+from packstore.tokenizer.dialogue.sandbox import MAX_RENDERED, MAX_SOURCE, Sandbox, as_json
 from packstore.tokenizer.refusals import Refused
 
 TEMPLATE_DATE = "2024-07-26"

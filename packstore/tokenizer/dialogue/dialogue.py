@@ -10,10 +10,10 @@ from functools import cached_property, partial
 from typing import Any
 
 from packstore.config import TokenizeConfig
-from packstore.tokenizer.chat.messages import SKIPPED, has_content, map_strings, text_arguments
-from packstore.tokenizer.chat.sandbox import as_json
-from packstore.tokenizer.chat.template import ChatTemplate, Message, Span, Tools
 from packstore.tokenizer.control import free_characters
+from packstore.tokenizer.dialogue.messages import SKIPPED, has_content, map_strings, text_arguments
+from packstore.tokenizer.dialogue.sandbox import as_json
+from packstore.tokenizer.dialogue.template import ChatTemplate, Message, Span, Tools
 from packstore.tokenizer.refusals import Refused
 
 SHORT = 8
