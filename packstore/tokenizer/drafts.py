@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ import numpy as np
 from packstore.config import TokenizeConfig
 from packstore.errors import TokenizerError, quote, sentence
 from packstore.tokenizer.control import free_characters, holds
-from packstore.tokenizer.dialogue.dialogue import Dialogue, template_messages
+from packstore.tokenizer.dialogue.dialogue import Dialogue
 from packstore.tokenizer.dialogue.messages import has_content, map_strings, without_thinking
 from packstore.tokenizer.dialogue.sandbox import as_json
 from packstore.tokenizer.dialogue.template import ChatTemplate
@@ -165,20 +164,14 @@ def _draft_messages(
         raise TokenizerError(sentence(f"tokenizer {tokenizer.name}", rule, "none", remedy))
     if config.on["unread_field"] != "keep":
         _check_variables(parsed.variables or {}, template)
-    messages: Any = [parsed.prompt, *parsed.responses]
-    prompt, *responses = messages
-    prompt = template_messages(template, prompt)
-    render_prompt = cache(partial(template.render, prompt, tools, prompt=True))
-    drafts: list[Draft] = []
-    events: list[str] = []
+    prompt: Any = parsed.prompt
+    responses: Any = parsed.responses
+    sides: list[Dialogue] = []
     for response in responses:
-        one = Dialogue(
-            template, prompt, response, tools, config, render_prompt, is_first=not drafts
-        )
-        events += one.events
-        mode: Mode = "guarded" if guard else "control"
-        drafts.append(Draft(one.text, one.spans, mode, guard, one.system_end, True))
-    return drafts, events
+        sides.append(Dialogue(template, prompt, response, tools, config, *sides[:1]))
+    mode: Mode = "guarded" if guard else "control"
+    drafts = [Draft(one.text, one.spans, mode, guard, one.system_end, True) for one in sides]
+    return drafts, [event for one in sides for event in one.events]
 
 
 def _check_unicode(draft: Draft, config: TokenizeConfig, events: list[str]) -> Draft:

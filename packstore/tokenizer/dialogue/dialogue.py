@@ -36,7 +36,6 @@ class Dialogue:
     Attributes:
         spans: the supervised characters of `text`, (start, end), in order.
         events: what is to be noted of the dialogue.
-        system_end: the end of a leading system turn in `text` if truncation keeps it, else 0.
 
     Raises:
         Refused: the template refuses the messages, hides a turn or leaves a part out; no turn is
@@ -50,13 +49,12 @@ class Dialogue:
         response: list[Message],
         tools: Tools,
         config: TokenizeConfig,
-        render_prompt: Callable[[], str],  # with a generation prompt, once for all sides
-        *,
-        is_first: bool,  # of the sides; the others are not searched for the tools
+        beside: Dialogue | None = None,  # the first side of the record, which checked the tools
     ) -> None:
         self._template, self._tools, self._config = template, tools, config
-        self._first, self._render_prompt = len(prompt), render_prompt
-        self._messages = [*prompt, *template_messages(template, response)]
+        self._first = len(prompt)
+        self._shared: dict[int, str] = beside._shared if beside else {}  # the rendered prompt
+        self._messages = _messages_for(template, [*prompt, *response])
         answers = range(len(prompt), len(self._messages))
         self._turns = [i for i in answers if self._messages[i]["role"] == "assistant"]
         self._learned = self._learned_turns(response)
@@ -68,13 +66,11 @@ class Dialogue:
         self.spans = [self._after_empty_thinking(span) for span in spans]
         if self.spans != spans:
             self.events.append("empty_thinking")
-        self._check_parts(tools if is_first else None)
+        self._check_parts(None if beside else tools)
         if template.written_prompt and self.text.endswith(template.written_prompt):
             self.events.append("generation_prompt_always")
             if config.append_eos:  # it follows the answer
                 self.text = self.text.removesuffix(template.written_prompt)
-        keeps_system = config.on["overlong"] == "truncate_prompt"
-        self.system_end = self._system_end() if keeps_system else 0
 
     @cached_property
     def text(self) -> str:
@@ -188,9 +184,10 @@ class Dialogue:
 
     def _prompt(self, i: int) -> str:
         """Renders the first `i` messages, with the generation prompt."""
-        if i == self._first:
-            return self._render_prompt()
-        return self._template.render(self._messages[:i], self._tools, prompt=True)
+        known = self._shared if i == self._first else {}
+        if i not in known:
+            known[i] = self._template.render(self._messages[:i], self._tools, prompt=True)
+        return known[i]
 
     def _render(self, messages: list[Message]) -> str:
         """Renders messages, without a generation prompt."""
@@ -323,8 +320,11 @@ class Dialogue:
         except Refused:
             return True
 
-    def _system_end(self) -> int:
-        if self._messages[0]["role"] not in ("system", "developer"):
+    @property
+    def system_end(self) -> int:
+        """The end of a leading system turn in `text` if truncation keeps it, else 0."""
+        keeps_system = self._config.on["overlong"] == "truncate_prompt"
+        if not keeps_system or self._messages[0]["role"] not in ("system", "developer"):
             return 0
         try:
             system = self._render(self._messages[:1])
@@ -333,7 +333,7 @@ class Dialogue:
         return len(system) if self.text.startswith(system) else 0
 
 
-def template_messages(template: ChatTemplate, messages: list[Message]) -> list[Message]:
+def _messages_for(template: ChatTemplate, messages: list[Message]) -> list[Message]:
     """Removes packstore's own marks, and replaces null content if the template needs text."""
     if all(len(message) == 2 for message in messages):
         return messages
