@@ -133,10 +133,12 @@ class _Processes:
 
     def keep_one(self) -> None:
         """Lets a process wait for the next job, without the memory of this work; all are idle."""
-        if self._all and not _waiting:
+        kept = next((process for process in self._all if process.has_work), None)
+        if kept is not None and not _waiting:
             with contextlib.suppress(PackstoreError):  # it died meanwhile
-                self._all[0].load(None)
-                _waiting.append(self._all.pop(0))
+                kept.load(None)
+                self._all.remove(kept)
+                _waiting.append(kept)
 
     def close(self) -> None:
         """Ends the processes, whatever they do."""
