@@ -362,6 +362,7 @@ REFUSED: dict[str, list[Any]] = {
         {"prompt": [1], "chosen": [1 << 70], "rejected": [2]},
         {"prompt": [5], "chosen": [7], "rejected": [99999]},  # outside the vocabulary
         ({"prompt": [1], "chosen": [2], "rejected": [3]}, {"as_chat": True}),
+        ({**P, "system": 3}, {"as_chat": True}),
         {"prompt": "p", "responses": [], "scores": []},
         {**SCORED, "scores": [1]},
         {"input_ids": [1, 2], "labels": [1]},

@@ -259,6 +259,8 @@ def _with_system(fields: Fields, messages: list[Message]) -> list[Message]:
         if messages[0]["content"] == text:
             fields.get("system")
         return messages
+    if not isinstance(text, str):
+        raise wrong_type("system must be text", text)
     return [{"role": "system", "content": fields.get("system")}, *messages]
 
 
