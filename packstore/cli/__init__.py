@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from packstore.cli._messages import add_message_options, fail, set_up
 from packstore.cli._parser import FRONT_PAGE, SUMMARIES, Parser, add_command
-from packstore.errors import PackstoreError, message_with_notes, quote, visible
+from packstore.errors import PackstoreError, message_with_notes, quote, sentence, visible
 from packstore.registry import Registry, missing_extra
 from packstore.version import VERSION
 
@@ -164,6 +164,10 @@ def _main(argv: Sequence[str] | None) -> int:
             error = missing_extra(f"packstore {given[0]}", "train", error)
         if isinstance(error, PackstoreError):
             fail(args, f"error: {message_with_notes(error)}")
+            return 1
+        if isinstance(error, OSError) and error.strerror:
+            where = "a file" if error.filename is None else quote(os.fspath(error.filename), 300)
+            fail(args, f"error: {sentence(where, 'it must be usable', error.strerror)}")
             return 1
         text = quote(f"{type(error).__name__}: {error}", 300)
         remedy = "This is a defect of packstore: please report it, with the traceback of --debug"

@@ -13,6 +13,7 @@ from packstore.cli._messages import progress_of
 from packstore.cli._model import add_model, inference_settings, is_main_rank, loaded, process_group
 from packstore.config.training import TrainModelConfig
 from packstore.errors import ConfigError, display
+from packstore.io.store.storage_errors import as_storage_errors
 from packstore.pages import charts, frame
 
 if TYPE_CHECKING:
@@ -107,7 +108,8 @@ def _evaluate(args: argparse.Namespace) -> int:
         return 0
     metrics, rows = result["metrics"], result.get("rows")
     if args.examples:
-        pq.write_table(rows, args.examples)
+        with as_storage_errors("write", args.examples, {}):
+            pq.write_table(rows, args.examples)
     if args.html:
         frame.write(args.html, _page(args, dataset, loss, metrics, rows))
     shown = {metric: _text(metric, value) for metric, value in metrics.items()}

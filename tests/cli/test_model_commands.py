@@ -140,6 +140,9 @@ def test_from_end_to_end(
     assert tables["All metrics"].keys() == {"metric", *online["metrics"]}
     for name, value in online["metrics"].items():
         assert_shows(tables["All metrics"][name][0], value)
+    unwritable = ["--examples", str(tmp_path / ("long" * 80))]
+    assert main(["evaluate", made.pairs, *policy, "--ref-logps", side, *unwritable]) == 1
+    assert "it must be usable; found File name too long" in capsys.readouterr().err
     sft = figures(capsys, made.pairs, "--model", made.policy, "--loss", "sft")
     assert sft["metrics"]["perplexity"] > 1
 

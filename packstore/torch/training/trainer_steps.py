@@ -64,6 +64,9 @@ class PackedSteps(DataMixin, EvaluationMixin, CheckpointMixin):
 
     def _prepare_run(self) -> None:
         """Completes the constructor, after that of the Trainer."""
+        if self.is_fsdp_enabled and not self.accelerator.is_fsdp2:
+            rule, remedy = "its version must be 2", "Set version: 2 in fsdp_config"
+            raise ConfigError(sentence("setting fsdp", rule, "version 1", remedy))
         self._step_metrics = StepMetrics(self)
         self.add_callback(self._step_metrics)
         # The divisor of the step has scaled it; older transformers know the second name alone.
