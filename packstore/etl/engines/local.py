@@ -11,8 +11,9 @@ import logging
 import math
 import os
 import queue
+import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -51,37 +52,26 @@ def run(work: Callable[[T], R], items: Iterable[T], num_workers: int | None) -> 
     """
     most = max(num_workers, 1) if num_workers is not None else min(cores(), MAX_PROCESSES)
     alone = getattr(work, "alone", 0.0)
-    with ThreadPoolExecutor(most, "packstore-work") as pool:
+    with (
+        ThreadPoolExecutor(most, "packstore-work") as pool,
+        contextlib.closing(_Processes(work, pool, most)) as processes,
+    ):
         if num_workers is None and getattr(work, "in_threads", False):
-            yield from in_order(lambda item: pool.submit(work, item), items, 2 * most)
-            return
-        with contextlib.closing(_Processes(work, pool, most)) as processes:
+            yield from in_order(processes.submit_here, items, 2 * most)
+        else:
             if most == 1:
                 alone = math.inf
             elif num_workers is not None and alone:
                 alone = WORTH_SECONDS
                 processes.start(most)  # they load packages meanwhile
-            items = yield from _work_alone(work, iter(items), processes, alone)
+            end, items = time.monotonic() + alone, iter(items)
+            for item in items:
+                if time.monotonic() >= end:
+                    items = itertools.chain([item], items)
+                    break
+                yield processes.here(item)
             yield from in_order(processes.submit, items, 2 * most)
-            processes.keep_one()
-
-
-def _work_alone(
-    work: Callable[[T], R], items: Iterator[T], processes: _Processes, seconds: float
-) -> Generator[R, None, Iterable[T]]:
-    """Yields the results of one worker for so much time; returns the items that are left."""
-    end, worker = time.monotonic() + seconds, work
-    for item in items:
-        if time.monotonic() >= end:
-            return itertools.chain([item], items)
-        try:
-            result = worker(item)
-        except limits.NeedsWorkerProcess:
-            processes.start(1)
-            worker = processes
-            result = worker(item)
-        yield result
-    return ()
+        processes.keep_one()
 
 
 def prepare() -> None:
@@ -102,6 +92,7 @@ class _Processes:
     def __init__(self, work: Callable[[Any], Any], pool: ThreadPoolExecutor, most: int) -> None:
         self._work, self._pool, self._most = work, pool, most
         self._all: list[WorkerProcess] = []
+        self._starting, self._needed = threading.Lock(), False
         self._idle: queue.SimpleQueue[WorkerProcess] = queue.SimpleQueue()
 
     def start(self, number: int) -> None:
@@ -121,6 +112,22 @@ class _Processes:
         """Lets a thread wait for the result of an item; one more process may work on it."""
         self.start(min(len(self._all) + 1, self._most))
         return self._pool.submit(self, item)
+
+    def submit_here(self, item: Any) -> Future[Any]:
+        """Lets a thread work on an item."""
+        return self._pool.submit(self.here, item)
+
+    def here(self, item: Any) -> Any:
+        """Works on an item in this thread; from the first that needs a process on, in one."""
+        if not self._needed:
+            try:
+                return self._work(item)
+            except limits.NeedsWorkerProcess:
+                self._needed = True
+        with self._starting:
+            if self._idle.empty():
+                self.start(min(len(self._all) + 1, self._most))
+        return self(item)
 
     def __call__(self, item: Any) -> Any:
         process = self._idle.get()
