@@ -26,6 +26,7 @@ REASONS: Mapping[str, Reason] = {
     "one_reward": Reason("rewards must stand on both sides, or on none", ("error", "drop")),
     "unpaired_feedback": Reason("an answer must be one to learn", ("error", "drop", "keep")),
     "tie": Reason("one of two answers must be better", ("drop", "error")),
+    "different_contexts": Reason("answers that are compared must follow the same rounds"),
     "unread_field": Reason(
         "what judges, weighs or adds an answer, or changes its prompt, must be read",
         ("error", "drop", "keep"),

@@ -19,8 +19,9 @@ from packstore.io.versions.write_job import WriteJob
 from packstore.progress import Progress
 from packstore.tokenizer.records.fields import check_verdicts, unexplained
 
-REQUESTED_DROPS = (*DUPLICATES.values(), "unpaired_feedback", "tie")
-"""Reasons to drop that a setting requests; they do not count against `max_drop_rate`."""
+REQUESTED_DROPS = (*DUPLICATES.values(), "unpaired_feedback", "tie", "different_contexts")
+"""Reasons to drop that a setting requests, or that a public set has many of; they do not count
+against `max_drop_rate`."""
 
 log = logging.getLogger("packstore")
 

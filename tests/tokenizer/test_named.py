@@ -301,7 +301,7 @@ AFTER = ["[u]P<e>[a]A<e>[u]Q<e>[a]«x<e>»", "[u]P<e>[a]A<e>[u]Q<e>[a]«y<e>»"]
         (voted("P", "A", "A"), AFTER),  # without
         (voted("Q", "A", "A", "Q", "y", "x"), [t.replace("P", "Q") for t in AFTER]),
         (voted("Q", "y", "x") | {"evaluation_order": 1}, [t[14:] for t in AFTER]),
-        (voted("P", "A", "B", "Q", "y", "x"), "no_common_prompt"),  # each model has its own
+        (voted("P", "A", "B", "Q", "y", "x"), "different_contexts"),  # each model has its own
         (voted("P", "A", "A", "Q", "z", "x"), "wrong_type"),
         (voted("P", "A", "A", "Q", "z", "z"), "wrong_type"),  # the judged ones, or others?
         (voted("Q", "y", "x"), "missing_field"),

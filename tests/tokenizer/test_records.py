@@ -387,6 +387,16 @@ REFUSED: dict[str, list[Any]] = {
         {"messages": [user("u"), said("a", prefix=True)]},
         {"messages": [user([{"type": "text", "text": "u", "file": "x"}]), said("a")]},
     ],
+    "different_contexts": [
+        {  # of LMArena: a later vote of a session, of which each model has its own answers
+            **{f"conversation_{x}": [user("p"), said(x)] for x in "ab"},
+            "full_conversation": [
+                {"user": user("o"), "model_side_a": said("y"), "model_side_b": said("z")}
+            ],
+            "winner": "model_a",
+            "evaluation_order": 2,
+        },
+    ],
     "no_common_prompt": [
         {"chosen": hh("a", "b"), "rejected": hh("x", "b")},
         {"prompt": "Be a pirate. p", **CHAT},

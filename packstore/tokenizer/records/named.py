@@ -174,7 +174,7 @@ def _after(rounds: Any, names: Sequence[str], sides: list[Any], order: float) ->
     if not any(earlier) and order > 1:
         raise Refused("missing_field", f"vote {order:g} without the rounds before it")
     if earlier[0] != earlier[1]:
-        raise Refused("no_common_prompt", "rounds before the judged ones, with other answers")
+        raise Refused("different_contexts", "rounds before the judged ones, with other answers")
     return [[*earlier[0], *side] for side in sides]
 
 
