@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from packstore.etl.rejects import RejectsFile
 from packstore.etl.remarks import PROBLEMS
 from packstore.etl.sources import ExampleReader
 from packstore.format.arrays import Tally
-from packstore.io.versions.write_job import WriteJob
+from packstore.io.versions.write_job import AppendedBefore, WriteJob
 from packstore.progress import Progress
 from packstore.tokenizer.records.fields import check_verdicts, unexplained
 
@@ -121,7 +122,8 @@ class RecordTotals(ProgressCounter):
 
     def _check(self) -> None:
         self.add_records(0, last=True)
-        self._rejects.publish()
+        if not any(job.has_inputs(self.provenance(part)) for part, job in self._jobs.items()):
+            self._rejects.publish()  # else the report of the first append stays
         log_shapes(self._tally, self._reader.kind)
         for reason, count in sorted(self._tally.dropped.items()):
             first = next((s for s in self._tally.samples if s.reason == reason), None)
@@ -131,11 +133,11 @@ class RecordTotals(ProgressCounter):
             level = logging.WARNING if event in PROBLEMS else logging.INFO
             text = f" ({PROBLEMS[event]})" if event in PROBLEMS else ""
             log.log(level, "noted in %s records: %s%s", f"{count:,}", event, text)
-        if not self._tally.kept and self._tally.dropped.keys() <= {*DUPLICATES.values()}:
-            for job in self._jobs.values():
-                job.refuse_all_duplicates()
-        _check_drops(self._tally, self._config, self._reader.kind)
-        _check_fields(self._tally, self._config, next(iter(self._jobs.values())))
+        job = next(iter(self._jobs.values()))
+        _check_drops(self._tally, self._config, self._reader.kind, job)
+        if not self._tally.kept:  # the first of two duplicates is: the dataset that grows has all
+            raise AppendedBefore("every record to keep is a duplicate")
+        _check_fields(self._tally, self._config, job)
         check_verdicts(self._tally, self._reader.kind, self._config)
         for part in self._jobs:
             if not self._kept[part]:
@@ -202,21 +204,31 @@ def _check_fields(tally: Tally, config: PackConfig, job: WriteJob) -> None:
         log.info("further fields not used: %s", ", ".join(sorted(further)))
 
 
-def _check_drops(tally: Tally, config: PackConfig, kind: str) -> None:
-    """Raises :class:`DropRateError` if too many records were dropped."""
-    dropped = count_unrequested_drops(tally)
-    if tally.kept and dropped <= config.max_drop_rate * tally.read:
-        return
-    reasons = ", ".join(f"{n:,} {reason}" for reason, n in tally.dropped.most_common())
-    first = next((s for s in tally.samples if s.reason in tally.dropped), None)
+def _check_drops(tally: Tally, config: PackConfig, kind: str, job: WriteJob) -> None:
+    """Raises :class:`DropRateError` if too many records were dropped, or all but duplicates."""
+    remain = tally.kept or any(tally.dropped[reason] for reason in DUPLICATES.values())
+    counted = Counter(tally.dropped)
+    if remain:
+        counted = Counter({r: n for r, n in counted.items() if r not in REQUESTED_DROPS})
+        if counted.total() <= config.max_drop_rate * tally.read:
+            return
+    first = next((s for s in tally.samples if s.reason in counted), None)
     where = f" (first: {first.where}: {first.detail})" if first else ""
     rule, remedy = "at least one record must remain", "Run `packstore doctor` on the input"
-    if tally.dropped["overlong"] == max(tally.dropped.values(), default=0):
+    if counted["overlong"] == max(counted.values(), default=0):
         remedy = "Raise pack_size or max_length, or truncate (--on overlong=truncate_prompt)"
         if kind == "scored":
             remedy += ", or pack the answers of a group one by one (page Recipes)"
-    if tally.kept:
+        if job.extends is not None:
+            remedy = "The dataset decides pack_size and max_length: pack these records elsewhere"
+    if remain:
         rule = f"at most {100 * config.max_drop_rate:g}% of the records may be dropped"
         remedy += ", or allow more (max_drop_rate, --max-drop-rate)"
-    found = f"{dropped:,} of {tally.read:,} dropped: {reasons}{where}"
+    found = f"{counted.total():,} of {tally.read:,} dropped: {_listed(counted)}{where}"
+    if others := tally.dropped - counted:
+        found += f", beside {_listed(others)}, which do not count"
     raise DropRateError(sentence("input", rule, found, remedy))
+
+
+def _listed(dropped: Counter[str]) -> str:
+    return ", ".join(f"{n:,} {reason}" for reason, n in dropped.most_common())

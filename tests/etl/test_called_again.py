@@ -124,6 +124,29 @@ def test_append(
             packstore.append(out, part, tokenizer, **settings)
 
 
+@pytest.mark.parametrize("bad", [0, 5])
+def test_append_without_duplicates(
+    bad: int, source: str, tmp_path: Path, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All of it that is kept is there; the report of what was not is still that of the first."""
+    out, rejects = str(tmp_path / "ds"), tmp_path / "rejects.jsonl"
+    packstore.pack(source, out, tokenizer, pack_size=256, dedup="pair")
+    records = [{**r, "prompt": "Why? "} for r in PAIRS] + [{**PAIRS[0], "chosen": ""}] * bad
+    more = write_jsonl(tmp_path / "more.jsonl", records + PAIRS[:9])
+    grown = packstore.append(out, more, tokenizer, rejects=str(rejects))
+    before, report = files(grown), rejects.read_bytes()
+    assert report.count(b"duplicate_pair") == 9
+    with caplog.at_level(logging.INFO, "packstore"):
+        again = packstore.append(out, more, tokenizer, rejects=str(rejects))
+    assert "already there, every record to keep is a duplicate" in caplog.text
+    assert again.version == 2
+    assert files(again) == before
+    assert rejects.read_bytes() == report
+    other = write_jsonl(tmp_path / "other.jsonl", PAIRS[::-1])  # of which no report is there yet
+    assert packstore.append(out, other, tokenizer, rejects=str(rejects)).version == 2
+    assert rejects.read_bytes().count(b"duplicate_pair") == len(PAIRS)
+
+
 def test_concat(
     source: str, tmp_path: Path, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:

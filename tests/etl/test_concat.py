@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import uuid
 from pathlib import Path
 from typing import Any
@@ -239,6 +240,22 @@ def test_append_finds_duplicates_of_text_chats_and_answers(tmp_path: Path) -> No
             place = tmp_path / f"{layout}-{number}"
             base = packstore.pack(records, place, tokenizer, layout=layout, **settings)
             assert packstore.append(base, iter(records), tokenizer).version == 1
+
+
+def test_what_is_dropped_beside_duplicates_is_told_apart(tmp_path: Path) -> None:
+    """The sum is of what counts, and the advice is such that append can follow it."""
+    base = pack(tmp_path / "ds", pairs(60), dedup="pair", max_length=16)
+    bad = [{**record, "chosen": [1] * 16} for record in pairs(4)]
+    for more in (pairs(3), pairs(4, 58)):  # with and without a new one
+        with pytest.raises(errors.DropRateError, match=r"at most 10% .*, or allow more") as caught:
+            packstore.append(base, more + bad)
+        text = str(caught.value)
+        assert re.search(r"found 4 of \d dropped: 4 overlong \(first: [^)]*\), beside ", text)
+        assert re.search(r", beside [23] duplicate_pair, which do not count\. ", text)
+        assert "Raise" not in text
+        assert "--on" not in text
+    with pytest.raises(errors.DropRateError, match=r"at least one .* 4 of 4 .* elsewhere\.$"):
+        packstore.append(base, bad, max_drop_rate=1.0)
 
 
 def test_what_is_appended_is_cut_as_the_dataset_is(tmp_path: Path) -> None:

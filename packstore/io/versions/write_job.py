@@ -172,30 +172,30 @@ class WriteJob:
         merged = merge([Member(self.extends.url, m) for m in (self.extends.manifest, manifest)])
         return replace(merged, pack_index=manifest.pack_index)
 
+    def has_inputs(self, about: Mapping[str, Any]) -> bool:
+        """Returns True if the extended dataset was made of all these inputs, by their hashes."""
+        new = _hashes(about)
+        return bool(new) and new <= _hashes(self._past)
+
+    @property
+    def _past(self) -> Mapping[str, Any]:
+        """The provenance of the extended dataset; empty if there is none."""
+        return self.extends.manifest.provenance if self.extends else {}
+
     def refuse_repeated_append(self, about: Mapping[str, Any]) -> None:
         """Refuses to append records twice: AppendedBefore for those that its last part has."""
-        past = self.extends.manifest.provenance if self.extends else {}
-        old, new = (
-            {s.get("sha256") for s in provenance.get("sources", ())} - {None}
-            for provenance in (past, about)
-        )
-        if not new & old:
+        new, old = _hashes(about), _hashes(self._past)
+        if not self.has_inputs(about):
+            if new & old:
+                log.warning("%d of %d inputs are in the dataset already", len(new & old), len(new))
             return
-        if not new <= old:
-            log.warning("%d of %d inputs are in the dataset already", len(new & old), len(new))
-            return
-        last = past.get("combined_from")
+        last = self._past.get("combined_from")
         if last and last[-1].get("lineage") == about.get("lineage"):
             raise AppendedBefore("same input and settings")
         rule = "records that are appended must not be in it yet"
         found = "these very ones, by the hash of the input"
         remedy = "To have them twice, pack them elsewhere and use concat"
         raise DatasetExistsError(sentence(self.location.display, rule, found, remedy))
-
-    def refuse_all_duplicates(self) -> None:
-        """Raises AppendedBefore if a dataset would be extended by records that it has, all."""
-        if self.extends is not None:
-            raise AppendedBefore("every record is a duplicate")
 
     def require_shards(self, shards: Iterable[ShardInfo]) -> None:
         """Raises MissingFilesError unless all shards still exist, right before the commit."""
@@ -210,6 +210,11 @@ class WriteJob:
         # Read back like a reader does. By now the newest version may be another job's.
         as_stored = Manifest.from_json(manifest.to_json(), self.location.display)
         self.committed = Dataset(self.location, as_stored, self.version)
+
+
+def _hashes(provenance: Mapping[str, Any]) -> set[str]:
+    """Returns the hashes of the inputs, of those that have one."""
+    return {s["sha256"] for s in provenance.get("sources", ()) if s.get("sha256")}
 
 
 @contextlib.contextmanager
