@@ -157,6 +157,8 @@ class RecordTokenizer:
                 block.refused[i] = error.with_traceback(None)
                 del parsed[i]
         renders = any(record.is_chat for record in parsed.values())
+        if renders:
+            self._needed()  # else a process would be started only to say so
         with limited() if renders else contextlib.nullcontext():
             for i, record in sorted(parsed.items()):
                 try:
@@ -243,7 +245,8 @@ class RecordTokenizer:
         """The tokenizer, which records of text need."""
         if self.tokenizer is None:
             rule = "it must be given, as the records hold text"
-            raise TokenizerError(sentence("setting tokenizer", rule, "none"))
+            remedy = "Give the tokenizer (--tokenizer PATH)"
+            raise TokenizerError(sentence("setting tokenizer", rule, "none", remedy))
         return self.tokenizer
 
     def _add(self, block: _Block, i: int, value: Any, parsed: Parsed, is_sampled: bool) -> None:

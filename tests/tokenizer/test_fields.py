@@ -172,8 +172,9 @@ def test_token_ids_pass_through(pack, byte_level):
 
 
 def test_what_is_missing_is_named(pack, byte_level):
-    with pytest.raises(TokenizerError, match="must be given"):
-        pack(None, PAIR)
+    for prompt in ("p", [USER]):
+        with pytest.raises(TokenizerError, match=r"must be given.* Give the tokenizer"):
+            pack(None, {**PAIR, "prompt": prompt})
     with pytest.raises(TokenizerError, match="chatml or plain"):
         pack(byte_level(), {**PAIR, "prompt": [USER]})
     for setting in ("add_bos", "append_eos"):

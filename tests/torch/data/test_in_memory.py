@@ -182,6 +182,10 @@ PAIR = {"prompt": [1], "chosen": [2], "rejected": [3]}
         ({**PAIR, "prompt": "hi"}, "prompt must be token ids, found 'hi'"),
         ({**PAIR, "prompt": [-1]}, "prompt must be token ids, whole"),
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, "records: they must be token ids"),
+        (
+            {**PAIR, "prompt": [{"role": "user", "content": "a"}], "chosen": "b", "rejected": "c"},
+            "records: they must be token ids; found text",
+        ),
         ({**PAIR, "chosen": [2] * 90}, "record 1: it must fit pack_size 90; found 93 tokens"),
     ],
 )
