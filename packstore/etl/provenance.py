@@ -97,7 +97,7 @@ def find_committed(
         _refuse_other(dataset, about, ("sources", "lineage"))
     if isinstance(reader, RecordExampleReader):
         if len(existing) < len(places) and not reader.inputs:  # such an input can be read only once
-            raise _exists(next(iter(existing.values())), "only one part of two")
+            raise _exists(next(iter(existing.values())), " (only one part of two)")
         reader.read_through()
     for part, dataset in existing.items():
         _refuse_other(dataset, provenance_of(reader, part, config, None))
@@ -117,18 +117,28 @@ def _refuse_other(dataset: Dataset, about: Mapping[str, Any], without: Sequence[
     before, now = compared(dataset.manifest.provenance), compared(about)
     if before == now:
         return
+    parts = dataset.manifest.provenance.get("combined_from", ())
+    if parts and "combined_from" not in now:
+        if parts[0]["path"] != parts[1]["path"]:
+            raise _exists(dataset, f" that was joined from {len(parts)}")
+        remedy = "Append what is new (packstore append), or name another place"
+        remedy += ": overwriting it would drop them"
+        raise _exists(dataset, ", to which records were appended since", remedy)
     before, now = dict(_flat(before)), dict(_flat(now))
     names = [n for n in {**now, **before} if before.get(n) != now.get(n)]
     differences = [
         f"{name} {quote(before.get(name), 24)} then, {quote(now.get(name), 24)} now"
         for name in [n for n in names if n != "lineage"] or names  # the lineage follows from others
     ]
-    raise _exists(dataset, "; ".join(differences[:2]))
+    raise _exists(dataset, f" ({'; '.join(differences[:2])})")
 
 
-def _exists(dataset: Dataset, difference: str) -> DatasetExistsError:
-    found = f"version {dataset.version} of one ({difference})"
-    remedy = "Name another place, or overwrite it (overwrite=True, --overwrite)"
+def _exists(
+    dataset: Dataset,
+    difference: str,
+    remedy: str = "Name another place, or overwrite it (overwrite=True, --overwrite)",
+) -> DatasetExistsError:
+    found = f"version {dataset.version} of one{difference}"
     return DatasetExistsError(
         sentence(dataset.url, "must not hold another dataset yet", found, remedy)
     )

@@ -119,6 +119,9 @@ def test_append(
     assert THERE in caplog.text
     assert (again.version, again.manifest.fingerprint) == (2, grown.manifest.fingerprint)
     assert files(again) == before
+    since = "version 2 of one, to which records were appended since. Append what is new"
+    with pytest.raises(DatasetExistsError, match=since):
+        packstore.pack(source, out, tokenizer, pack_size=256, partitions=partitions)
     for part, settings in ((source, {}), (more, {"fields": {"prompt": "chosen"}})):
         with pytest.raises(DatasetExistsError, match="must not be in it yet"):
             packstore.append(out, part, tokenizer, **settings)
@@ -159,3 +162,5 @@ def test_concat(
     assert (again.version, again.manifest.fingerprint) == (1, whole.manifest.fingerprint)
     with pytest.raises(DatasetExistsError):
         packstore.concat([b, a], str(tmp_path / "whole"))
+    with pytest.raises(DatasetExistsError, match="version 1 of one that was joined from 2"):
+        packstore.pack(source, whole.url, tokenizer, pack_size=256)
