@@ -15,7 +15,8 @@ def _configure_append(parser: argparse.ArgumentParser) -> None:
     common.add_flags(parser, {"--tokenizer PATH": "default: the one of the manifest"})
     common.add_json(parser)
     common.add_storage_options(parser, source=True)
-    common.add_settings(parser, "records", PackConfig, ("dedup", "fields", "on", "partitions"))
+    names = ("dedup", "fields", "on", "partitions")
+    common.add_settings(parser, "records", PackConfig, names, default="DATASET's")
     common.add_settings(parser, "running", RunConfig)
 
 

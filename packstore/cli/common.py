@@ -237,10 +237,12 @@ def add_settings(
     title: str,
     config: type[Settings],
     names: Iterable[str] | None = None,
+    default: str | None = None,
 ) -> None:
     """Adds one flag per field of `config`, or of the fields `names`, in a separate group.
 
-    A flag that is not given is absent from the namespace, so that defaults live in `config` only.
+    A flag that is not given is absent from the namespace, so that defaults live in `config` only;
+    `default` is what the help says where they come from elsewhere.
     """
     group = parser.add_argument_group(title, argument_default=argparse.SUPPRESS)
     hints = typing.get_type_hints(config)
@@ -249,7 +251,9 @@ def add_settings(
     for field in dataclasses.fields(config):
         flag = "--" + field.metadata.get("flag", field.name).replace("_", "-")
         if flag not in taken and field.name in chosen:
-            group.add_argument(flag, dest=field.name, **_argument(field, hints[field.name]))
+            group.add_argument(
+                flag, dest=field.name, **_argument(field, hints[field.name], default)
+            )
 
 
 def read_settings(args: argparse.Namespace, config: type[Settings]) -> dict[str, Any]:
@@ -301,11 +305,13 @@ def json_or_text(text: str) -> Any:
         return text
 
 
-def _argument(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
+def _argument(
+    field: dataclasses.Field[Any], hint: Any, default: str | None = None
+) -> dict[str, Any]:
     """Returns the keywords of ``add_argument`` for one field."""
     text = field.metadata["help"].replace("%", "%%")
     if field.default not in (None, dataclasses.MISSING, ()):
-        text += f" (default: {field.default})"
+        text += f" (default: {default or field.default})"
     metavar = field.metadata.get("metavar")
     origin, types = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:

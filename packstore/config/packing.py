@@ -93,9 +93,7 @@ class TokenizeConfig(SizeConfig):
 class SelectConfig(Settings):
     """Selection of records: duplicates and validation split."""
 
-    dedup: Literal["none", "pair", "prompt"] = setting(
-        "none", "drop records, or prompts, that repeat"
-    )
+    dedup: Literal["none", "pair", "prompt"] = setting("none", "drop repeated records or prompts")
     validation_fraction: float = setting(0.0, "of the prompts, held out", low=0, below=1)
 
     @property

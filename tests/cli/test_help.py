@@ -61,6 +61,16 @@ def test_the_front_page_has_an_example_of_every_command(
         assert not re.search(r"^  -.*\S {2,}\S.*\n {24}|^ {24}.*\n {24}", flags, re.M), name
 
 
+def test_the_defaults_of_append_are_those_of_the_dataset(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["append", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "drop repeated records or prompts (default: DATASET's)" in text
+    assert "fail if more is dropped, 0 to 1 (default: 0.1)" in text
+
+
 def test_flags_reach_the_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
