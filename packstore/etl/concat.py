@@ -5,6 +5,7 @@ Existing shards are not rewritten; a new manifest names them.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import logging
@@ -15,8 +16,17 @@ from functools import partial
 from typing import Any
 
 from packstore.config import PackConfig, RunConfig, fingerprint
-from packstore.errors import ConfigError, IntegrityError, TokenizerError, quote, sentence
-from packstore.etl.pipeline import pack_into
+from packstore.errors import (
+    ConfigError,
+    DatasetNotFoundError,
+    IntegrityError,
+    PackstoreError,
+    TokenizerError,
+    display,
+    quote,
+    sentence,
+)
+from packstore.etl.pipeline import pack_into, require_path
 from packstore.etl.provenance import without_paths
 from packstore.etl.rejects import identity
 from packstore.io.dataset.dataset import Dataset, find_dataset
@@ -74,7 +84,9 @@ def append(
             dataset is returned as it is, so that a finished call may be repeated.
         PackstoreError: as :func:`packstore.pack`; the dataset keeps its versions.
     """
-    base = dataset if isinstance(dataset, Dataset) else open_dataset(dataset, storage_options)
+    base = dataset
+    if not isinstance(base, Dataset):
+        base = _open_first(base, more, storage_options)
     base.manifest.require_writable(base.url)
     base.manifest.require_readable(base.url)
     options = base.location.storage_options
@@ -161,6 +173,23 @@ def concat(
         job.require_shards(manifest.shards)
         job.commit(manifest)
     return job.committed
+
+
+def _open_first(dataset: str, more: Any, storage_options: Mapping[str, Any] | None) -> Dataset:
+    """Opens the dataset of :func:`append`; says so if it is `more` that is, or ends with, one."""
+    rule = "must be the dataset, which comes before the records"
+    require_path(dataset, "dataset", rule)
+    try:
+        return open_dataset(dataset, storage_options)
+    except DatasetNotFoundError:
+        last = more[-1] if isinstance(more, list | tuple) and more else more
+        found = last if isinstance(last, Dataset) else None
+        with contextlib.suppress(PackstoreError):
+            found = found or find_dataset(last, storage_options)
+        if found is None:
+            raise
+        place = display(os.fspath(dataset))
+        raise ConfigError(sentence(place, rule, f"one in {found.url}", "Swap them")) from None
 
 
 def _settings_of(base: Dataset, settings: Mapping[str, Any], packed: bool) -> PackConfig:

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from packstore.config import PackConfig
-from packstore.errors import DatasetExistsError, WrongEngineError, sentence
+from packstore.errors import ConfigError, DatasetExistsError, WrongEngineError, sentence
 from packstore.etl.dedup_and_split import duplicates, split_names, stored_keys
 from packstore.etl.engines import ENGINES, engine_with, local
 from packstore.etl.partitions.resume import Partition, Written, check_growth
@@ -94,6 +94,7 @@ def pack(
         ``OUT/validation``.
     """
     config = PackConfig.of(config, **settings)
+    require_path(out, "out", "must be the place of the new dataset, which comes after the records")
     STRATEGIES.check(config.strategy)
     ENGINES.check(config.engine)
     options = dict(storage_options or {})
@@ -117,6 +118,12 @@ def pack(
     for dataset in committed:
         _log_result(dataset)
     return committed[0]
+
+
+def require_path(value: object, where: str, rule: str) -> None:
+    """Raises ConfigError for what is no path or URL: arguments may be in the wrong order."""
+    if not isinstance(value, str | os.PathLike):
+        raise ConfigError(sentence(where, rule, type(value).__name__, "Swap them"))
 
 
 def pack_into(

@@ -242,6 +242,21 @@ def test_append_finds_duplicates_of_text_chats_and_answers(tmp_path: Path) -> No
             assert packstore.append(base, iter(records), tokenizer).version == 1
 
 
+def test_arguments_in_the_wrong_order_are_named(tmp_path: Path) -> None:
+    base = pack(tmp_path / "ds", pairs(9))
+    file = write_jsonl(tmp_path / "more.jsonl", pairs(9, 60))
+    first = "must be the dataset, which comes before the records; found"
+    for dataset in (file, str(tmp_path / "*.jsonl")):
+        for records in (base, base.url, [file, base.url]):
+            with pytest.raises(errors.ConfigError, match=f"jsonl: {first} one in .*ds. Swap"):
+                packstore.append(dataset, records)
+    with pytest.raises(errors.ConfigError, match=f"dataset: {first} list"):
+        packstore.append(pairs(9), base)  # type: ignore[arg-type]
+    for out in (base, pairs(9)):
+        with pytest.raises(errors.ConfigError, match=r"out: must be .* after the records; found"):
+            packstore.pack("elsewhere", out)  # type: ignore[arg-type]
+
+
 def test_what_is_dropped_beside_duplicates_is_told_apart(tmp_path: Path) -> None:
     """The sum is of what counts, and the advice is such that append can follow it."""
     base = pack(tmp_path / "ds", pairs(60), dedup="pair", max_length=16)
