@@ -33,7 +33,7 @@ def check_responses(parsed: Parsed, config: TokenizeConfig) -> Parsed:
     if config.on["empty_side"] != "keep":
         for i, response in enumerate(parsed.responses):
             if _is_empty(response):
-                raise Refused("empty_side", f"response {i + 1} of {len(parsed.responses)}")
+                raise Refused("empty_side", f"response {i + 1} of {len(parsed.responses)} empty")
     first, *others = parsed.responses
     alike = others and all(_is_same(first, other) for other in others)
     if alike and config.on["identical_sides"] != "keep":

@@ -84,8 +84,8 @@ def test_every_dropped_record_in_order(
     with caplog.at_level(logging.WARNING, "packstore"):
         packed = pack("ds", rejects=str(out), num_workers=num_workers, dedup="pair")
     assert listed(out) == expected(sources, duplicates=True)
-    first = {"place": f"{sources[0]}, line 2", "reason": "empty_side", "detail": "response 2 of 2"}
-    assert lines(out)[0] == first
+    place, detail = f"{sources[0]}, line 2", "response 2 of 2 empty"
+    assert lines(out)[0] == {"place": place, "reason": "empty_side", "detail": detail}
     assert len(lines(out)) == sum(packed.manifest.records.dropped.values())
     assert f"dropped 60 records: empty_side; the first: {sources[0]}, line 2: " in caplog.text
     # It does not decide the bytes, and nothing else is left.

@@ -191,7 +191,7 @@ class ShardReader:
         else:
             batch, crc32 = None, crc32_of(data)
         if crc32 != groups.crc32[group]:
-            raise IntegrityError("must have the crc32 that the manifest tells")
+            raise IntegrityError("must have the crc32 that the manifest records")
         if isinstance(file, ParquetShard):
             batch = file.batch(group, bytes(data))
         batch = batch.select(file.names)

@@ -154,7 +154,7 @@ def test_rollouts_of_equal_responses_are_kept() -> None:
     [
         (([1], [[2], [3]]), "must be .prompt, responses, rewards., or dicts; found a tuple of 2"),
         (([1], [[2], [3]], [1.0]), "item 2.* scores"),
-        (([1, 2], [[2], []], [1.0, 0.0]), r"item 2.*\[empty_side\]; found response 2 of 2"),
+        (([1, 2], [[2], []], [1.0, 0.0]), r"item 2.*\[empty_side\]; found response 2 of 2 empty"),
         (([], [[2], [3]], [1.0, 0.0]), r"item 2.*\[unsupervised\]; found response 1 has no superv"),
         (([1], [[2], [-3]], [1.0, 0.0]), "item 2.*response 2 must be token ids, whole numbers"),
         (([1], [[2], [1 << 31]], [1.0, 0.0]), "item 2.*response 2 must be token ids, whole num"),
