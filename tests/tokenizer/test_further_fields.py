@@ -241,3 +241,49 @@ def test_a_placeholder_is_one_where_trainers_write_it(text, is_refused, said):
     ]:
         of_answer = record.get("chosen") == text
         assert said(kind, record)[0] == ({} if of_answer else expected)
+
+
+ANSWER = {"prompt": "Q", "completion": "x", "a": "0/60 points", "meta": {"src": 3}}
+PAIR = {"prompt": "Q", "chosen": "x", "rejected": "y", "chosen_score": 2, "rejected_score": 1}
+IGNORED = [
+    (ANSWER, {"chosen_reward": "meta.src"}, "prompt and response"),
+    (ANSWER | {"score": 1}, {"chosen_reward": "meta.src"}, "judged text"),
+    (ANSWER | {"a": "S"}, {"system": "a"}, "prompt and response"),
+    ({"messages": [{"role": "system", "content": "T"}, Q, A], "a": "S"}, {"system": "a"},
+     "dialogue"),
+    (PAIR, {"score": "chosen_score"}, "text pairs"),
+    (PAIR | {"a": [1, 0]}, {"scores": "a"}, "text pairs"),
+    ({"context": "Q", "response1": "x", "response2": "y", "overall_preference": 1, "a": 3},
+     {"chosen_reward": "a"}, "HelpSteer3"),
+    ({"context": "Q", "response1": "x", "response2": "y", "overall_preference": 1, "a": "z"},
+     {"chosen": "a"}, "HelpSteer3"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("record", "fields", "shape"), IGNORED)
+def test_a_mapped_field_is_read_or_its_record_refused(record, fields, shape, pack, byte_level):
+    tokenizer = byte_level(template=TEMPLATE) if "messages" in record else byte_level()
+    ((name, at),) = fields.items()
+    named = shape if shape == "HelpSteer3" else None
+    with pytest.raises(RecordError, match=rf"{shape} .* does not read --field {name}={at}"):
+        pack(tokenizer, record, fields=fields, shape=named)
+    keep = {"unread_field": "keep", "unpaired_feedback": "keep"}
+    assert pack(tokenizer, record, fields=fields, shape=named, on=keep).marked
+
+
+def test_a_mapped_score_that_is_none_is_no_answer_to_learn(pack, byte_level):
+    records = [ANSWER, ANSWER | {"a": "60/60 points"}]
+    refused = pack(byte_level(), *records, fields={"score": "a"})
+    assert refused.dropped == {"wrong_type": 2}
+    scored = pack(byte_level(), ANSWER | {"a": 1}, *records, fields={"score": "a"})
+    assert (scored.dataset.manifest.kind, scored.dropped) == ("scored", {"wrong_type": 2})
+
+
+def test_a_mapped_field_may_be_absent_or_empty(pack, byte_level):
+    tokenizer, fields = byte_level(template=TEMPLATE), {"system": "a"}
+    text, chat = {"prompt": "Q", "completion": "x"}, {"messages": [Q, A], "a": "S"}
+    empty = [text | {"a": value} for value in (None, "", [], float("nan"))]
+    packed = pack(tokenizer, chat, text, *empty, fields=fields, as_chat=False)
+    assert packed.dataset.manifest.records.packed == 6
+    with pytest.raises(RecordError, match="does not read --field system=a"):
+        pack(tokenizer, chat, text | {"a": ""}, text | {"a": "S"}, fields=fields, as_chat=False)

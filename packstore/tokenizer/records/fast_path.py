@@ -32,7 +32,8 @@ def parse_plain_texts(
         if type(value) is dict:
             alike[tuple(zip(value, map(type, value.values()), strict=True))].append(i)
     spelled = (*known().spellings.values(), *known().id_spellings.values())
-    names, found = {*chain(*spelled), *config.fields.values()}, {}
+    mapped = {*config.fields.values()}
+    names, found = mapped.union(*spelled), {}
     for types, records in alike.items():
         meant = {name: kind for name, kind in types if name in names and kind is not type(None)}
         if not {str, int, float}.issuperset(meant.values()) or config.thinking == "strip":
@@ -43,6 +44,8 @@ def parse_plain_texts(
             continue
         number = len(first.responses) + 1  # of texts; a field may serve as two of them
         written = [meant[name] for name in first.fields]
+        if not (mapped & meant.keys()).issubset(first.fields):  # if not empty, they are refused
+            continue
         if not isinstance(first.prompt, str) or len(written) not in (number, number + 2):
             continue
         if written[:number] != [str] * number:  # the prompt of HH text is in no field of its own

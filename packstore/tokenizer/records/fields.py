@@ -51,6 +51,7 @@ class Fields:
     def __init__(self, record: Mapping[str, Any], config: TokenizeConfig) -> None:
         self.record, self.config = record, config
         self.used: dict[str, None] = {}  # the record's names of the fields returned, in order
+        self.roles: set[str] = set()  # the canonical names of the fields returned
         self.unknown: set[str] = set()  # keys of its messages that are not read
         self._found: dict[tuple[str, bool], tuple[str, Any]] = {}
 
@@ -90,14 +91,14 @@ class Fields:
         at, value = self.find(name, ids)
         if value is not None:
             self.used[at] = None
+            self.roles.add(name)
         return value
 
     def score(self) -> float:
         """Returns the reward of the only answer."""
-        at, value = self.find("score")
-        self.used[at] = None
+        value = self.get("score")
         verdict = _verdict(value)
-        return number(value, at) if verdict is None else verdict
+        return number(value, self.find("score")[0]) if verdict is None else verdict
 
     def reward(self, name: str) -> float | None:
         """Returns the reward of a side, or None.
@@ -108,6 +109,7 @@ class Fields:
             value = unwrapped(self.record.get(spelling))
             if value is not None and (not place or is_number(value)):
                 self.used[spelling] = None
+                self.roles.add(name)
                 return number(value, spelling)
         return None
 
@@ -268,6 +270,28 @@ class VerdictWatch:
                 raise _judged(before, name, values)
 
 
+def check_mapped(
+    record: Mapping[str, Any], roles: Collection[str], config: TokenizeConfig, shape: str
+) -> None:
+    """Refuses a record of a `shape` with a mapped field of which nothing is made.
+
+    `roles`: our own names of the fields that are read.
+    """
+    if config.on["unread_field"] == "keep":
+        return
+    for role, name in config.fields.items():
+        value = unwrapped(record.get(name))
+        if role not in roles and not is_null(value):
+            detail = f"{name} {quote(value)}, and {shape} does not read --field {role}={name}"
+            remedy = f"Map it to what is read, not to {role}, or {_CHANGES_NOTHING}"
+            raise Refused("unread_field", detail, remedy)
+
+
+def is_null(value: object) -> bool:
+    """Returns True for what is empty, also in frames of pandas, which write NaN for null."""
+    return is_empty(value) or (isinstance(value, float) and value != value)
+
+
 def check_read(record: Any, groups: Mapping[str, str], kind: str, is_ids: bool) -> None:
     """Refuses a record with a field that changes its meaning: name of such a field -> its group.
 
@@ -276,7 +300,7 @@ def check_read(record: Any, groups: Mapping[str, str], kind: str, is_ids: bool) 
     """
     for name, group in groups.items():
         value = unwrapped(record.get(name))
-        if is_empty(value) or (isinstance(value, float) and value != value):  # pandas' null
+        if is_null(value):
             continue
         if group == "masks" and _is_flat(value):
             continue

@@ -12,7 +12,7 @@ from packstore.config import TokenizeConfig
 from packstore.config.record_shapes import known
 from packstore.errors import quote
 from packstore.tokenizer.dialogue.messages import is_empty, normalize_messages, text_as_messages
-from packstore.tokenizer.records.fields import is_number
+from packstore.tokenizer.records.fields import check_mapped, is_number
 from packstore.tokenizer.records.forms import is_text, role_at
 from packstore.tokenizer.records.paths import follow, parse_path
 from packstore.tokenizer.records.shapes import Shape, named_shape
@@ -75,9 +75,8 @@ def _read(
         if parts:
             is_list = name == "votes"
             found[name] = parts if is_list else parts[0] if len(parts) == 1 else _joined(parts)
-    found |= {name: record[at] for name, at in config.fields.items() if record.get(at) is not None}
-    if isinstance(found.get("system"), list):
-        found["system"] = _joined(found["system"])
+    mapped = {n: record[at] for n, at in config.fields.items() if record.get(at) is not None}
+    found |= mapped
     if "good" in found:
         good, bad = found.pop("good"), found.pop("bad")
         found |= {"responses": [*good, *bad], "scores": [1] * len(good) + [0] * len(bad)}
@@ -85,6 +84,10 @@ def _read(
         _choose(shape, found)
     if "ranks" in found:
         found["scores"] = [-_number(rank) for rank in found.pop("ranks")]
+    kept = {name for name, value in mapped.items() if found.get(name) is value}
+    check_mapped(record, kept, config, str(shape))
+    if isinstance(found.get("system"), list):
+        found["system"] = _joined(found["system"])
     if isinstance(scores := found.get("scores"), list):
         found["scores"] = [_number(score) for score in scores]
     history = found.pop("history", None)

@@ -25,7 +25,7 @@ from packstore.tokenizer.dialogue.messages import (
 )
 from packstore.tokenizer.dialogue.sandbox import as_json
 from packstore.tokenizer.dialogue.template import Message, Tools
-from packstore.tokenizer.records.fields import Fields, number
+from packstore.tokenizer.records.fields import Fields, check_mapped, number
 from packstore.tokenizer.records.named import canonical
 from packstore.tokenizer.records.paths import with_paths
 from packstore.tokenizer.records.sequences import as_ids, masked_ids, supervised_ids
@@ -89,7 +89,9 @@ def parse_canonical(
     if not isinstance(record, dict):
         raise Refused("not_an_object", f"a record must be an object, found {quote(record)}")
     fields = Fields(record, config)
-    parsed = _parse(fields, table(config.shape).own_shape(fields, kind, ids))
+    shape = table(config.shape).own_shape(fields, kind, ids)
+    parsed = _parse(fields, shape)
+    check_mapped(record, fields.roles, config, str(shape))
     if not fields.unknown:
         return parsed
     if config.on["unknown_key"] != "keep":

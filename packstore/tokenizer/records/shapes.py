@@ -98,7 +98,10 @@ class Shape:
         """Returns True if a field of a record tells that it is of the kind of this shape."""
         names = ("rejected_messages",) if "rejected_messages" in self.roots else _ANSWERS
         told = any(self.has(fields, name) for name in names if name in self.roots)
-        return told and ("score" not in self.roots or is_score(fields.find("score")[1]))
+        if not told or "score" not in self.roots:
+            return told
+        score = fields.find("score")[1]  # what is mapped must be one, and is refused if it is none
+        return is_score(score) or ("score" in fields.config.fields and not is_empty(score))
 
     def has(self, fields: Fields, name: str) -> bool:
         """Returns True if a record has a field, under any of its names if these are our own."""
