@@ -77,8 +77,10 @@ def test_config_names_the_nearest_setting() -> None:
         BatchConfig.of(batch_size=4)
     with pytest.raises(UnknownNameError, match=r"The dataset decides: PackedDataset\(url, shuffle"):
         BatchConfig.of(shuffle=True)
-    with pytest.raises(UnknownNameError, match="unknown field 'promt'"):
+    with pytest.raises(UnknownNameError, match=r"unknown field 'promt'.* Did you mean 'prompt'"):
         PackConfig.of(fields={"promt": "question"})
+    with pytest.raises(UnknownNameError, match=r"Swap the two: prompt=task\.body"):
+        PackConfig.of(fields={"task.body": "prompt"})
 
 
 def test_names_of_other_tools_lead_to_settings() -> None:

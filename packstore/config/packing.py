@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from packstore.config.names import meant
 from packstore.config.reasons import answers_of
 from packstore.config.record_shapes import known
 from packstore.config.settings import Settings, setting
@@ -69,10 +70,12 @@ class TokenizeConfig(SizeConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "on", answers_of(self.on))
-        for name in self.fields:
-            if name not in known().field_names:
-                names = ", ".join(known().field_names)
-                raise UnknownNameError(f"unknown field {name!r} in `fields`; choose from: {names}.")
+        names = known().field_names
+        for name, written in self.fields.items():
+            if name not in names:
+                text = f"unknown field {name!r} in `fields`; choose from: {', '.join(names)}."
+                swapped = f" Swap the two: {written}={name}."
+                raise UnknownNameError(text + (swapped if written in names else meant(name, names)))
         for name, value in self.template_variables.items():
             where = f"setting template_variables, {name}"
             if name in RESERVED_VARIABLES:
