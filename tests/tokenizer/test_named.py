@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -364,11 +365,64 @@ def test_a_shape_of_ones_own(tmp_path, pack, byte_level):
     )
     record = {"q": {"text": "Q"}, "sides": ["x", "y"], "best": 1}
     assert pack(byte_level(), record, shape=str(own)).marked == ["Q«y</s>»", "Q«x</s>»"]
-    own.write_text("mine: {felds: 1}", encoding="utf-8")
-    with pytest.raises(ConfigError, match="felds"):
-        pack(byte_level(), record, shape=str(own))
-    with pytest.raises(ConfigError, match="can be read"):
+    with pytest.raises(ConfigError, match=r"none\.yaml: it must be a .* found No such file"):
         pack(byte_level(), record, shape=str(tmp_path / "none.yaml"))
+
+
+VERDICT = {
+    "kind": "preference",
+    "fields": {"q": "text", "sides": "texts", "best": "text"},
+    "reads": {"prompt": "q", "options": "sides", "verdict": "best"},
+    "first": ["A"],
+    "second": ["B"],
+}
+SCORES = {"kind": "scored", "fields": {"q": "text"}, "reads": {"prompt": "q"}}
+MISTAKES = [
+    ({"felds": 1}, "its keys .*Did you mean 'fields'"),
+    (VERDICT | {"first": "A>B", "second": "B>A"}, r"array.*\$\.first"),
+    (VERDICT | {"tie": "C"}, r"array.*\$\.tie"),
+    (VERDICT | {"first": ["A", "B"]}, "once in first, second and tie, and 'B' does twice"),
+    (VERDICT | {"first": [True], "tie": [1]}, "and 1 does twice"),
+    (VERDICT | {"first": []}, "must list the values of the verdict"),
+    (VERDICT | {"passes": "meta"}, r"array.*\$\.passes"),
+    (SCORES | {"kind": "scores"}, "its kind .*Did you mean 'scored'"),
+    (SCORES | {"fields": {"q": "txt"}}, "forms of fields .*Did you mean 'text'"),
+    (SCORES | {"reads": {"promt": "q"}}, "what it reads .*Did you mean 'prompt'"),
+    (SCORES | {"reads": {"optons": "q"}}, "what it reads .*Did you mean 'options'"),
+    (SCORES | {"reads": {"prompt": "q..a"}}, "paths"),
+    (SCORES | {"reads": {"first": "q"}}, "both of first and second"),
+    (SCORES | {"reads": {}}, "what it reads"),
+    (SCORES | {"as_chat": "yes"}, r"bool.*\$\.as_chat"),
+    (SCORES | {"splits": "("}, "splits must be a pattern"),
+    ("text", "object"),
+]
+
+
+@pytest.mark.parametrize(("entry", "said"), MISTAKES)
+def test_a_mistake_in_a_shape_is_named_with_its_file(entry, said, tmp_path, pack, byte_level):
+    own = tmp_path / "own.yaml"
+    own.write_text(json.dumps({"mine": entry}), encoding="utf-8")
+    with pytest.raises(ConfigError, match=rf"own\.yaml, shape mine: .*{said}"):
+        pack(byte_level(), {"q": "Q", "sides": ["x", "y"], "best": "B"}, shape=str(own))
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("task.question", "mine reads prompt of task.question: no 'question' among 'body' in task"),
+        ("tsk", "mine reads prompt of tsk: no 'tsk' among 'task', 'answers'"),
+        ("answers[].points", r"prompt must be text, found \[1, 0\]"),
+    ],
+)
+def test_a_path_of_a_shape_that_finds_nothing_is_named(path, said, tmp_path, pack, byte_level):
+    own, answers = tmp_path / "own.yaml", [{"text": "x", "points": 1}, {"text": "y", "points": 0}]
+    fields = {"task.body": "text", "answers[].text": "texts"}
+    reads = {"prompt": path, "responses": "answers[].text", "scores": "answers[].points"}
+    entry = {"kind": "scored", "fields": fields, "reads": reads}
+    own.write_text(json.dumps({"mine": entry}), encoding="utf-8")
+    on = {"wrong_type": "error"}
+    with pytest.raises(RecordError, match=said):
+        pack(byte_level(), {"task": {"body": "Q"}, "answers": answers}, shape=str(own), on=on)
 
 
 PATHS = [

@@ -12,10 +12,11 @@ from packstore.config import TokenizeConfig
 from packstore.config.record_shapes import known
 from packstore.errors import quote
 from packstore.tokenizer.dialogue.messages import is_empty, normalize_messages, text_as_messages
+from packstore.tokenizer.records.entries import OPTIONAL
 from packstore.tokenizer.records.fields import check_mapped, is_number
 from packstore.tokenizer.records.forms import is_text, role_at
-from packstore.tokenizer.records.paths import follow, parse_path
-from packstore.tokenizer.records.shapes import Shape, named_shape
+from packstore.tokenizer.records.paths import follow, missing, parse_path
+from packstore.tokenizer.records.shapes import Shape, named_shape, written
 from packstore.tokenizer.refusals import Refused, wrong_type
 
 
@@ -77,6 +78,11 @@ def _read(
             found[name] = parts if is_list else parts[0] if len(parts) == 1 else _joined(parts)
     mapped = {n: record[at] for n, at in config.fields.items() if record.get(at) is not None}
     found |= mapped
+    lacking = shape.reads.keys() - found.keys() - known().beside.union(OPTIONAL)
+    for name in sorted(lacking):
+        told = "; ".join(f"{written(at)}: {missing(record, at)}" for at in shape.reads[name])
+        remedy = "Correct the paths that the shape reads"
+        raise Refused("missing_field", f"{shape.name} reads {name} of {told}", remedy)
     if "good" in found:
         good, bad = found.pop("good"), found.pop("bad")
         found |= {"responses": [*good, *bad], "scores": [1] * len(good) + [0] * len(bad)}

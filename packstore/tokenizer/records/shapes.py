@@ -16,6 +16,7 @@ from packstore.config.record_shapes import known, read_yaml
 from packstore.errors import ConfigError, RecordError, quote, sentence
 from packstore.tokenizer.dialogue.messages import is_empty
 from packstore.tokenizer.dialogue.sandbox import as_json
+from packstore.tokenizer.records.entries import check_entry
 from packstore.tokenizer.records.fields import Fields, is_score
 from packstore.tokenizer.records.forms import FORMS
 from packstore.tokenizer.records.paths import Path, follow, missing, parse_path, with_paths
@@ -23,15 +24,6 @@ from packstore.tokenizer.refusals import Refused
 
 _TOLD = ("source", "seen", "sets", "tried", "note", "example", "shows", "refuse")
 """Keys of an entry that do not change what becomes of a record."""
-
-_KEYS = frozenset(
-    {
-        *(*_TOLD, "becomes"),
-        *("kind", "fields", "takes", "without", "reads", "passes", "drops", "as_chat", "role"),
-        *("turns", "rounds", "splits", "signed", "first", "second", "tie"),
-    }
-)
-"""Keys of an entry."""
 
 _ANSWERS = ("messages", "response", "responses", "chosen", "rejected", "input_ids")
 
@@ -42,14 +34,8 @@ NONE = "none"
 class Shape:
     """A shape; the keys of its `entry` are those of ``shapes.yaml``, whose head explains them."""
 
-    def __init__(self, name: str, entry: Mapping[str, Any]) -> None:
-        if unknown := entry.keys() - _KEYS:
-            rule = f"its keys must be of {sorted(_KEYS)}"
-            raise ConfigError(sentence(f"shape {name}", rule, quote(unknown)))
-        forms = {**entry["fields"], **entry.get("takes", {})}
-        if unknown := {*forms.values()} - FORMS.keys():
-            rule = f"the forms of its fields must be of {', '.join(FORMS)}"
-            raise ConfigError(sentence(f"shape {name}", rule, quote(unknown)))
+    def __init__(self, name: str, entry: Mapping[str, Any], file: str = "shapes.yaml") -> None:
+        check_entry(f"{file}, shape {name}", entry)
         self.name, self.entry = name, entry
         self.is_own = "becomes" in entry  # of packstore's own field names, under all spellings
         self.kind: str = entry.get("kind", "")
@@ -209,21 +195,25 @@ class Table:
         for shape in self.own_of(kind, ids):
             if next(shape.misfits(fields), None) is None:
                 return shape
-        raise self.refusal(fields, kind, ids)
+        raise self.refusal(fields, kind, ids, is_read=bool(self.insists and self.named))
 
     def near(self, fields: Fields) -> list[Shape]:
         """Returns the named shapes that a record shares half of the fields with."""
         keys = fields.record.keys()
         return [s for s in self.named if 2 * len(s.roots & keys) >= len(s.roots) or self.insists]
 
-    def refusal(self, fields: Fields, kind: str | None = None, ids: bool = False) -> Refused:
+    def refusal(
+        self, fields: Fields, kind: str | None = None, ids: bool = False, *, is_read: bool = False
+    ) -> Refused:
         """Returns the refusal of a record without a shape: the nearest one, and what differs.
 
         Nearest is the shape that has most fields of the record and must change fewest of them.
+        `is_read`: of a record that was read by a named shape, and has our own names.
         """
-        shapes = [s for s in self.near(fields) if self.insists or kind in (None, s.kind)]
+        near = [] if is_read else self.near(fields)
+        shapes = [s for s in near if self.insists or kind in (None, s.kind)]
         remedy = "Name another shape (--shape NAME), or none and its fields (--field)"
-        if not (self.insists and self.named):
+        if is_read or not (self.insists and self.named):
             shapes = [*(self.own_of(kind, ids) or self.own), *shapes]
             remedy = "Write it so, or name its fields (--field FIELD=NAME)"
         misfits = {shape: [*shape.misfits(fields)] for shape in shapes}
@@ -268,18 +258,16 @@ def table(shape: str | None = None) -> Table:
         return _own(shape, os.stat(shape).st_mtime_ns)
     except (OSError, UnicodeDecodeError) as error:
         rule = "it must be a file of shapes that can be read"
-        raise ConfigError(sentence(f"setting shape, {shape}", rule, str(error))) from None
+        found = (isinstance(error, OSError) and error.strerror) or str(error)
+        raise ConfigError(sentence(f"setting shape, {shape}", rule, found)) from None
 
 
 @functools.lru_cache(maxsize=8)
 def _own(path: str, changed: int) -> Table:
     """Returns the shapes of a file that was `changed` at a time."""
     text = File(path).read_text(encoding="utf-8")
-    try:
-        shapes = [Shape(*item) for entries in read_yaml(text, path) for item in entries.items()]
-    except (AttributeError, KeyError, TypeError) as error:
-        rule = "it must be YAML: name of a shape -> its fields, kind, reads"
-        raise ConfigError(sentence(f"setting shape, {path}", rule, str(error))) from None
+    documents = read_yaml(text, path)
+    shapes = [Shape(str(name), of, path) for part in documents for name, of in part.items()]
     return Table(shapes, path, hashlib.sha256(text.encode()).hexdigest())
 
 
