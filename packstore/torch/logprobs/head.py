@@ -27,6 +27,7 @@ from packstore.torch.models.unwrap import (
     check_adapters,
     check_not_compiled,
     check_own_precision,
+    check_prepared,
     check_unwrapped,
     evaluating,
     is_reward_model,
@@ -209,6 +210,8 @@ def policy_output(model: Any, batch: PackedBatch, **settings: Any) -> Tensor:
 def _logps(model: nn.Module, batch: PackedBatch, **settings: Any) -> Tensor:
     routers = router_settings(model) if torch.is_grad_enabled() else None
     head = find_head(model)
+    if not torch.compiler.is_compiling():
+        check_prepared(model)
     extra = {} if routers is None else {"output_router_logits": True}
     outputs = head.backbone(**batch.model_inputs(), **extra)
     hidden, losses = outputs.last_hidden_state, None

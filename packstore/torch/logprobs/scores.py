@@ -16,6 +16,7 @@ from packstore.torch.models.unwrap import (
     check_adapters,
     check_not_compiled,
     check_own_precision,
+    check_prepared,
     check_unwrapped,
     layers,
     text_config,
@@ -64,6 +65,8 @@ def check_head(model: nn.Module) -> None:
 def scores_of(model: nn.Module, batch: PackedBatch) -> Tensor:
     """Computes what :func:`segment_scores` does, without its checks."""
     inner = unwrapped(model)
+    if not torch.compiler.is_compiling():
+        check_prepared(model)
     hidden = backbone_of(inner)(**batch.model_inputs()).last_hidden_state
     last = last_tokens(batch, getattr(text_config(inner), "pad_token_id", None))
     rows, head = hidden.reshape(batch.num_tokens, -1)[last], getattr(inner, SCORE)

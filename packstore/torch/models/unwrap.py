@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from packstore.errors import CompatibilityError, sentence
+from packstore.errors import BackendError, CompatibilityError, sentence
+from packstore.torch.models.mask import PREFIX
 
 ROW_LOCAL = {
     *("LORA", "ADALORA", "ADAPTION_PROMPT", "BEFT", "BOFT", "C3A", "DEFT", "DELORA", "FOURIERFT"),
@@ -89,6 +90,17 @@ def check_not_compiled(model: nn.Module) -> None:
             "parts are called one by one; found a compiled model. "
             "Compile the module that makes log-probs: torch.compile(PackedPolicy(model))."
         )
+
+
+def check_prepared(model: Any) -> None:
+    """Refuses a model with attention of its own, which may mix the segments of a row in silence."""
+    inner = unwrapped(model)
+    state = getattr(vars(backbone_of(inner)).get("forward"), "state", None)
+    attention = str(text_config(inner)._attn_implementation)
+    if state is None or not (state.reason or attention.startswith(PREFIX)):
+        where, rule = f"packed row: {type(inner).__name__}", "it must have packed attention"
+        remedy = "Prepare the model: use_packed_attention(model)"
+        raise BackendError(sentence(where, rule, attention, remedy))
 
 
 def check_unwrapped(model: nn.Module, name: str) -> None:

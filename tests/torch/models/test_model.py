@@ -22,6 +22,7 @@ from transformers import (
 
 from packstore.errors import BackendError, UnknownNameError
 from packstore.torch import (
+    PackedPolicy,
     check_isolation,
     packed_logps,
     use_packed_attention,
@@ -29,6 +30,20 @@ from packstore.torch import (
 from packstore.torch.attention import ATTENTION
 
 SMALL = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2}
+
+
+@pytest.mark.parametrize("call", [packed_logps, lambda model, batch: PackedPolicy(model)(batch)])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_model_that_is_not_prepared(kit: SimpleNamespace, name: str, call: Any) -> None:
+    """With its own attention, the answers of a shared prefix saw each other without a word."""
+    model, batch = kit.tiny_model(name, torch.float32), kit.row()
+    message = r"must have packed attention; found .*use_packed_attention\(model\)"
+    with pytest.raises(BackendError, match=message):
+        call(model, batch)
+    call(use_packed_attention(model), batch)
+    model.set_attn_implementation("eager")  # to generate, and forgotten
+    with pytest.raises(BackendError, match=message):
+        call(model, batch)
 
 
 @pytest.mark.parametrize(
