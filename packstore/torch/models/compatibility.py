@@ -15,11 +15,12 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from packstore.errors import CompatibilityError, ConfigError, quote
+from packstore.errors import CompatibilityError, ConfigError, quote, sentence
 from packstore.format.tokenizer_identity import PROBES, probe_sha256, vocabulary_sha256
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.manifest.manifest import Manifest
 from packstore.registry import missing_extra
+from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.models.unwrap import rope_kinds, text_config, unwrapped
 
 logger = logging.getLogger(__name__)
@@ -83,6 +84,19 @@ def check_model(data: Dataset | Manifest, model: Any) -> None:
             "RoPE goes on beyond"
         )
         logger.warning(message, longest, places)
+
+
+def check_ids(batch: PackedBatch, model: Any) -> None:
+    """Refuses ids of which the model has no embedding, as a dataset without a tokenizer may have.
+
+    A GPU would end the process without naming them; a batch that a loader made is on the CPU.
+    """
+    if batch.input_ids.device.type != "cpu":
+        return
+    size, largest = text_config(unwrapped(model)).vocab_size, int(batch.input_ids.max())
+    if largest >= size:
+        rule, remedy = f"token ids must be below {size}", "Use the model that belongs to the ids"
+        raise CompatibilityError(sentence("dataset and model", rule, str(largest), remedy))
 
 
 def check_tokenizer(

@@ -54,7 +54,7 @@ from packstore.torch.data.steps import StepCutter
 from packstore.torch.data.stream import StoredPacks
 from packstore.torch.logprobs.head import PackedPolicy
 from packstore.torch.metrics import distributed
-from packstore.torch.models.compatibility import check_model
+from packstore.torch.models.compatibility import check_ids, check_model
 from packstore.torch.models.unwrap import evaluating
 from packstore.torch.reference.arithmetic import Precision, lowered
 from packstore.torch.reference.reference_fingerprint import Provenance, describe_reference
@@ -191,6 +191,7 @@ def _compute_parts(
         for (number, places), packs in zip(batches, reading, strict=True):
             batch = collate(packs, stream.kind)
             with lower():
+                check_ids(batch, policy.model)
                 logps = policy(to_device(batch, device))
             yield number, int(places[-1]) + 1, batch, Fetched(logps.float())
 

@@ -32,7 +32,7 @@ from packstore.torch.logprobs.head import PackedPolicy
 from packstore.torch.losses.dataset_metrics import ExampleRows, Figures, GroupedMetrics
 from packstore.torch.losses.loss import PreferenceLoss
 from packstore.torch.losses.step_loss import StepLoss
-from packstore.torch.models.compatibility import check_model
+from packstore.torch.models.compatibility import check_ids, check_model
 from packstore.torch.models.unwrap import evaluating, is_reward_model
 from packstore.torch.reference.arithmetic import Precision, lowered
 from packstore.torch.reference.reference_fingerprint import check_arithmetic
@@ -150,6 +150,7 @@ def evaluate_batches(
         examples = ExampleRows(loss_fn, dataset.manifest.carried)
     with evaluating(policy):
         for batch in batches:
+            check_ids(batch, policy.model if isinstance(policy, PackedPolicy) else policy)
             here = to_device(batch, device)
             logps, ref_logps = policy(here), reference(here) if reference else None
             grouped.add(logps, here, ref_logps, batch)

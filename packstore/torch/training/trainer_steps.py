@@ -21,7 +21,7 @@ from packstore.torch.losses.divisor import StepDivisor
 from packstore.torch.losses.first_step_check import FirstStepCheck
 from packstore.torch.losses.loss import PreferenceLoss
 from packstore.torch.losses.step_loss import count_step
-from packstore.torch.models.compatibility import check_model, check_same_tokenizer
+from packstore.torch.models.compatibility import check_ids, check_model, check_same_tokenizer
 from packstore.torch.models.compiled import tell_uncompiled
 from packstore.torch.models.routers import router_settings
 from packstore.torch.models.unwrap import adapted, as_reference, unwrapped
@@ -135,6 +135,7 @@ class PackedSteps(DataMixin, EvaluationMixin, CheckpointMixin):
         return total
 
     def _prepare_inputs(self, inputs: PackedBatch) -> PackedBatch:
+        check_ids(inputs, self.model)
         return inputs.to(self.accelerator.device, non_blocking=True)
 
     def compute_loss(
