@@ -16,18 +16,29 @@ import torch
 from torch import Tensor
 from trl import DPOConfig, DPOTrainer  # type: ignore[attr-defined]
 
-from packstore.errors import CompatibilityError, ConfigError, display, sentence
+from packstore.config.names import meant
+from packstore.errors import (
+    CompatibilityError,
+    ConfigError,
+    UnknownNameError,
+    display,
+    quote,
+    sentence,
+)
 from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.integrations.collator import PackCollator
 from packstore.torch.logprobs.head import PackedPolicy
 from packstore.torch.logprobs.logprobs import segment_logps
+from packstore.torch.losses.formulas import LOSSES
 from packstore.torch.losses.loss import PreferenceLoss
+from packstore.torch.losses.terms import UNSUPPORTED_LOSSES
 from packstore.torch.models.model import use_packed_attention
 from packstore.torch.models.unwrap import adapted, as_reference, evaluating
 from packstore.torch.training.arguments import (
     OF_PACKS,
     Refusals,
     check_arguments,
+    check_class,
     examples_of_step,
 )
 from packstore.torch.training.arguments import REFUSED as REFUSED_BY_ALL
@@ -89,10 +100,12 @@ class PackedDPOTrainer(PackedSteps, DPOTrainer):  # type: ignore[misc]
         eval_dataset: Any = None,
         **kwargs: Any,
     ) -> None:
-        self.loss_fn = PreferenceLoss("dpo") if args is None else loss_of(args)
+        config = DPOConfig("dpo") if args is None else args
+        check_class(config, DPOConfig, "PackedTrainer takes TrainingArguments")
+        self.loss_fn = loss_of(config)
         train, held_out = self._opened(train_dataset), self._opened(eval_dataset)
         if is_packed(train):
-            args = copy.copy(args or DPOConfig("dpo"))
+            args = copy.copy(config)
             check_arguments(args, OF_PACKS)
             self.examples_per_step = examples_of_step(args, None)
             # TRL takes datasets' classes only, and asks for columns.
@@ -172,6 +185,9 @@ def loss_of(args: DPOConfig) -> PreferenceLoss:
             raise ConfigError(sentence("setting loss_type", rule, found, remedy))
         parameters = {"beta": args.beta}
         name = NAMES.get(loss, loss)
+        if name not in {*LOSSES, *UNSUPPORTED_LOSSES}:
+            near = meant(loss, [*NAMES, *LOSSES])
+            raise UnknownNameError(f"setting loss_type: unknown loss {quote(loss)}.{near}")
         if args.f_divergence_type != "reverse_kl":
             if loss != "sigmoid":
                 rule, found = f"it must be 'reverse_kl' with {loss!r}", repr(args.f_divergence_type)

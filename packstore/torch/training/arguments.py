@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, fields
+from inspect import signature
 from typing import Any
 
-from packstore.errors import ConfigError, sentence
+from transformers import Trainer, TrainingArguments
+
+from packstore.config.settings import check_names
+from packstore.errors import ConfigError, quote, sentence
 
 Refusals = Mapping[str, tuple[tuple[Any, ...], str]]
 """Setting -> values that are taken, and what to do for another."""
@@ -71,6 +76,28 @@ def check_arguments(args: Any, refused: Refusals, others: Iterable[str] = ()) ->
         if value not in taken:
             rule = f"it must be {taken[0]!r} with packs"
             raise ConfigError(sentence(f"setting {name}", rule, repr(value), remedy))
+
+
+def check_class(args: Any, kind: type, remedy: str) -> None:
+    """Refuses settings of another class."""
+    if not isinstance(args, kind):
+        found = quote(args) if isinstance(args, str) else type(args).__name__
+        raise ConfigError(sentence("argument args", f"it must be {kind.__name__}", found, remedy))
+
+
+def check_own(trainer: type, args: Any, others: Iterable[str]) -> None:
+    """Refuses what is no TrainingArguments, what TRL's add to them, and unknown arguments."""
+    check_class(args, TrainingArguments, "Give the dataset as train_dataset")
+    plain = {field.name for field in fields(TrainingArguments)}
+    for field in fields(args) if type(args).__module__.startswith("trl.") else ():
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        value = getattr(args, field.name)
+        if field.name not in plain and value not in (default, [default], None):
+            where, rule = f"setting {field.name}", "it must be one of TrainingArguments"
+            remedy = "Give it as loss or loss_parameters, or take PackedDPOTrainer"
+            raise ConfigError(sentence(where, rule, f"{value!r} in {type(args).__name__}", remedy))
+    known = {*signature(Trainer.__init__).parameters, *signature(trainer).parameters} - {"others"}
+    check_names(others, known, "docs/training.md", "argument")
 
 
 def examples_of_step(args: Any, given: int | None) -> int:

@@ -41,7 +41,12 @@ from packstore.torch.models.probe import probe_model
 from packstore.torch.models.unwrap import REF_ADAPTER, adapted, unwrapped
 from packstore.torch.reference.reference import run_on_rank_zero
 from packstore.torch.reference.reference_fingerprint import check_arithmetic, check_reference
-from packstore.torch.training.arguments import OF_PACKS, check_arguments, examples_of_step
+from packstore.torch.training.arguments import (
+    OF_PACKS,
+    check_arguments,
+    check_own,
+    examples_of_step,
+)
 from packstore.torch.training.card import model_card
 from packstore.torch.training.checkpoints import read_position
 from packstore.torch.training.data import datasets_of, has_ref_logps
@@ -109,6 +114,7 @@ class PackedTrainer(PackedSteps):
         **others: Any,
     ) -> None:
         args = copy.copy(args or TrainingArguments("tmp_trainer"))
+        check_own(PackedTrainer, args, others)
         check_arguments(args, OF_PACKS, others)
         self.examples_per_step = examples_of_step(args, examples_per_step)
         self.packs_per_batch = packs_per_batch

@@ -298,6 +298,7 @@ def test_weights_of_a_loss_that_is_named_twice_are_added(
         ),
         ({"loss_type": ["sft"]}, "loss_type: it must .*'sft'"),
         ({"loss_type": ["aot"]}, "couples the pairs of a batch"),
+        ({"loss_type": ["sigmod"]}, "unknown loss 'sigmod'. Did you mean 'sigmoid'"),
         ({"loss_type": ["hinge"], "f_divergence_type": "js_divergence"}, "f_divergence_type"),
     ],
 )

@@ -22,10 +22,24 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from train_runs import save_gpt2, shard
 from transformers import AutoModelForCausalLM, TrainerCallback, TrainingArguments
 
+import packstore
 from packstore.config.training import FURTHER, TrainConfig, TrainModelConfig
-from packstore.errors import ConfigError, DivergedError, FormatError
+from packstore.errors import (
+    CompatibilityError,
+    ConfigError,
+    DivergedError,
+    FormatError,
+    UnknownNameError,
+)
 from packstore.testing import random_examples
-from packstore.torch import PackedDataLoader, PackedDataset, PackedTrainer, PolicyLoss
+from packstore.torch import (
+    PackedDataLoader,
+    PackedDataset,
+    PackedTrainer,
+    PolicyLoss,
+    evaluate,
+    use_packed_attention,
+)
 from packstore.torch.training.checkpoints import newest_checkpoint
 
 RATE = 1e-3
@@ -276,6 +290,35 @@ def test_steps_that_are_none_or_several(
 ) -> None:
     with pytest.raises(ConfigError, match=f"setting {name}.* must be"):
         run(settings(made, tmp_path, arguments={name: value}))
+
+
+def test_what_is_meant_for_another_trainer(made: SimpleNamespace, tmp_path: Path) -> None:
+    """TRL's settings and misplaced arguments are refused, not passed over."""
+    trl = pytest.importorskip("trl", reason="trl is in the extra train")
+    own = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": []}
+    plain, config = TrainingArguments(**own), trl.DPOConfig(**own)
+    for name, value in {"beta": 5.0, "loss_type": ["ipo"], "max_length": 64}.items():
+        args = trl.DPOConfig(**own, **{name: value})
+        with pytest.raises(ConfigError, match=f"setting {name}: it must be one of TrainingArg"):
+            PackedTrainer(made.model, args, made.data)
+    with pytest.raises(ConfigError, match="args: it must be TrainingArguments; found '"):
+        PackedTrainer(made.model, made.data, plain)
+    with pytest.raises(UnknownNameError, match=r"argument 'beta'.* Did you mean 'loss_parameters'"):
+        PackedTrainer(made.model, plain, made.data, beta=0.2)
+    PackedTrainer(made.model, config, made.data, dtype="float64")
+
+
+def test_ids_beyond_the_vocabulary(made: SimpleNamespace, tmp_path: Path) -> None:
+    """Of records of ids nobody knows the tokenizer; a GPU would end the process."""
+    packs = packstore.pack(
+        [{"prompt": [1], "chosen": [2, 50], "rejected": [3]}] * 9, tmp_path / "ids", pack_size=64
+    )
+    given = settings(made, tmp_path / "run", train_dataset=packs.url)
+    message = "token ids must be below 50; found 50. Use the model that belongs to the ids"
+    with pytest.raises(CompatibilityError, match=message):
+        run(given)
+    with pytest.raises(CompatibilityError, match=message):
+        evaluate(use_packed_attention(plain(made.model)), packs, loss="sft")
 
 
 def test_a_diverged_run_writes_no_weights(made: SimpleNamespace, tmp_path: Path) -> None:
