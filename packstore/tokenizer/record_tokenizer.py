@@ -29,14 +29,15 @@ from packstore.tokenizer.records.fields import (
     names_of,
     opened,
     parse_carry,
+    parts_beside,
     to_columns,
 )
 from packstore.tokenizer.records.named import canonical, used_fields
 from packstore.tokenizer.records.overlong import fit
 from packstore.tokenizer.records.parse import Parsed, parse_canonical, prompt_key
-from packstore.tokenizer.records.paths import with_paths
+from packstore.tokenizer.records.paths import parse_path, with_paths
 from packstore.tokenizer.records.sequences import Draft, Sequences, Tokens, id_sequences
-from packstore.tokenizer.records.shapes import NONE, Shape
+from packstore.tokenizer.records.shapes import NONE, Shape, written
 from packstore.tokenizer.records.tags import without_tags
 from packstore.tokenizer.refusals import Refused, raise_if_error
 from packstore.tokenizer.tokenizer import Tokenizer
@@ -97,6 +98,8 @@ class RecordTokenizer:
         says_answer = not config.fields.keys().isdisjoint(("response", "messages"))
         says_answer |= config.shape not in (None, NONE)
         self._checked = checked - ({"adds"} if kind == "sft" and says_answer else set())
+        marked = [name for name in config.fields.values() if any(m in name for m in '.["')]
+        self._paths = {written(parse_path(name)) for name in marked}
         self._mapped = {*self.carry, *config.fields.values()}
         self._mapped.update(*(names.spellings[name] for name in config.fields))
         spelled = itertools.chain(names.spellings.values(), names.id_spellings.values())
@@ -150,7 +153,9 @@ class RecordTokenizer:
                 unread[record.fields] = left
             try:
                 if left:
-                    check_read(given[i], left, self.kind, isinstance(record.prompt, np.ndarray))
+                    is_ids, own = isinstance(record.prompt, np.ndarray), i in block.shapes
+                    passes = own and (config.shape or "").endswith((".yaml", ".yml"))
+                    check_read(given[i], left, self.kind, is_ids, passes)
                 if "media" in self._checked:
                     check_placeholders(record.questions)
             except Refused as error:
@@ -197,6 +202,9 @@ class RecordTokenizer:
             except Refused as error:
                 block.refused[i] = error.with_traceback(None)
                 record = None
+            if self._paths and type(value) is dict and i not in block.shapes:
+                gone = [name for name in value if name not in shown]
+                shown = {**shown, **parts_beside(value, gone, self._paths)}
             given.append(shown)
             found.append(record)
         return given, found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import re
 
 import pytest
 
@@ -287,3 +288,24 @@ def test_a_mapped_field_may_be_absent_or_empty(pack, byte_level):
     assert packed.dataset.manifest.records.packed == 6
     with pytest.raises(RecordError, match="does not read --field system=a"):
         pack(tokenizer, chat, text | {"a": ""}, text | {"a": "S"}, fields=fields, as_chat=False)
+
+
+def test_what_stands_beside_a_mapped_path_is_no_less_read(tmp_path, pack, byte_level):
+    fields = {"prompt": "q.t", "responses": "a[].text", "scores": 'a[]."the score"'}
+    own, reads = tmp_path / "own.yaml", {**fields, "scores": "a[].the score"}
+    entry = {"kind": "scored", "fields": {"q.t": "text", "a[].text": "texts"}, "reads": reads}
+    answers = [{"text": "x", "the score": 2, "id": 1}, {"text": "y", "the score": 1, "id": 2}]
+    graded = [{**answer, "eval": {"grade": "AB"[i]}} for i, answer in enumerate(answers)]
+    record = {"q": {"t": "Q"}, "a": answers}
+    own.write_text(json.dumps({"mine": entry}), encoding="utf-8")
+    for settings, remedy in [
+        ({"fields": fields}, "Map it"),
+        ({"shape": str(own)}, re.escape('passes: ["a[].eval.grade"]')),
+    ]:
+        packed = pack(byte_level(), record, **settings)
+        assert packed.marked == ["Q«x</s>»", "Q«y</s>»"]
+        assert not packed.dataset.manifest.records.fields_not_used
+        with pytest.raises(RecordError, match=rf"found a\[\]\.eval\.grade .*{remedy}"):
+            pack(byte_level(), {**record, "a": graded}, **settings)
+    own.write_text(json.dumps({"mine": {**entry, "passes": ["a[].eval.grade"]}}), encoding="utf-8")
+    assert pack(byte_level(), {**record, "a": graded}, shape=str(own)).marked

@@ -68,7 +68,7 @@ def check_entry(where: str, entry: Any) -> None:
     def check(names: Any, of: str, choices: Any) -> None:
         for name in names:
             if name not in choices:
-                rule = f"{of} must be of: {', '.join(choices)}"
+                rule = f"{of} must be among: {', '.join(choices)}"
                 raise ConfigError(sentence(where, rule, quote(name)) + meant(str(name), choices))
 
     check(entry if isinstance(entry, dict) else (), "its keys", Entry.__struct_fields__)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -154,6 +155,17 @@ def opened(records: Sequence[Any], names: Iterable[str]) -> list[Any]:
     return found
 
 
+def parts_beside(record: dict[str, Any], gone: Iterable[str], read: Collection[str]) -> Any:
+    """Returns what stands in the fields `gone` of a record beside the paths that are `read`."""
+    (parts,) = opened([{name: record[name] for name in gone}], gone)
+    inside = tuple(path + mark for path in read for mark in ".[")
+    return {
+        name: value
+        for name, value in parts.items()
+        if name not in gone and name not in read and not name.startswith(inside)
+    }
+
+
 def _open(value: Any, path: str, inner: dict[str, list[Any]], depth: int = 9) -> None:
     """Collects the values that stand in one, by path, but for what is harmless."""
     value = parse_json_text(value)
@@ -292,11 +304,13 @@ def is_null(value: object) -> bool:
     return is_empty(value) or (isinstance(value, float) and value != value)
 
 
-def check_read(record: Any, groups: Mapping[str, str], kind: str, is_ids: bool) -> None:
+def check_read(
+    record: Any, groups: Mapping[str, str], kind: str, is_ids: bool, passes: bool = False
+) -> None:
     """Refuses a record with a field that changes its meaning: name of such a field -> its group.
 
     Beside a single answer, a verdict that says that it is good changes nothing; nor do texts and
-    labels that ids may stand for.
+    labels that ids may stand for. `passes`: of a shape of the user's own, which may pass over it.
     """
     for name, group in groups.items():
         value = unwrapped(record.get(name))
@@ -317,6 +331,8 @@ def check_read(record: Any, groups: Mapping[str, str], kind: str, is_ids: bool) 
             remedy = f"Pack good and bad ones (--kind scored --field score={name})"
         if COLUMN_NAME.fullmatch(name) and (feedback or group != "weighs"):
             remedy += f", carry it (--carry {name})"
+        if passes:
+            remedy += f", let your shape pass over it (passes: [{json.dumps(name)}])"
         remedy += f", {_IGNORE if feedback else _CHANGES_NOTHING}"
         reason = "unpaired_feedback" if feedback else "unread_field"
         raise Refused(reason, f"{name} {quote(value)}", remedy)
