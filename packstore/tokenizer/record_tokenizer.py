@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -61,6 +62,10 @@ class _Block:
     events: dict[int, list[str]] = field(default_factory=dict)  # by index in the block
 
 
+SCORES = ("score", "scores", "chosen_reward", "rejected_reward", "margin")
+"""Roles of fields that judge an answer."""
+
+
 class Encoded(NamedTuple):
     """A text, what it was encoded to, and the place of its record."""
 
@@ -100,6 +105,9 @@ class RecordTokenizer:
         self._checked = checked - ({"adds"} if kind == "sft" and says_answer else set())
         marked = [name for name in config.fields.values() if any(m in name for m in '.["')]
         self._paths = {written(parse_path(name)) for name in marked}
+        # Who maps the score of an answer has chosen it among those beside it.
+        says_score = not config.fields.keys().isdisjoint(SCORES)
+        self._chosen = {re.split(r"[.\[]", path)[0] for path in self._paths if says_score}
         self._mapped = {*self.carry, *config.fields.values()}
         self._mapped.update(*(names.spellings[name] for name in config.fields))
         spelled = itertools.chain(names.spellings.values(), names.id_spellings.values())
@@ -128,7 +136,12 @@ class RecordTokenizer:
                     given[i] = {k: v for k, v in given[i].items() if not shape.passes(k)}
             names = names_of(given)
         groups = {n: known().group(n) for n in sorted(names - self._mapped)}
-        groups = {name: group for name, group in groups.items() if group in self._checked}
+        groups = {
+            name: group
+            for name, group in groups.items()
+            if group in self._checked
+            and not (group == "judges" and re.split(r"[.\[]", name)[0] in self._chosen)
+        }
         parsed: dict[int, Parsed] = {}
         if self.tokenizer is not None:
             hint = self.tokenizer.control_hint

@@ -299,12 +299,19 @@ def test_what_stands_beside_a_mapped_path_is_no_less_read(tmp_path, pack, byte_l
     record = {"q": {"t": "Q"}, "a": answers}
     own.write_text(json.dumps({"mine": entry}), encoding="utf-8")
     for settings, remedy in [
-        ({"fields": fields}, "Map it"),
+        ({"fields": fields, "kind": "scored"}, None),
         ({"shape": str(own)}, re.escape('passes: ["a[].eval.grade"]')),
     ]:
         packed = pack(byte_level(), record, **settings)
         assert packed.marked == ["Q«x</s>»", "Q«y</s>»"]
         assert not packed.dataset.manifest.records.fields_not_used
+        if remedy is None:  # who maps a score has chosen it among others, which are named
+            packed = pack(byte_level(), {**record, "a": graded}, **settings)
+            assert [*packed.dataset.manifest.records.fields_not_used] == ["a[].eval.grade"]
+            unmapped = {name: path for name, path in fields.items() if name != "scores"}
+            with pytest.raises(RecordError, match=r"scores|grade"):
+                pack(byte_level(), {**record, "a": graded}, fields=unmapped)
+            continue
         with pytest.raises(RecordError, match=rf"found a\[\]\.eval\.grade .*{remedy}"):
             pack(byte_level(), {**record, "a": graded}, **settings)
     own.write_text(json.dumps({"mine": {**entry, "passes": ["a[].eval.grade"]}}), encoding="utf-8")
