@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -104,10 +103,11 @@ class RecordTokenizer:
         says_answer |= config.shape not in (None, NONE)
         self._checked = checked - ({"adds"} if kind == "sft" and says_answer else set())
         marked = [name for name in config.fields.values() if any(m in name for m in '.["')]
-        self._paths = {written(parse_path(name)) for name in marked}
+        paths = [parse_path(name) for name in marked]
+        self._paths = set(map(written, paths))
         # Who maps the score of an answer has chosen it among those beside it.
-        says_score = not config.fields.keys().isdisjoint(SCORES)
-        self._chosen = {re.split(r"[.\[]", path)[0] for path in self._paths if says_score}
+        roots = paths if not config.fields.keys().isdisjoint(SCORES) else []
+        self._beside = tuple(f"{root}{mark}" for root, *_ in roots for mark in ".[")
         self._mapped = {*self.carry, *config.fields.values()}
         self._mapped.update(*(names.spellings[name] for name in config.fields))
         spelled = itertools.chain(names.spellings.values(), names.id_spellings.values())
@@ -139,8 +139,7 @@ class RecordTokenizer:
         groups = {
             name: group
             for name, group in groups.items()
-            if group in self._checked
-            and not (group == "judges" and re.split(r"[.\[]", name)[0] in self._chosen)
+            if group in self._checked and not (group == "judges" and name.startswith(self._beside))
         }
         parsed: dict[int, Parsed] = {}
         if self.tokenizer is not None:
