@@ -98,6 +98,18 @@ def as_storage_errors(
         raise named from secrets.hide_in(error)
 
 
+CLIENTS = {
+    *("httpx", "httpx2", "requests", "huggingface_hub", "safetensors"),
+    *("wandb", "mlflow", "trackio"),
+}
+"""Packages that write to disks, hubs and trackers, with errors of no common class."""
+
+
+def is_of_client(error: BaseException) -> bool:
+    """Returns True for an error of a disk, a hub or a tracker, which is no defect of packstore."""
+    return isinstance(error, OSError) or type(error).__module__.partition(".")[0] in CLIENTS
+
+
 def missing_filesystem(url: str, error: ImportError) -> MissingExtraError:
     """Returns the error for a missing filesystem package, with the command that installs it."""
     scheme = url.partition("://")[0].rsplit("::", 1)[-1]

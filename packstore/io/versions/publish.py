@@ -11,6 +11,7 @@ from packstore.errors import StorageError, sentence
 from packstore.io.dataset.dataset import Dataset, open
 from packstore.io.manifest.commit import manifest_path, versions
 from packstore.io.store.location import Location
+from packstore.io.store.storage_errors import is_of_client
 from packstore.progress import Progress
 
 if TYPE_CHECKING:
@@ -102,13 +103,10 @@ def publish(
 
 def _asked(repo: str, call: Callable[[], T]) -> T:
     """Returns the answer of the hub, whose refusals become a StorageError."""
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
     try:
         return call()
     except Exception as error:
-        known = isinstance(error, HfHubHTTPError | HFValidationError | OSError)
-        if not known and not type(error).__module__.startswith("httpx"):  # or httpx2, by release
+        if not is_of_client(error):
             raise
         must, do = "the hub must take it", "Log in with `hf auth login`, or set HF_TOKEN"
         found = str(error).strip().partition("\n")[0]

@@ -24,11 +24,11 @@ from typing import Any
 
 import torch
 from accelerate.utils import parse_flag_from_env
-from safetensors import SafetensorError
 from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 
 from packstore.config.training import TrainConfig, TrainModelConfig
 from packstore.errors import ConfigError, PackstoreError, StorageError, quote, sentence
+from packstore.io.store.storage_errors import is_of_client
 from packstore.torch.reference.arithmetic import choose_precision
 from packstore.torch.training.checkpoints import newest_checkpoint, read_position
 from packstore.torch.training.trainer import PackedTrainer
@@ -48,10 +48,6 @@ SHOWN: dict[str, tuple[str, str]] = {
     "learning_rate": ("learning rate", ".2e"),
 }
 """Metric -> its name in a line of the log, and its format."""
-
-
-CLIENTS = {"httpx", "httpx2", "requests", "huggingface_hub", "wandb", "mlflow", "trackio"}
-"""Packages of the clients of hubs and trackers, whose errors are of no common class."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,8 +183,7 @@ def _named_places(output_dir: str) -> Iterator[None]:
     except PackstoreError:
         raise
     except Exception as error:
-        package = type(error).__module__.partition(".")[0]
-        if not isinstance(error, OSError | SafetensorError) and package not in CLIENTS:
+        if not is_of_client(error):
             raise
         rule = "disk, hub and trackers must take what is written"
         remedy = "The same command again goes on from the newest checkpoint"
