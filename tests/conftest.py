@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,11 @@ from stores import (  # noqa: F401  fixtures
 # Loops compile in a thread, and there numba's colours for errors put back the stderr of before:
 # what the next test wrote was not in its capture.
 os.environ["NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING"] = "1"
+
+# A shell ignores Ctrl-C in what it runs in the background, and processes that tests start and
+# interrupt would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Workers of pytest fill the cores; threads of torch beside them cost more than they bring. Also in
 # the processes that tests start.
