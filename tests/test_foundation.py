@@ -23,7 +23,8 @@ from packstore.config import (
 from packstore.config.names import ELSEWHERE
 from packstore.config.training import FURTHER, TrainConfig
 from packstore.errors import ConfigError, UnknownNameError, sentence
-from packstore.format import Examples, seeds
+from packstore.format import seeds
+from packstore.format.arrays import Examples
 from packstore.testing import assert_examples_equal, random_examples
 
 

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 import packstore
 from packstore import Dataset, errors
-from packstore.format import to_offsets
+from packstore.format.arrays import to_offsets
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 

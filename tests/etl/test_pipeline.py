@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 import packstore
 from packstore.errors import ConfigError, DropRateError
-from packstore.format import Examples
+from packstore.format.arrays import Examples
 from packstore.pack.algorithms import STRATEGIES
 from packstore.pack.fill import unpack
 

@@ -13,7 +13,7 @@ import pytest
 
 import packstore
 from packstore import Dataset
-from packstore.format import Packs
+from packstore.format.arrays import Packs
 
 PACK_SIZE = 64
 Record = dict[str, Any]

@@ -19,17 +19,9 @@ from derived import derive
 import packstore
 import packstore.errors
 from packstore.errors import FormatError
-from packstore.format import (
-    FEATURES,
-    KINDS,
-    LAYOUTS,
-    RULES,
-    Packs,
-    check_packs,
-    from_arrow,
-    pack_schema,
-    to_arrow,
-)
+from packstore.format.arrays import Packs
+from packstore.format.rules import RULES, check_packs
+from packstore.format.schema import FEATURES, KINDS, LAYOUTS, from_arrow, pack_schema, to_arrow
 from packstore.torch import open_side
 
 READER = Path(__file__).parents[2] / "examples" / "readers" / "reader.py"

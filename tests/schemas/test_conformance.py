@@ -23,7 +23,8 @@ from packstore import Dataset
 from packstore import open as open_dataset
 from packstore.conformance import judge, load, main
 from packstore.errors import IntegrityError
-from packstore.format import FEATURES, FORMAT_VERSION, KINDS, LAYOUTS, RULES
+from packstore.format.rules import RULES
+from packstore.format.schema import FEATURES, FORMAT_VERSION, KINDS, LAYOUTS
 
 ROOT = Path(__file__).parents[2]
 KIT = ROOT / "schemas" / "conformance" / "v1"

@@ -12,7 +12,9 @@ import pyarrow as pa
 import pytest
 
 from packstore import config
-from packstore.format import IGNORE_INDEX, RULES, SOURCE_SHIFT, schema
+from packstore.format import schema
+from packstore.format.arrays import IGNORE_INDEX, SOURCE_SHIFT
+from packstore.format.rules import RULES
 from packstore.io.dataset import pack_index
 from packstore.io.dataset.verify import TOLERANCE
 from packstore.io.manifest.commit import FOLDER, MAX_MANIFEST_BYTES, manifest_path

@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packstore.errors import FormatError
-from packstore.format import KINDS, check_packs, from_arrow, pack_schema
+from packstore.format.rules import check_packs
+from packstore.format.schema import KINDS, from_arrow, pack_schema
 
 Row = dict[str, Any]
 CASES = json.loads(

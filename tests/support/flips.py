@@ -15,7 +15,7 @@ from forged import ranges
 
 from packstore import Dataset, open
 from packstore.errors import PackstoreError
-from packstore.format import Packs, PackSizes
+from packstore.format.arrays import Packs, PackSizes
 from packstore.torch import open_side
 
 

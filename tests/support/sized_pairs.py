@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from packstore.format import Examples, to_offsets
+from packstore.format.arrays import Examples, to_offsets
 
 
 def pairs(*sizes: tuple[int, int, int]) -> Examples:

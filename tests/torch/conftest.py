@@ -29,7 +29,7 @@ from transformers import (
 
 from packstore import Dataset, open
 from packstore.config import PackConfig
-from packstore.format import Examples, Packs, Tally, to_offsets
+from packstore.format.arrays import Examples, Packs, Tally, to_offsets
 from packstore.io.dataset.pack_index import put_index
 from packstore.io.manifest.commit import commit
 from packstore.io.manifest.manifest import PackShape, build_manifest

@@ -16,7 +16,7 @@ from forged import replace_shard
 from packstore import Dataset
 from packstore import open as open_dataset
 from packstore.errors import IntegrityError
-from packstore.format import PackSizes, to_offsets
+from packstore.format.arrays import PackSizes, to_offsets
 from packstore.torch import PackedDataLoader, PackedDataset
 
 SIZES = ("tokens", "examples", "squares")

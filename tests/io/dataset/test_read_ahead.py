@@ -18,7 +18,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from packstore import Dataset
 from packstore.config import ReadConfig
 from packstore.errors import StorageError
-from packstore.format import Packs
+from packstore.format.arrays import Packs
 from packstore.torch import PackedDataset
 
 LANES = 4

@@ -15,7 +15,7 @@ from places import Files, at_each, edit_manifest
 
 from packstore import open as open_dataset
 from packstore.errors import IntegrityError, StorageError
-from packstore.format import IGNORE_INDEX
+from packstore.format.arrays import IGNORE_INDEX
 
 FORMATS = pytest.mark.parametrize("format_", ["parquet", "arrow"])
 LABELS = pytest.mark.parametrize("labels", ["plain", "spans"])

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from packstore import Dataset
 from packstore.errors import ConfigError
-from packstore.format import Examples
+from packstore.format.arrays import Examples
 from packstore.testing import random_examples
 from packstore.torch import (
     PackedBatch,

@@ -31,7 +31,7 @@ from packstore.errors import (
     DatasetNotFoundError,
     UnknownNameError,
 )
-from packstore.format import Examples
+from packstore.format.arrays import Examples
 from packstore.testing import random_examples
 from packstore.torch import PackedDataLoader, PackedDataset, train
 
