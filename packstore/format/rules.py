@@ -6,6 +6,8 @@ vectorised over the packs of a batch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -34,6 +36,9 @@ RULES: dict[str, str] = {
 }
 """Rule -> its text in errors."""
 
+Need = Callable[..., None]
+"""``need(rule, ok, offsets=None)`` raises unless all of `ok` are true, see :func:`_require`."""
+
 _AT_ONCE = 1 << 16
 """Labels compared at once: they stay in the processor's cache till they are signed."""
 
@@ -57,21 +62,18 @@ def check_packs(
         where: name of the packs in error texts (a shard's path).
         first_row: row number of the first pack in `where`.
     """
-    need = _Need(where, first_row)
-    segments = _check_structure(packs, pack_size, need)
+    need = partial(_require, where, first_row)
+    segments = check_structure(packs, layout, pack_size, where, first_row)
     _check_ids(packs.input_ids, packs.token_offsets, vocab_size, need)
-    need("reward-finite", np.isfinite(packs.reward), packs.sequence_offsets)
-    _check_supervision(packs, segments, need)
-    _check_lengths(packs, segments, layout, need)
     if layout == "shared_prefix":
-        _check_prefix(packs, to_offsets(segments)[:-1], packs.supervised, need)
+        _check_prefix(packs, to_offsets(segments)[:-1], need)
 
 
 def check_and_sign(
     ids: Int32, labels: Int32 | None, offsets: Int64, out: Int32, vocab_size: int | None, where: str
 ) -> None:
     """Checks ids and labels (None: all -100), int32 `[N]`; writes the signed ids to `out`."""
-    need, known = _Need(where, 0), 0
+    need, known = partial(_require, where, 0), 0
     _check_ids(ids, offsets, vocab_size, need)
     if labels is None:
         np.invert(ids, out=out)
@@ -87,41 +89,37 @@ def check_and_sign(
         need("labels-are-ids", (labels == ids) | (labels == IGNORE_INDEX), offsets)
 
 
-def check_structure(packs: Packs, layout: str, pack_size: int, where: str) -> Int32:
+def check_structure(
+    packs: Packs, layout: str, pack_size: int | None, where: str, first_row: int = 0
+) -> Int32:
     """Checks the rules that cost little, of tokens only labels; returns `segment_lengths`."""
-    need = _Need(where, 0)
-    segments = _check_structure(packs, pack_size, need)
+    need = partial(_require, where, first_row)
+    segments = _check_boundaries(packs, pack_size, need)
     need("reward-finite", np.isfinite(packs.reward), packs.sequence_offsets)
     _check_supervision(packs, segments, need)
     _check_lengths(packs, segments, layout, need)
     return segments
 
 
-class _Need:
-    """Raises at the first value that breaks a rule; `first_row` is that of the first pack."""
-
-    def __init__(self, where: str, first_row: int) -> None:
-        self._where, self._first_row = where, first_row
-
-    def __call__(self, rule: str, ok: Bool, offsets: Int64 | None = None) -> None:
-        """Raises at the first False of `ok`: one value per pack, or per element with offsets."""
-        if np.count_nonzero(ok) == len(ok):
-            return
-        bad = int(np.argmin(ok))
-        pack = bad if offsets is None else int(np.searchsorted(offsets, bad, "right")) - 1
-        found = "" if offsets is None else f"element {bad - int(offsets[pack])} of the row"
-        where = f"{self._where}, row {self._first_row + pack}"
-        raise FormatError(sentence(where, f"{RULES[rule]} [{rule}]", found))
+def _require(where: str, first_row: int, rule: str, ok: Bool, offsets: Int64 | None = None) -> None:
+    """Raises at the first False of `ok`: one value per pack, or per element with offsets."""
+    if np.count_nonzero(ok) == len(ok):
+        return
+    bad = int(np.argmin(ok))
+    pack = bad if offsets is None else int(np.searchsorted(offsets, bad, "right")) - 1
+    found = "" if offsets is None else f"element {bad - int(offsets[pack])} of the row"
+    place = f"{where}, row {first_row + pack}"
+    raise FormatError(sentence(place, f"{RULES[rule]} [{rule}]", found))
 
 
-def _check_ids(ids: Int32, offsets: Int64, vocab_size: int | None, need: _Need) -> None:
+def _check_ids(ids: Int32, offsets: Int64, vocab_size: int | None, need: Need) -> None:
     top = np.iinfo(np.int32).max if vocab_size is None else vocab_size
     # As unsigned, a negative id is a large one.
     if len(ids) and ids.view(np.uint32).max() >= top:
         need("ids-range", (ids >= 0) & (ids < top), offsets)
 
 
-def _check_structure(packs: Packs, pack_size: int | None, need: _Need) -> Int32:
+def _check_boundaries(packs: Packs, pack_size: int | None, need: Need) -> Int32:
     """Checks the rules that the other checks assume; returns the segments' tokens, `[S]`."""
     bounds, rows, k = packs.seq_boundaries, packs.sequence_offsets, packs.num_responses
     need("columns-agree", np.array([len(packs.reward) == len(packs.lengths)]))
@@ -147,7 +145,7 @@ def _steps(offsets: Any) -> Any:
     return offsets[1:] - offsets[:-1]  # as np.diff, in a fifth of the time for few values
 
 
-def _check_supervision(packs: Packs, segments: Int32, need: _Need) -> None:
+def _check_supervision(packs: Packs, segments: Int32, need: Need) -> None:
     """Checks which tokens are supervised: those whose signed ids are not negative."""
     if len(segments):
         starts, rows = to_offsets(segments)[:-1], packs.sequence_offsets
@@ -155,7 +153,7 @@ def _check_supervision(packs: Packs, segments: Int32, need: _Need) -> None:
         need("supervised-nonempty", np.maximum.reduceat(packs.signed_ids, starts) >= 0, rows)
 
 
-def _check_lengths(packs: Packs, segments: Int32, layout: str, need: _Need) -> None:
+def _check_lengths(packs: Packs, segments: Int32, layout: str, need: Need) -> None:
     """Checks the tokens that segments omit, for packs with correct shapes."""
     rows, k = packs.sequence_offsets, packs.num_responses
     if layout == "concat":
@@ -167,31 +165,24 @@ def _check_lengths(packs: Packs, segments: Int32, layout: str, need: _Need) -> N
     need("prefix-offset", (left_out >= 0) & (left_out < np.repeat(segments[firsts[:-1]], k)), rows)
 
 
-def _check_prefix(packs: Packs, starts: Int64, supervised: Bool, need: _Need) -> None:
+def _check_prefix(packs: Packs, starts: Int64, need: Need) -> None:
     """Checks that the offsets of layout shared_prefix follow the definition.
 
     A prompt is the tokens before the first supervised one. Two sequences share the common prefix of
     their prompts, and ``offset = max(shared - 1, 0)``. Given the offset, two tokens decide: the
     repeated one must agree (if offset > 0), and the next must not be shared.
     """
-    rows = packs.sequence_offsets
-    # int64, as a bad length may overflow.
-    offsets = packs.lengths.astype(np.int64) - packs.segment_lengths
-    k = packs.num_responses
+    offsets, k = packs.segment_offsets, packs.num_responses
     firsts = to_offsets(k)[:-1]
     first = np.repeat(starts[firsts], k)
-    where_on = np.flatnonzero(supervised)
+    where_on = np.flatnonzero(packs.supervised)
     prompt = where_on[np.searchsorted(where_on, starts)] - starts
     first_prompt = np.repeat(prompt[firsts], k)
     ids, end = packs.input_ids, len(packs.input_ids) - 1
-    repeated = ids[starts] == ids[np.clip(first + offsets, 0, end)]
-    fits = (offsets >= 0) & (offsets + 1 <= first_prompt)
-    more = (
-        repeated
-        & (offsets + 1 < first_prompt)
-        & (prompt > 1)
-        & (ids[np.minimum(starts + 1, end)] == ids[np.clip(first + offsets + 1, 0, end)])
-    )
-    right = ((offsets == 0) | (repeated & fits)) & ~more
+    # The first segment has a token at each offset, as its length was checked.
+    repeated = ids[starts] == ids[first + offsets]
+    following = ids[np.minimum(first + offsets + 1, end)] == ids[np.minimum(starts + 1, end)]
+    more = repeated & following & (offsets + 1 < first_prompt) & (prompt > 1)
+    right = ((offsets == 0) | (repeated & (offsets + 1 <= first_prompt))) & ~more
     right[firsts] = True
-    need("prefix-offset", right, rows)
+    need("prefix-offset", right, packs.sequence_offsets)

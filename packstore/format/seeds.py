@@ -14,7 +14,9 @@ import numpy.typing as npt
 
 U64 = npt.NDArray[np.uint64]
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+"""2^64 divided by the golden ratio: its multiples are spread evenly."""
+
 _BLOCK = 1 << 15
 
 
@@ -30,17 +32,15 @@ def keys(n: int, seed: int, *purpose: str | int) -> U64:
     Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
     """
     out = np.empty(n, np.uint64)
-    offset = np.uint64(derive(seed, *purpose))
     for start in range(0, n, _BLOCK):  # blocks fit the cache: several times faster
-        block = out[start : start + _BLOCK]
-        counters = np.arange(start + 1, start + 1 + len(block), dtype=np.uint64)
-        block[:] = mixed(counters * _GOLDEN + offset)
+        places = np.arange(start, min(start + _BLOCK, n), dtype=np.uint64)
+        out[start : start + _BLOCK] = keys_at(places, seed, *purpose)
     return out
 
 
 def keys_at(places: U64, seed: int, *purpose: str | int) -> U64:
     """The numbers that :func:`keys` has at these places."""
-    return mixed((places + np.uint64(1)) * _GOLDEN + np.uint64(derive(seed, *purpose)))
+    return mixed((places + np.uint64(1)) * GOLDEN + np.uint64(derive(seed, *purpose)))
 
 
 def mixed(values: U64) -> U64:

@@ -19,12 +19,11 @@ import numpy as np
 
 from packstore.errors import ConfigError
 from packstore.format.arrays import Int64, range_indices, to_offsets
-from packstore.format.seeds import U64, keys_at, mixed, permutation
+from packstore.format.seeds import GOLDEN, U64, keys_at, mixed, permutation
 
 LANES = 64
 """Row groups open at once, over all ranks; mixes as well as a full shuffle."""
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _ROUNDS = 4
 
 
@@ -106,7 +105,7 @@ class PackOrder:
         groups, firsts = self._groups[distinct], self._offsets[distinct]
         sizes = self._rows[groups]
         owner = np.repeat(np.arange(len(distinct)), sizes)
-        wanted = self._indices(range_indices(firsts, sizes)).astype(np.uint64) * _GOLDEN
+        wanted = self._indices(range_indices(firsts, sizes)).astype(np.uint64) * GOLDEN
         packs = range_indices(self._first_rows[groups], sizes)
         row = packs - self._first_rows[groups][owner]
         ties = mixed(self._keys("ties", groups)[owner] + row.astype(np.uint64))

@@ -177,12 +177,12 @@ def pack_sizes(figures: Int64) -> PackSizes:
 
 def sizes_of(packs: Packs, kind: str) -> PackSizes:
     """Returns the sizes that loaders plan with, counted from the packs."""
-    segments, tokens, examples = packs.segment_lengths, packs.token_offsets, packs.example_offsets
+    squares = packs.segment_lengths.astype(np.int64) ** 2
     return PackSizes(
-        tokens[1:] - tokens[:-1],
-        examples[1:] - examples[:-1],
-        np.add.reduceat(segments.astype(np.int64) ** 2, packs.sequence_offsets[:-1]),
-        counts=count_packs(packs, kind, segments),
+        np.diff(packs.token_offsets),
+        np.diff(packs.example_offsets),
+        np.add.reduceat(squares, packs.sequence_offsets[:-1]),
+        counts=count_packs(packs, kind),
     )
 
 
