@@ -15,12 +15,13 @@ import numpy as np
 import pyarrow as pa
 
 from packstore.errors import FormatError
-from packstore.format.arrays import IGNORE_INDEX, Int32, Int64, Packs, to_offsets
+from packstore.format.arrays import IGNORE_INDEX, Int64, Packs, to_offsets
 from packstore.format.schema import KINDS, as_arrow, flat_column
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.dataset.dataset import open as open_dataset
 from packstore.io.dataset.pack_index import check_counts
 from packstore.io.manifest.stored_file import decoding
+from packstore.pack.fill import unpack
 
 if TYPE_CHECKING:
     from polars import DataFrame, Expr, LazyFrame
@@ -178,7 +179,7 @@ class ExampleSource:
 def _arrays_of_packs(
     packs: Packs, names: Sequence[str], carried: Mapping[str, str]
 ) -> dict[str, Any]:
-    offsets = to_offsets(packs.num_responses)
+    examples, offsets = unpack(packs), to_offsets(packs.num_responses)
     arrays = {
         "counts": np.diff(packs.example_offsets),
         "example_id": as_arrow(packs.example_ids, pa.int64()),
@@ -187,25 +188,13 @@ def _arrays_of_packs(
     }
     for name in carried.keys() & set(names):
         arrays[name] = pa.array(packs.columns[carried[name]], from_pandas=False)
-    signed = _whole_sequences(packs)
-    inner = to_offsets(packs.lengths)
-    ids = signed ^ (signed >> 31)
-    for name, values in (("input_ids", ids), ("labels", np.where(signed < 0, IGNORE_INDEX, ids))):
+    ids = examples.input_ids
+    labels = np.where(examples.supervised, ids, np.int32(IGNORE_INDEX))
+    for name, values in (("input_ids", ids), ("labels", labels)):
         if name in names:
-            lists = _lists(values, inner)
+            lists = _lists(values, examples.sequence_offsets)
             arrays[name] = pa.LargeListArray.from_arrays(as_arrow(offsets, pa.int64()), lists)
     return arrays
-
-
-def _whole_sequences(packs: Packs) -> Int32:
-    """Returns the signed ids of all sequences, each with the leading tokens that it shares."""
-    starts, lengths = to_offsets(packs.segment_lengths)[:-1], packs.lengths
-    firsts, omitted = starts[to_offsets(packs.num_responses)[:-1]], packs.segment_offsets
-    first = np.repeat(firsts, packs.num_responses)
-    place = np.arange(int(lengths.sum())) - np.repeat(to_offsets(lengths)[:-1], lengths)
-    shared = place < np.repeat(omitted, lengths)
-    base = np.where(shared, np.repeat(first, lengths), np.repeat(starts - omitted, lengths))
-    return np.asarray(packs.signed_ids[place + base])
 
 
 def _lists(values: Any, offsets: Int64) -> Any:
