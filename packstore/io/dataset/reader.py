@@ -13,7 +13,6 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import TypeAlias
 
 import numpy as np
@@ -33,7 +32,7 @@ from packstore.format.schema import ANY_LIST, from_arrow, schema_difference
 from packstore.format.typed_json import TOP
 from packstore.io.dataset.cache import Cache
 from packstore.io.manifest.manifest import Manifest
-from packstore.io.manifest.stored_file import DECODER_ERRORS
+from packstore.io.manifest.stored_file import DECODER_ERRORS, decoding
 from packstore.io.shards.arrow_file import ArrowFile, batch_crc32
 from packstore.io.shards.parquet import ParquetShard
 from packstore.io.shards.shard import ShardInfo, crc32_of
@@ -84,8 +83,6 @@ Fetched: TypeAlias = bytes | memoryview
 """The bytes of a fetched row group, not yet verified; of a mapped file, a view."""
 
 _REMEDY = "The file was damaged or replaced: copy the dataset again, or run `packstore verify`"
-
-
 _REWRITTEN = "Files that other programs wrote are no version 1: pack them anew by packstore"
 
 
@@ -132,7 +129,8 @@ class ShardReader:
         file = self.footer()
         start, end = file.range(group)
         if isinstance(file, ArrowFile) and self._path and not (self._stream or self._cache):
-            return local.map_part(self._path, start, end)
+            with self._location.guard("read", self.shard.path):
+                return local.map_part(self._path, start, end)
 
         def good(data: bytes) -> bool:
             if isinstance(file, ParquetShard):
@@ -171,11 +169,8 @@ class ShardReader:
             if found[0] != longest or found[1] > most:
                 rule = f"a longest segment of {longest} tokens, and no sequence over {most}"
                 raise IntegrityError(f"must have {rule}, as the manifest says; found {found}")
-            first, last, base = (
-                packs.example_ids.min(),
-                packs.example_ids.max(),
-                self.shard.example_id_base,
-            )
+            first, last = packs.example_ids.min(), packs.example_ids.max()
+            base = self.shard.example_id_base
             if first < 0 or last > TOP - base:
                 rule = f"must have example ids of at least 0, and below 2^63 with the base {base}"
                 raise IntegrityError(f"{rule}; found {first} to {last}")
@@ -204,7 +199,11 @@ class ShardReader:
         with self._lock:
             if self._opened is None:
                 # Its hash is verified first: a damaged footer can crash the parser.
-                size, good = self.shard.bytes, partial(_has_sha256, self.shard.footer_sha256)
+                size, sha256 = self.shard.bytes, self.shard.footer_sha256
+
+                def good(data: bytes) -> bool:
+                    return hashlib.sha256(data).hexdigest() == sha256
+
                 footer = self._cached(size - self.shard.footer_bytes, size, good)
                 if not good(footer):
                     raise IntegrityError("its footer must have the sha256 that the manifest tells")
@@ -245,26 +244,14 @@ class ShardReader:
     def error_context(self, part: str) -> Iterator[None]:
         """Adds shard and row group to errors; turns decoder errors into :class:`IntegrityError`."""
         where = f"{self.where}, {part}"
-        try:
-            yield
-        except FormatError as error:
-            remedy = _REWRITTEN if isinstance(error, _ForeignFooter) else _REMEDY
-            raise IntegrityError(sentence(where, str(error).rstrip("."), "", remedy)) from error
-        except StorageError as error:
-            add_place(error, where)
-            raise
-        except PackstoreError:
-            raise
-        except DECODER_ERRORS as error:
-            if isinstance(error, OSError) and error.errno:
-                with self._location.guard("read", self.shard.path):
-                    raise
-            rule = "its bytes must be those that were written"
-            raise IntegrityError(sentence(where, rule, str(error), _REMEDY)) from error
-
-
-def _has_sha256(sha256: str, data: bytes) -> bool:
-    return hashlib.sha256(data).hexdigest() == sha256
+        with decoding(where, _REMEDY):
+            try:
+                yield
+            except _ForeignFooter as error:
+                raise IntegrityError(sentence(where, str(error), remedy=_REWRITTEN)) from error
+            except StorageError as error:
+                add_place(error, where)
+                raise
 
 
 # Row groups are freed in another order than they were decoded. An allocator would keep the gaps,

@@ -68,16 +68,16 @@ DECODER_ERRORS: tuple[type[Exception], ...] = (pa.ArrowException, *_COMMON)
 
 
 @contextlib.contextmanager
-def decoding(where: str) -> Iterator[None]:
+def decoding(where: str, remedy: str = _REMEDY) -> Iterator[None]:
     """Turns errors of decoders in this context into an :class:`IntegrityError` at `where`."""
     try:
         yield
     except FormatError as error:
         if where in str(error):
             raise
-        raise IntegrityError(sentence(where, str(error), remedy=_REMEDY)) from error
+        raise IntegrityError(sentence(where, str(error), remedy=remedy)) from error
     except PackstoreError:
         raise
     except DECODER_ERRORS as error:
         rule = "its bytes must be those that were written"
-        raise IntegrityError(sentence(where, rule, str(error), _REMEDY)) from error
+        raise IntegrityError(sentence(where, rule, str(error), remedy)) from error
