@@ -206,6 +206,7 @@ def test_a_run_and_its_page(
     assert "<h2>All metrics</h2>" in page.read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_weights_are_told_in_a_sentence(made: SimpleNamespace, tmp_path: Path) -> None:
     """Not by transformers' table, of which a log would make one line."""
     config = json.loads(Path(made.policy, "config.json").read_text(encoding="utf-8"))

@@ -110,6 +110,7 @@ def test_output_that_would_end_with_the_process(folder: Path, command: str) -> N
     assert b"output must outlive the command; found a store in memory. Name a" in done.stderr
 
 
+@pytest.mark.slow
 def test_names_beyond_the_locale(folder: Path) -> None:
     here = os.fsencode(folder)
     records = [{"问": r["prompt"], "source": "甲", **r} for r in RECORDS]

@@ -79,7 +79,12 @@ def check(seen: Calls) -> None:
             assert abs(total - RECORDS) < RECORDS / 10
 
 
-@pytest.mark.parametrize("name", WRITERS)
+FAST = {"lines.jsonl", "groups.parquet"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in FAST)) for n in WRITERS]
+)
 def test_the_number_of_records_is_estimated_while_a_file_is_read(
     frame: pl.DataFrame, tmp_path: Path, name: str
 ) -> None:

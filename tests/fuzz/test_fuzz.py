@@ -21,7 +21,7 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
     return run_python(Path(__file__).with_name("run.py"), *arguments, env=filled)
 
 
-@pytest.mark.parametrize("count", [15, pytest.param(3000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [5, pytest.param(3000, marks=pytest.mark.slow)])
 def test_changed_files(count: int) -> None:
     names = [name for name in TARGETS if name not in ABORTS]
     done = run("files", count, *names)

@@ -17,6 +17,7 @@ def tokens_of(dataset: packstore.Dataset, answer: Any) -> None:
     answer.put(sum(len(packs.input_ids) for packs in dataset.iter_packs()))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_opened_here_and_read_in_a_child(s3: Store, method: str) -> None:

@@ -73,7 +73,7 @@ def test_a_commit_whose_answer_is_lost_has_won(store: Store) -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    ["done but lost", *(pytest.param(k, marks=pytest.mark.slow) for k in ("refuse", "cut up"))],
+    ["refuse", *(pytest.param(k, marks=pytest.mark.slow) for k in ("done but lost", "cut up"))],
 )
 def test_a_large_file_is_whole_or_not_there(s3: Store, kind: str) -> None:
     """One request of the upload in parts fails, whichever: 16 MB are written and read back."""

@@ -179,6 +179,7 @@ for number, _ in enumerate(source):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["exit", "interrupt"])
 def test_the_process_ends_while_threads_read(stored: Dataset, how: str) -> None:
     process = subprocess.Popen(

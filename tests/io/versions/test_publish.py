@@ -42,6 +42,7 @@ def published(env: dict[str, str], *datasets: packstore.Dataset) -> Any:
     return json.loads(run(env, "-c", PUBLISH, *(dataset.url for dataset in datasets))[0])
 
 
+@pytest.mark.slow
 def test_the_newest_version_is_what_the_hub_reads(tmp_path: Path) -> None:
     pytest.importorskip("datasets", reason="the reader of the hub's viewer")
     pytest.importorskip("torch", reason="reads the packs that were uploaded")

@@ -54,7 +54,13 @@ def ids(url: str, **settings: Any) -> list[int]:
 
 @pytest.mark.parametrize(
     ("kind", "most"),
-    [("refuse", 0), ("error 403", 2), ("error 500", 2), ("error 503", 2), ("flip", 1)],
+    [
+        *(("error 503", 2), ("flip", 1)),
+        *(
+            pytest.param(*fault, marks=pytest.mark.slow)
+            for fault in (("refuse", 0), ("error 403", 2), ("error 500", 2))
+        ),
+    ],
 )
 def test_a_store_is_asked_again_and_gives_what_the_disk_does(
     stored: Dataset, server: str, kind: str, most: int

@@ -93,7 +93,13 @@ def test_iterators_are_independent(stored: Dataset, mixed: bool, batched: bool) 
 
 
 @pytest.mark.parametrize("moved", ["epoch", "state", "nothing"])
-@pytest.mark.parametrize("form", ["dataset", "mix", "batches", "steps", "workers", "lasting"])
+@pytest.mark.parametrize(
+    "form",
+    [
+        *("dataset", "mix", "batches", "steps"),
+        *(pytest.param(form, marks=pytest.mark.slow) for form in ("workers", "lasting")),
+    ],
+)
 def test_an_older_iterator_does_not_move_the_position(
     stored: Dataset, form: str, moved: str
 ) -> None:

@@ -137,6 +137,7 @@ def test_workers_and_ranks_change_together(stored: Dataset) -> None:
         assert sorted(i for part in (*first, *more) for i in real(part)) == every
 
 
+@pytest.mark.slow
 def test_workers_that_live_on(stored: Dataset) -> None:
     """A persistent loader sees new epochs and states, also one inside a balanced step."""
 

@@ -52,6 +52,7 @@ def on_rank(task: tuple[str, str, bool]) -> Any:
     return names["model"].state_dict(), names["means"]
 
 
+@pytest.mark.slow
 def test_a_killed_run_ends_as_an_undisturbed_one(kit: SimpleNamespace, tmp_path: Path) -> None:
     run = kit.short_run(tmp_path)
     for name in ("prefs-8k", "held-out-8k"):

@@ -136,7 +136,7 @@ COMPILERS: dict[str, tuple[Any, str]] = {
 }
 
 
-FAST = {"no graph", "wrong backward"}
+FAST = {"no graph"}
 
 
 @pytest.mark.parametrize(

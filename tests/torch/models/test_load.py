@@ -90,6 +90,7 @@ def test_an_adapter_without_all_of_its_weights(made: dict[str, Any], tmp_path: P
 LOAD = "import sys; from packstore.torch.models.load import load_model; load_model(sys.argv[1])"
 
 
+@pytest.mark.slow
 def test_a_hub_out_of_reach_is_not_waited_for(made: dict[str, Any], tmp_path: Path) -> None:
     """What was loaded before is loaded again; of anything else the error says what to do."""
     cache = {"HF_HOME": str(tmp_path)}

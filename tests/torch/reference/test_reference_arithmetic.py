@@ -112,6 +112,7 @@ def test_evaluation_computes_as_the_reference_did_or_says_so(
     assert json.loads(capsys.readouterr().out)["metrics"] == same
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_in_other_arithmetic_says_so(
     made: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -184,6 +185,7 @@ def test_training_reference_and_evaluation_choose_alike(
         train(**default | {"bf16": False}, output_dir=str(tmp_path / "no"))
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_its_precision(
     made: dict[str, Any],
     tmp_path: Path,

@@ -229,6 +229,7 @@ def test_killed_runs_resume_to_the_bit(
     assert found == expected
 
 
+@pytest.mark.slow
 def test_killed_while_an_old_checkpoint_is_removed(made: SimpleNamespace, tmp_path: Path) -> None:
     more = {"arguments": {"save_total_limit": 1, "save_steps": 2, "max_steps": 8}}
     given = settings(made, tmp_path / "b", **more)
@@ -406,6 +407,7 @@ def test_a_checkpoint_that_lost_a_part_is_refused(made: SimpleNamespace, tmp_pat
         file.write_bytes(whole)
 
 
+@pytest.mark.slow
 def test_killed_while_a_checkpoint_is_written_again(made: SimpleNamespace, tmp_path: Path) -> None:
     """What was there before has the Trainer's state, and must not pass for whole with it."""
     given = settings(made, tmp_path, arguments={"max_steps": 6})

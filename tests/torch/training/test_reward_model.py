@@ -155,6 +155,7 @@ def test_the_head_is_drawn_by_the_seed_and_runs_go_on(
         assert resumed.evaluation[name] == whole.evaluation[name]
 
 
+@pytest.mark.slow
 def test_weights_of_a_column_in_train_and_evaluate(
     made: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -190,6 +191,7 @@ def test_two_ranks_equal_one(made: SimpleNamespace, tmp_path: Path) -> None:
     assert np.abs(scores[0] - scores[1]).max() < 1e-6
 
 
+@pytest.mark.slow
 def test_an_adapter_holds_the_head(made: SimpleNamespace, tmp_path: Path) -> None:
     given = {"peft_config": {"r": 4}, "learning_rate": 1e-2, "num_train_epochs": 3}
     result = train(**settings(made, tmp_path / "run", **given))

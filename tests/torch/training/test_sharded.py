@@ -100,6 +100,7 @@ def on_rank(task: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_log_probs_stay_exact_and_weights_tied(kit: SimpleNamespace, tmp_path: Path) -> None:
     settings = kit.short_run(tmp_path)
     model = kit.tiny_model(dtype=torch.float32, tie_word_embeddings=True)

@@ -226,6 +226,7 @@ def test_lora_starts_at_its_reference(made: SimpleNamespace, tmp_path: Path) -> 
     assert (adapted(ids).logits - before(ids).logits).abs().max() > 1e-3
 
 
+@pytest.mark.slow
 def test_an_adapter_is_trained_further_against_itself(
     made: SimpleNamespace, tmp_path: Path
 ) -> None:

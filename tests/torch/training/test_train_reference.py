@@ -86,6 +86,7 @@ def test_other_provenance_is_refused(
         train(**{**made, which: url, "output_dir": str(tmp_path / "out")})
 
 
+@pytest.mark.slow
 def test_the_reference_is_the_one_that_the_settings_name(
     made: dict[str, Any], kit: SimpleNamespace, tmp_path: Path
 ) -> None:

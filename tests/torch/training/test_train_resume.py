@@ -96,6 +96,7 @@ def on_rank(task: dict[str, Any]) -> int:
     return len(unsynchronised)
 
 
+@pytest.mark.slow
 def test_two_ranks_equal_one(base: dict[str, Any], undisturbed: Path, tmp_path: Path) -> None:
     """And they exchange gradients once a step, after its last batch; work is spread evenly."""
     counts = launch(__file__, {"settings": {**base, "output_dir": str(tmp_path)}}, 2, tmp_path)
@@ -147,6 +148,7 @@ def test_a_resumed_run_is_the_same_to_the_last_bit(base: dict[str, Any], tmp_pat
     assert again.step == 8
 
 
+@pytest.mark.slow
 def test_interrupted(base: dict[str, Any], tmp_path: Path) -> None:
     """Ctrl-C: exit code 130, one line, no model; and the same command goes on."""
     given = {**base, "output_dir": tmp_path, "num_train_epochs": 400, "max_steps": -1}
@@ -166,6 +168,7 @@ def test_interrupted(base: dict[str, Any], tmp_path: Path) -> None:
     assert checkpoints(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_the_settings_that_are_given(
     base: dict[str, Any], tmp_path: Path
 ) -> None:

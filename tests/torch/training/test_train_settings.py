@@ -35,6 +35,7 @@ def made(kit: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> dict
     return kit.short_run(tmp_path_factory.mktemp("run"))
 
 
+@pytest.mark.slow
 def test_flags_and_files_make_the_same_run(
     made: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -91,7 +92,14 @@ def test_help_is_short_and_help_all_lists_every_setting(
 
 
 @pytest.mark.parametrize(
-    ("name", "loss"), [("dpo", "dpo"), ("sft", "sft"), ("reward", "bradley_terry")]
+    ("name", "loss"),
+    [
+        ("dpo", "dpo"),
+        *(
+            pytest.param(*names, marks=pytest.mark.slow)
+            for names in (("sft", "sft"), ("reward", "bradley_terry"))
+        ),
+    ],
 )
 def test_examples_of_configs_run(
     made: dict[str, Any],
@@ -187,6 +195,7 @@ def small_files(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+@pytest.mark.slow
 def test_what_is_resumed_must_be_there_and_whole(made: dict[str, Any], tmp_path: Path) -> None:
     """A checkpoint that is damaged, or that could not be written."""
     output = tmp_path / "run"
