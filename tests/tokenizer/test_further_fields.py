@@ -48,6 +48,7 @@ ADDS = """
 WEIGHTS = ["weight", "loss_weight", "sample_weights", "weight_b", "importance", "coefficient"]
 MASKS = ["loss_mask", "mask", "completion_mask", "response_mask", "lossMask"]
 VARIABLES = ["enable_thinking", "chatTemplate"]
+TURNS = ["system_instruction", "sysPrompt", "system_text", "developer_prompt", "preamble"]
 MEDIA = ["images", "image", "videos", "audios", "image_path", "video_urls", "imageList"]
 CASES = [
     *itertools.product(JUDGES, NUMBERS),
@@ -55,6 +56,7 @@ CASES = [
     *itertools.product(WEIGHTS, (0.5, 0, 3)),
     *itertools.product(MASKS, ([0, 1], [1, 1, 0])),
     *itertools.product(VARIABLES, (True, False, "{{ x }}")),
+    *itertools.product(TURNS, ("S", ["S"], {"parts": ["S"]})),
     *itertools.product(MEDIA, ("a.png", ["a.png"], {"path": "a.png"}, [{"bytes": "b"}])),
     *itertools.product(
         ["metadata", "extra_info", "info", "Meta", "annotations", "anything"],
@@ -170,6 +172,28 @@ def test_what_is_harmless_is_passed_over(base, said):
     deep = [functools.reduce(lambda inner, _: {"a": inner}, range(20), i) for i in range(3)]
     _, unknown = said(kind, *({**record, "metadata": value} for value in deep))
     assert unknown == ["metadata" + 10 * ".a"]
+
+
+@pytest.mark.parametrize(
+    ("name", "flat", "value"),
+    [
+        ("attention_mask", [1, 1, 1], [0, 1, 1]),
+        ("chosen_attention_mask", [1, 1, 1], [1, 1, 0]),
+        ("position_ids", [0, 1, 2], [0, 1, 0]),
+        ("seq_lens", [3], [2, 1]),
+    ],
+)
+def test_padding_and_other_sequences_among_ids_are_not_learned(name, flat, value, said):
+    pair = {"prompt_ids": [81], "chosen_ids": [87, 88], "rejected_ids": [88]}
+    assert said("preference", {**pair, name: flat}) == ({}, [])
+    assert said("preference", {**pair, name: value})[0] == {"unread_field": 1}
+    assert said("preference", {**BASES["text pairs"][1], name: value}) == ({}, [])
+
+
+@pytest.mark.parametrize("mask", [[0, 0.5, 1], [0, 2, 1], ["0", "1", "1"], [0, None, 1]])
+def test_a_mask_is_of_zeros_and_ones(mask, said):
+    assert said("sft", {"input_ids": [81, 87, 88], "mask": [0, 1.0, True]}) == ({}, [])
+    assert said("sft", {"input_ids": [81, 87, 88], "mask": mask})[0] == {"wrong_type": 1}
 
 
 def test_names_are_compared_by_their_words():

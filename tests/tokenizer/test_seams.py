@@ -46,6 +46,19 @@ def test_tools_that_are_none_are_refused(tools, told, pack, tokenizer):
     assert told in packed.rejects[0]["detail"]
 
 
+@pytest.mark.parametrize("name", ["parameters", "args", "input"])
+def test_arguments_of_calls_under_other_names_are_read(name, pack, tokenizer):
+    """As Llama, LangChain and Anthropic write them; two that differ are refused."""
+
+    def packed(**call):
+        turn = {"role": "assistant", "content": None, "tool_calls": [{"name": "f", **call}]}
+        return pack(tokenizer("few_merges"), {"messages": [ASK, turn], "tools": [TOOL]})
+
+    one, other = {"city": "R"}, {"city": "P"}
+    assert packed(**{name: one}).sequences == packed(arguments=one).sequences
+    assert packed(**{name: one, "arguments": other}).dropped == {"wrong_type": 1}
+
+
 @pytest.mark.parametrize("content", ["", " \n"])
 def test_an_empty_turn_is_dropped_for_what_it_is(content, pack, tokenizer):
     empty = {**ANSWER, "content": content}

@@ -45,6 +45,9 @@ KEPT = ("name", "tool_call_id")
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of reasoning; templates get it under the first two, as in transformers."""
 
+ARGUMENTS = ("arguments", "parameters", "args", "input")
+"""Names of a call's arguments, as OpenAI, Llama, LangChain and Anthropic write them."""
+
 CALLS = ("tool_calls", "function_call")
 """Names of an assistant's calls: a list, or one call in OpenAI's first form."""
 
@@ -378,9 +381,12 @@ def _calls(value: object) -> list[dict[str, Any]]:
     calls = []
     for raw in value if isinstance(value, list) else [value]:
         described = raw.get("function", raw) if isinstance(raw, dict) else None
-        if not isinstance(described, dict) or not isinstance(described.get("name"), str):
+        name = described.get("name") if isinstance(described, dict) else None
+        if not isinstance(described, dict) or not isinstance(name, str) or not name:
             raise Refused("wrong_type", f"a tool call must name a function, found {quote(raw)}")
-        function = {"arguments": {}, **_without_nulls(described)}
+        given = _one_of(described, ARGUMENTS)
+        rest = {key: v for key, v in _without_nulls(described).items() if key not in ARGUMENTS}
+        function = {"arguments": {} if given is None else given, **rest}
         call = _without_nulls(raw) if isinstance(raw, dict) and described is not raw else {}
         calls.append({"type": "function", **call, "function": function})
     return calls

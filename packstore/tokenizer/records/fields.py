@@ -224,7 +224,7 @@ def unexplained(tally: Tally) -> list[str]:
     return sorted(
         name
         for name, values in few.items()
-        if known().group(name) in known().remedies.keys() - {"masks"}
+        if known().group(name) in known().remedies.keys() - {"masks", "places"}
         or (known().group(name) != HARMLESS and len(values) > 1)
     )
 
@@ -318,6 +318,8 @@ def check_read(
             continue
         if group == "masks" and _is_flat(value):
             continue
+        if group == "places" and (not is_ids or _is_flat(value) or _is_whole(value)):
+            continue
         if is_ids and group == "adds" and isinstance(value, str):
             continue
         if name == "labels" and record.get("input_ids") is not None:
@@ -353,8 +355,13 @@ def check_placeholders(questions: Iterable[str]) -> None:
 
 
 def _is_flat(mask: object) -> bool:
-    """Returns True for a mask that leaves nothing out, and for what is none."""
+    """Returns True for a mask that leaves nothing out, one number, and for what is none."""
     return not isinstance(mask, list | np.ndarray) or all(item in (1, True) for item in mask)
+
+
+def _is_whole(places: Any) -> bool:
+    """Returns True for the length of one sequence, or the positions in one."""
+    return len(places) == 1 or (len(places) > 2 and [*places] == [*range(len(places))])
 
 
 def is_score(value: object) -> bool:

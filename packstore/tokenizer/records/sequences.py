@@ -143,10 +143,10 @@ def supervised_ids(ids: Int32, labels: object, name: str) -> Bool:
 
 def masked_ids(ids: Int32, mask: object) -> Bool:
     """Returns a mask of zeros and ones as bool `[N]`."""
-    on = np.asarray(mask).astype(np.bool_)
-    if on.shape != ids.shape:
-        raise Refused("wrong_type", "a mask must have one value for each of input_ids")
-    return on
+    on = np.asarray(mask)
+    if on.shape != ids.shape or not np.isin(on, (0, 1)).all():
+        raise wrong_type("a mask must have a 0 or a 1 for each of input_ids", mask)
+    return on.astype(np.bool_)
 
 
 def id_sequences(
