@@ -133,7 +133,7 @@ class RecordTokenizer:
             given = opened(given, others)
             for i, shape in block.shapes.items():
                 if shape.opens:
-                    given[i] = {k: v for k, v in given[i].items() if not shape.passes(k)}
+                    given[i] = {k: v for k, v in given[i].items() if not self._leaves(shape, k)}
             names = names_of(given)
         groups = {n: known().group(n) for n in sorted(names - self._mapped)}
         groups = {
@@ -210,7 +210,7 @@ class RecordTokenizer:
                 record, shape = canonical(shown, self.config, self.kind, self._is_turn, ids)
                 if shape is not None:
                     block.shapes[i] = shape
-                    shown = {k: v for k, v in shown.items() if not shape.passes(k)}
+                    shown = {k: v for k, v in shown.items() if not self._leaves(shape, k)}
             except Refused as error:
                 block.refused[i] = error.with_traceback(None)
                 record = None
@@ -220,6 +220,16 @@ class RecordTokenizer:
             given.append(shown)
             found.append(record)
         return given, found
+
+    def _leaves(self, shape: Shape, name: str) -> bool:
+        """Returns True if a shape rightly leaves a field, or a mapped one takes its place."""
+        if name in self._mapped:
+            return False
+        return shape.passes(name) or any(
+            name == written(path)
+            for role in self.config.fields
+            for path in shape.reads.get(role, ())
+        )
 
     def _is_turn(self, text: str) -> bool:
         """Returns True if there is a chat template, and a text is not rendered by it."""
@@ -243,7 +253,8 @@ class RecordTokenizer:
         count_unused(tally, [given[i] for i in block.records], names)
         for i, shape in block.shapes.items():  # also what judges, where the table says so
             full: Any = rows.values[i] if i not in block.refused else {}
-            tally.unused.update(n for n in full if shape.passes(n) and not is_empty(full[n]))
+            left = (n for n in full if self._leaves(shape, n) and not is_empty(full[n]))
+            tally.unused.update(left)
         pairs = zip(block.records, block.parsed, strict=True)
         records = {i: parsed for i, parsed in pairs if i not in block.refused}
         for i, parsed in records.items():

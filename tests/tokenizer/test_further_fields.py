@@ -9,6 +9,7 @@ import re
 
 import pytest
 
+import packstore
 from packstore.config import PackConfig
 from packstore.config.record_shapes import HARMLESS, known
 from packstore.errors import RecordError
@@ -312,6 +313,31 @@ def test_a_mapped_field_may_be_absent_or_empty(pack, byte_level):
     assert packed.dataset.manifest.records.packed == 6
     with pytest.raises(RecordError, match="does not read --field system=a"):
         pack(tokenizer, chat, text | {"a": ""}, text | {"a": "S"}, fields=fields, as_chat=False)
+
+
+@pytest.mark.parametrize("name", ["mine", "UltraFeedback"])
+def test_a_path_into_what_a_named_shape_reads_goes_before_it(name, tmp_path, pack, byte_level):
+    own = tmp_path / "own.yaml"
+    reads = {"prompt": "q", "responses": "completions[].response", "scores": "completions[].y"}
+    entry = {"kind": "scored", "fields": {"q": "text", "completions[].y": "numbers"}}
+    own.write_text(json.dumps({"mine": {**entry, "reads": reads}}), encoding="utf-8")
+    answers = [
+        {"response": x, "y": y, "overall_score": y, "x": -y} for x, y in [("a", 1), ("b", 2)]
+    ]
+    record = {"q" if name == "mine" else "instruction": "Q", "completions": answers}
+    how = {"fields": {"scores": "completions[].x"}, "shape": str(own) if name == "mine" else name}
+    frame = packstore.scan(pack(byte_level(), record, **how).dataset).collect()
+    assert frame["rewards"].to_list() == [[-1, -2]]
+
+
+def test_a_mapped_field_takes_the_place_of_the_one_that_a_named_shape_reads(pack, byte_level):
+    """Also one that the shape passes over; the other is only named."""
+    record = {"prompt": "Q", "response": "x", "helpfulness": 3, "correctness": 1, "coherence": 4}
+    packed = pack(byte_level(), record, shape="HelpSteer2", fields={"score": "correctness"})
+    assert packstore.scan(packed.dataset).collect()["rewards"].to_list() == [[1]]
+    records = packed.dataset.manifest.records
+    assert {"correctness", "prompt", "response"} == records.fields_used.keys()
+    assert {"helpfulness", "coherence"} == records.fields_not_used.keys()
 
 
 def test_what_stands_beside_a_mapped_path_is_no_less_read(tmp_path, pack, byte_level):
