@@ -158,7 +158,7 @@ def test_what_is_harmless_is_passed_over(base, said):
     }  # fmt: skip
     unknown = {
         "reward_model": "m", "chosen_model": "m", "judge_prompt": "j", "chosen_tokens": 3,
-        "response_length": 4, "attention_mask": [0, 1], "passage": "p", "ratio": 0.5,
+        "response_length": 4, "attention_mask": [1, 1], "passage": "p", "ratio": 0.5,
         "context": "c", "ground_truth": "g", "answer": "a", "options": ["a", "b"],
     }  # fmt: skip
     for name, value in {**harmless, **unknown}.items():
