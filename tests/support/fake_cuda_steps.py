@@ -33,7 +33,7 @@ from transformers import TrainerCallback, TrainingArguments, masking_utils
 import packstore
 from packstore.torch import PackedTrainer
 from packstore.torch.logprobs import head
-from packstore.torch.training import step_metrics, trainer
+from packstore.torch.training import trainer, trainer_steps
 
 MODELS = {"Llama": LLAMA, "Qwen3": QWEN3}
 CUDA = torch.device("cuda", 0)
@@ -147,7 +147,7 @@ def pretend() -> None:
     head._read_heads = lambda model: [head.Head(model.model, model.lm_head, 1.0, None)]
     head._prove = lambda model, heads: heads[0]
     trainer.probe_model = lambda model: None
-    step_metrics.FIRST = 0
+    trainer_steps.FIRST = 0
 
 
 def run(family: str, data: str, layers: int) -> list[Any]:

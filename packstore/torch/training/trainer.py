@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +22,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import snapshot_download
+from huggingface_hub import ModelCardData, snapshot_download
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import TrainingArguments, set_seed
@@ -47,11 +48,11 @@ from packstore.torch.training.arguments import (
     check_own,
     examples_of_step,
 )
-from packstore.torch.training.card import model_card
 from packstore.torch.training.checkpoints import read_position
 from packstore.torch.training.data import datasets_of, has_ref_logps
 from packstore.torch.training.evaluate import tell_unused
 from packstore.torch.training.trainer_steps import PackedSteps, take_batches
+from packstore.version import VERSION
 
 TOKENIZER_FILES = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt"),
@@ -284,3 +285,37 @@ def _name_of(model: Any) -> str | None:
     if isinstance(model, str | os.PathLike):
         return os.fspath(model)
     return str(getattr(unwrapped(model).config, "_name_or_path", "") or type(model).__name__)
+
+
+def model_card(trainer: Any, **front: Any) -> str:
+    """Returns the text; `front`: further fields of its YAML head."""
+    args, state = trainer.args, trainer.state
+    dataset = next(datasets_of(trainer.train_dataset))  # of a mix the first
+    manifest = dataset.manifest
+    started = trainer.accelerator.unwrap_model(trainer.model).config._name_or_path
+    tags = ["packstore", *(front.pop("tags", None) or ())]
+    known = {"base_model": started or None, "library_name": "transformers", "tags": tags}
+    head = ModelCardData(**{name: value for name, value in {**front, **known}.items() if value})
+    facts = {
+        "dataset": display(dataset.url),
+        "dataset fingerprint": manifest.fingerprint,
+        "examples of the dataset": f"{manifest.totals.examples:,} of kind {manifest.kind}",
+        "tokenizer sha256": (manifest.provenance.get("tokenizer") or {}).get("sha256", "unknown"),
+        "loss": repr(trainer.loss_fn),
+        "optimizer steps": f"{state.global_step:,} of at most {trainer.examples_per_step} examples",
+        "packstore": VERSION,
+    }
+    last = {n: v for record in state.log_history for n, v in record.items() if n != "step"}
+    results = {name: f"{value:.6g}" for name, value in last.items()}
+    settings = json.dumps(args.to_sanitized_dict(), indent=1, default=str)
+    tables = _table("what", facts), _table("metric", results)
+    return (
+        f"---\n{head.to_yaml()}\n---\n# {Path(args.output_dir).name}\n\nTrained with packstore's "
+        f"PackedTrainer on packed data.\n\n{tables[0]}\n\n## Results\n\n{tables[1]}\n\n"
+        f"## Settings\n\n```json\n{settings}\n```\n"
+    )
+
+
+def _table(head: str, rows: Mapping[str, object]) -> str:
+    lines = [f"| {head} | value |", "|---|---|"]
+    return "\n".join(lines + [f"| {name} | {value} |" for name, value in rows.items()])

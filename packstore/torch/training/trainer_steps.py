@@ -1,10 +1,12 @@
-"""A step of a Trainer on packs: its batches, their loss and its reference, and its records."""
+"""What a Trainer on packs overrides: steps, their loss, reference and records, and evaluation."""
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -12,24 +14,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from transformers import TrainerCallback
+from transformers.trainer_utils import EvalLoopOutput
 
 from packstore.errors import ConfigError, DivergedError, sentence
 from packstore.io.dataset.dataset import Dataset
 from packstore.torch.batch.batch import PackedBatch
+from packstore.torch.data.loader import PackedDataLoader
 from packstore.torch.logprobs.head import PackedPolicy, policy_output
 from packstore.torch.losses.divisor import StepDivisor
 from packstore.torch.losses.first_step_check import FirstStepCheck
 from packstore.torch.losses.loss import PreferenceLoss
-from packstore.torch.losses.step_loss import count_step
+from packstore.torch.losses.step_loss import count_step, sequence_weights
+from packstore.torch.metrics import Metrics, all_reduce_sums, wide_dtype
 from packstore.torch.models.compatibility import check_ids, check_model, check_same_tokenizer
 from packstore.torch.models.compiled import tell_uncompiled
 from packstore.torch.models.routers import router_settings
 from packstore.torch.models.unwrap import adapted, as_reference, unwrapped
 from packstore.torch.training.checkpoints import CheckpointMixin, newest_checkpoint
-from packstore.torch.training.data import DataMixin, is_packed
-from packstore.torch.training.evaluate import check_kind
-from packstore.torch.training.step_metrics import StepMetrics
-from packstore.torch.training.trainer_evaluation import EvaluationMixin
+from packstore.torch.training.data import DataMixin, Steps, is_packed
+from packstore.torch.training.evaluate import check_kind, evaluate_batches
+
+FIRST = 10
+"""The first steps, each of which is logged."""
 
 
 def take_batches(model: nn.Module, **settings: Any) -> None:
@@ -50,7 +57,89 @@ def _forward(model: Any, *args: Any, **kwargs: Any) -> Any:
     return model._unpacked_forward(*args, **kwargs)
 
 
-class PackedSteps(DataMixin, EvaluationMixin, CheckpointMixin):
+class StepMetrics(TrainerCallback):  # type: ignore[misc]
+    """Sums metrics and work between two records, and has the first steps recorded.
+
+    Of batches that another collator packs, metrics and tokens alone.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self._restart()
+
+    def _restart(self) -> None:
+        self.metrics, self._since = Metrics(), time.perf_counter()
+        self._of_steps, self._examples, self._packs = list[list[float]](), 0, 0
+        self._tokens: Tensor | float = 0.0
+        steps = self.trainer.steps  # bool() of them would call len(), which looks at all packs
+        self._waited = 0.0 if steps is None else steps.waited
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        """Forgets what a training before it left."""
+        self._restart()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Follows the Trainer's own callback, which decides what is saved and evaluated."""
+        if self.trainer.steps is None:
+            return
+        state.epoch = self.trainer.steps.epoch_progress
+        due = control.should_save or control.should_evaluate
+        if due or state.global_step <= FIRST or state.global_step >= state.max_steps:
+            control.should_log = True
+
+    def add(self, batches: list[PackedBatch]) -> None:
+        """Adds the batches of this rank in one step."""
+        for batch in batches:  # fillers do not count
+            self._tokens = self._tokens + (batch.lengths * (sequence_weights(batch) > 0)).sum()
+        if self.trainer.steps is None or (info := batches[0].step) is None:
+            return
+        self._examples += info.examples
+        self._packs += sum(batch.num_packs for batch in batches)
+        tokens = sum(batch.num_tokens for batch in batches)
+        squares = sum(float(batch.cu_seqlens.diff().double().square().sum()) for batch in batches)
+        self._of_steps.append([tokens, squares])
+
+    def close(self) -> dict[str, float]:
+        """Returns means and rates over all ranks, and starts anew; a collective call.
+
+        `num_tokens` is the number of tokens of the sequences, each with its prompt, as TRL counts.
+        """
+        record = self.metrics.means()
+        if not record:  # no step since
+            return {}
+        device = self.trainer.accelerator.device
+        record["num_tokens"] = all_reduce_sums([self._tokens], device=device)[0]
+        if self.trainer.steps is not None:
+            record |= self._rates(self.trainer.steps)
+        self._restart()
+        return record
+
+    def _rates(self, steps: Steps) -> dict[str, float]:
+        seconds = max(time.perf_counter() - self._since, 1e-9)
+        waited = (steps.waited - self._waited) / seconds
+        own = [self._packs, waited, *(x for step in self._of_steps for x in step)]
+        accelerator = self.trainer.accelerator
+        here = torch.tensor([own], dtype=wide_dtype(accelerator.device), device=accelerator.device)
+        ranks = accelerator.gather(here).cpu()
+        work = ranks[:, 2:].unflatten(1, (-1, 2))  # [ranks, steps, tokens and squares]
+        (packs, waited), tokens = ranks[:, :2].sum(0).tolist(), float(work[..., 0].sum())
+        size = max(dataset.manifest.pack_size for dataset in steps.loader.data.stream.datasets)
+        record = {
+            "examples": self._examples,
+            "tokens": tokens,
+            "examples_per_second": self._examples / seconds,
+            "tokens_per_second": tokens / seconds,
+            "fill": tokens / (packs * size),
+            "data_wait": waited / len(ranks),
+        }
+        if len(ranks) > 1:  # each step waits for the rank with the most work
+            over = (work.amax(0).sum(0) / work.mean(0).sum(0)).tolist()
+            record |= zip(("slowest/tokens", "slowest/squares"), over, strict=True)
+            record["slowest/data_wait"] = float(ranks[:, 1].max())
+        return record
+
+
+class PackedSteps(DataMixin, CheckpointMixin):
     """Goes before another Trainer: trains and evaluates on packed batches by a loss of packstore.
 
     A packed dataset is dealt to the ranks, batched by step and resumed by packstore; of batches
@@ -176,6 +265,45 @@ class PackedSteps(DataMixin, EvaluationMixin, CheckpointMixin):
         with as_reference(model, inner):
             logps: Tensor = model(batch)
         return logps
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: Any = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Computes metrics of each example once, over all ranks; predictions are a row for each."""
+        if not isinstance(self.loss_fn, PreferenceLoss):
+            found = repr(self.loss_fn)
+            raise ConfigError(sentence("evaluation", "it must be of a PreferenceLoss", found))
+        dataset = None
+        if isinstance(dataloader, PackedDataLoader):
+            dataloader.set_epoch(0)
+            dataset = dataloader.data.stream.datasets[0]
+        elif prediction_loss_only is not True:
+            where, rule = "predict", "it must be asked for rows of a packed dataset"
+            raise ConfigError(sentence(where, rule, "another dataset", "Give its folder"))
+        if not self.is_in_train and not self.accelerator._models:
+            self.model_wrapped = self.accelerator.prepare_model(self.model, evaluation_mode=True)
+        if hasattr(self.optimizer, "eval"):  # of schedule-free ones; a step turns it back
+            self.optimizer.eval()
+        figures = evaluate_batches(
+            self.model_wrapped,
+            dataloader,
+            self.loss_fn,
+            partial(self._reference_logps, self.model_wrapped),
+            self.args.device,
+            dataset,
+            rows=prediction_loss_only is not True,
+        )
+        means = dict(figures["metrics"])
+        number = int(means.pop("examples"))
+        if self._num_tokens:
+            means["num_tokens"] = self._num_tokens
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in means.items()}
+        return EvalLoopOutput(figures.get("rows"), None, metrics, number)
 
     @property
     def _num_tokens(self) -> float:
