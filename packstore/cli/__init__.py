@@ -35,8 +35,8 @@ class Command:
 
 
 FILES = {
-    "append": "append",
-    "concat": "append",
+    "append": "pack",
+    "concat": "pack",
     "view": "show",
     "ref-logps": "evaluate",
     "doctor": "reports",
@@ -45,6 +45,8 @@ FILES = {
     "clean": "maintenance",
     "verify": "maintenance",
     "inspect": "stats",
+    "run": "train",
+    "publish": "export",
 }
 """Command -> its file here, if that has another name."""
 

@@ -1,8 +1,9 @@
-"""``packstore export``: writes a dataset for another trainer."""
+"""``packstore export`` and ``publish``: a dataset for another trainer, or on the hub."""
 
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from packstore.cli import Command, common
 from packstore.cli._messages import add_message_options, progress_of
@@ -11,7 +12,7 @@ from packstore.errors import display
 from packstore.exchange import EXPORTERS, export
 
 
-def _configure(parser: argparse.ArgumentParser) -> None:
+def _configure_export(parser: argparse.ArgumentParser) -> None:
     formats = parser.add_subparsers(title="formats", metavar="FORMAT", dest="to", required=True)
     for name in EXPORTERS:
         exporter = EXPORTERS.load(name)
@@ -23,7 +24,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         common.add_settings(sub, "format", exporter.options)
 
 
-def _run(args: argparse.Namespace) -> int:
+def _export(args: argparse.Namespace) -> int:
     with progress_of("export", args) as progress:
         exported = export(
             args.to,
@@ -44,10 +45,33 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _configure_publish(parser: argparse.ArgumentParser) -> None:
+    common.add_dataset(parser)
+    parser.add_argument("repo", metavar="REPO", help="repository on the hub, OWNER/NAME")
+    common.add_flags(parser, {"--private": "if the repository is new, keep it private"})
+    common.add_json(parser)
+
+
+def _publish(args: argparse.Namespace) -> int:
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    from packstore.io.versions.publish import publish
+
+    disable_progress_bars()  # they would break up ours, and a log has none of them
+    with progress_of("publish", args) as progress:
+        how: dict[str, Any] = {"progress": progress, "storage_options": args.storage_option}
+        done = publish(args.dataset, args.repo, private=args.private, **how)
+    common.print_table(args, f"published {done.url}", done._asdict(), done._asdict())
+    return 0
+
+
 EXPORT = Command(
     "  packstore export megatron chats-8k bridge-8k --context-parallel 2\n"
     "  packstore export nemo prefs-8k packed_8192_seed0.npy\n"
     "  packstore export megatron --help\n",
-    _configure,
-    _run,
+    _configure_export,
+    _export,
+)
+PUBLISH = Command(
+    "  packstore publish s3://bucket/prefs-8k me/prefs-8k --private\n", _configure_publish, _publish
 )
