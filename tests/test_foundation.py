@@ -20,11 +20,11 @@ from packstore.config import (
     TokenizeConfig,
     WriteConfig,
 )
-from packstore.config.names import ELSEWHERE
 from packstore.config.training import FURTHER, TrainConfig
 from packstore.errors import ConfigError, UnknownNameError, sentence
 from packstore.format import seeds
 from packstore.format.arrays import Examples
+from packstore.registry import ELSEWHERE
 from packstore.testing import assert_examples_equal, random_examples
 
 

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from packstore.config.names import meant
 from packstore.errors import display, visible_line
+from packstore.registry import meant
 
 FRONT_PAGE = """\
 Packed, checked, self-describing preference data: pack once, train anywhere.

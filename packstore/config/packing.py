@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from packstore.config.names import meant
 from packstore.config.reasons import answers_of
 from packstore.config.record_shapes import known
 from packstore.config.settings import Settings, setting
 from packstore.errors import ConfigError, UnknownNameError, quote
+from packstore.registry import meant
 
 RESERVED_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 """Variables of chat templates that come from the records."""

@@ -16,8 +16,8 @@ from typing import Any, Literal, Self
 
 import msgspec
 
-from packstore.config.names import meant
 from packstore.errors import ConfigError, UnknownNameError, display, is_mistyped, quote, spelled
+from packstore.registry import meant
 
 RANGES: Mapping[str, tuple[str, Callable[[Any, Any], bool]]] = {
     "low": ("at least", operator.ge),

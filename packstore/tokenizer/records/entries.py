@@ -9,9 +9,9 @@ from typing import Annotated, Any
 
 import msgspec
 
-from packstore.config.names import meant
 from packstore.config.record_shapes import known
 from packstore.errors import ConfigError, quote, sentence
+from packstore.registry import meant
 from packstore.tokenizer.records.forms import FORMS
 from packstore.tokenizer.records.paths import parse_path
 

@@ -11,9 +11,9 @@ from pathlib import Path as File
 from typing import Any
 
 from packstore.config import TokenizeConfig
-from packstore.config.names import meant
 from packstore.config.record_shapes import known, read_yaml
 from packstore.errors import ConfigError, RecordError, quote, sentence
+from packstore.registry import meant
 from packstore.tokenizer.dialogue.messages import is_empty
 from packstore.tokenizer.dialogue.sandbox import as_json
 from packstore.tokenizer.records.entries import check_entry

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from trl import DPOConfig, DPOTrainer  # type: ignore[attr-defined]
 
-from packstore.config.names import meant
 from packstore.errors import (
     CompatibilityError,
     ConfigError,
@@ -25,6 +24,7 @@ from packstore.errors import (
     quote,
     sentence,
 )
+from packstore.registry import meant
 from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.integrations.collator import PackCollator
 from packstore.torch.logprobs.head import PackedPolicy

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from packstore.config.names import meant
 from packstore.errors import ConfigError, UnknownNameError, quote, sentence
+from packstore.registry import meant
 from packstore.torch.losses import formulas
 from packstore.torch.losses.formulas import LOSSES, Variant, sft
 from packstore.torch.losses.pairs import Pairs

@@ -213,7 +213,7 @@ def _register(backend: str) -> str:
         return attend(q, k, v, layout, settings).unsqueeze(0), None
 
     # Not the backend's own name: transformers treats names with "flash", "flex", "sdpa" specially.
-    number = ATTENTION.names().index(backend) if backend in ATTENTION else "auto"
+    number = list(ATTENTION).index(backend) if backend in ATTENTION else "auto"
     name = f"{PREFIX}{number}"
     AttentionInterface.register(name, packed_attention)
     AttentionMaskInterface.register(name, _requested_mask)
