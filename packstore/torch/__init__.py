@@ -15,9 +15,8 @@ from packstore.registry import missing_extra
 from packstore.torch.batch.batch import PackedBatch, collate
 from packstore.torch.batch.inputs import packed_seq_params
 from packstore.torch.data.dataset import PackedDataset
-from packstore.torch.data.in_memory import pack_in_memory
+from packstore.torch.data.in_memory import PackCollator, pack_in_memory
 from packstore.torch.data.loader import PackedDataLoader
-from packstore.torch.integrations.collator import PackCollator
 from packstore.torch.integrations.nemo import loss_from_nemo, nemo_metrics
 from packstore.torch.logprobs.head import Head, PackedPolicy, find_head, packed_logps
 from packstore.torch.logprobs.logprobs import segment_logps, segment_token_counts

@@ -1,4 +1,4 @@
-"""Packs token ids that are in memory, such as rollouts, into the batches of one optimizer step.
+"""Token ids in memory, such as rollouts: packed into the batches of a step, or laid end to end.
 
 Packing and the parser of records are imported when they are called: training from a dataset needs
 neither numba nor a tokenizer.
@@ -15,6 +15,7 @@ import numpy as np
 from packstore.config import PackConfig
 from packstore.errors import ConfigError, RecordError, TokenizerError, sentence
 from packstore.format.arrays import COUNTS, Examples, Float32, Packs, Rows, count_packs
+from packstore.format.schema import require_kind
 from packstore.torch.batch.batch import PackedBatch, StepInfo, collate
 from packstore.torch.data.dataset import placement
 
@@ -100,20 +101,54 @@ def pack_in_memory(
     return [batch(number) for number in range(batches)]
 
 
-def in_one_pack(records: Sequence[Any], kind: Any, config: PackConfig) -> Packs:
-    """Lays records of token ids end to end as one pack of any length, in their order."""
-    from packstore.pack.fill import fill
+class PackCollator:
+    """Lays packs, or records of token ids, end to end as one batch.
 
-    examples, ref_logps, _ = _examples(records, replace(config, kind=kind))
-    packs = fill(examples, np.array([0, len(records)]), config.layout)
-    return packs if ref_logps is None else replace(packs, ref_logps=ref_logps)
+    Args:
+        kind: ``preference``, ``sft`` or ``scored``.
+        config: for records, `layout`, `fields` and `carry`; their shapes are those of
+            :func:`pack_in_memory`. Limits on number and length do not apply.
+        max_length: most tokens of a prompt with one side, of records of pairs: ends are cut off,
+            as by TRL's ``truncation_mode="keep_start"``; default: none.
 
+    Raises:
+        UnknownNameError: `kind` is none of those.
+    """
 
-def _check_rollout(record: Record) -> Record:
-    if isinstance(record, tuple) and len(record) != len(ROLLOUT):
-        rule = "they must be (prompt, responses, rewards), or dicts"
-        raise RecordError(sentence("records", rule, f"a tuple of {len(record)}"))
-    return record
+    def __init__(
+        self,
+        kind: str = "preference",
+        config: PackConfig | None = None,
+        *,
+        max_length: int | None = None,
+    ) -> None:
+        require_kind(kind)
+        self.kind, self.config, self.max_length = kind, config or PackConfig(), max_length
+
+    def __call__(self, items: Sequence[Packs | Mapping[str, Any]]) -> PackedBatch:
+        """Collates these items into one batch."""
+        if not items:
+            raise ConfigError("a batch must hold at least one item; found none.")
+        packs: Sequence[Any] = items
+        if not all(isinstance(item, Packs) for item in items):
+            from packstore.pack.fill import fill
+
+            config = PackConfig.of(self.config, kind=self.kind)
+            examples, ref_logps, _ = _examples([*map(self._read, items)], config)
+            pack = fill(examples, np.array([0, len(items)]), config.layout)
+            packs = [replace(pack, ref_logps=ref_logps)]
+        return collate(packs, self.kind)
+
+    def _read(self, record: Any) -> Any:
+        """Returns a record; where it has ids of a pair, as TRL makes them, without its texts."""
+        if not isinstance(record, Mapping) or "chosen_ids" not in record:
+            return record
+        record = {name: value for name, value in record.items() if f"{name}_ids" not in record}
+        if self.max_length is None:
+            return record
+        kept = max(0, self.max_length - len(record["prompt_ids"]))
+        sides = {name: record[name][:kept] for name in ("chosen_ids", "rejected_ids")}
+        return {**record, **sides}
 
 
 def _examples(
@@ -124,9 +159,13 @@ def _examples(
 
     if not len(records):
         raise ConfigError("records to pack must be one at least; found none.")
+    for record in records:
+        if isinstance(record, tuple) and len(record) != len(ROLLOUT):
+            rule = "they must be (prompt, responses, rewards), or dicts"
+            raise RecordError(sentence("records", rule, f"a tuple of {len(record)}"))
     values = [
         dict(zip(ROLLOUT, record, strict=True) if isinstance(record, tuple) else record)
-        for record in map(_check_rollout, records)
+        for record in records
     ]
     config = replace(
         config,

@@ -26,7 +26,7 @@ from packstore.errors import (
 )
 from packstore.registry import meant
 from packstore.torch.batch.batch import PackedBatch
-from packstore.torch.integrations.collator import PackCollator
+from packstore.torch.data.in_memory import PackCollator
 from packstore.torch.logprobs.head import PackedPolicy
 from packstore.torch.logprobs.logprobs import segment_logps
 from packstore.torch.losses.formulas import LOSSES
