@@ -21,7 +21,7 @@ _PATH = (_Path, "it must be a path or URL")
 _OPTIONS = (dict[str, Any], "it must be name: value")
 ARGUMENTS: Mapping[str, tuple[Any, str]] = {
     "source": (
-        _Path | Annotated[tuple[_Path, ...], Meta(min_length=1)],
+        _Path | Annotated[list[_Path], Meta(min_length=1)],
         "it must be a path, glob or URL, or a list of them",
     ),
     "out": _PATH,
@@ -83,7 +83,7 @@ for _kind in (_Loader, _Dumper):  # which also quotes what other readers take fo
 
 
 def read_yaml(path: str | PathLike[str]) -> dict[str, Any]:
-    """Reads a mapping from a YAML file; lists become tuples. Errors show only the place."""
+    """Reads a mapping from a YAML file. Errors show only the place."""
     where = str(path)
     try:
         settings = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
@@ -98,10 +98,10 @@ def read_yaml(path: str | PathLike[str]) -> dict[str, Any]:
                 where += f", line {mark.line + 1}, column {mark.column + 1}"
         rule = "it must be YAML without aliases, and name each setting once"
         raise ConfigError(sentence(where, rule, found)) from None
-    if not isinstance(settings, Mapping):
+    if not isinstance(settings, dict):
         rule = "it must hold settings, name: value"
         raise ConfigError(sentence(where, rule, kind_of(settings)))
-    return {n: tuple(v) if isinstance(v, list) else v for n, v in settings.items()}
+    return settings
 
 
 def read_steps(path: str | PathLike[str], names: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -112,7 +112,6 @@ def read_steps(path: str | PathLike[str], names: Sequence[str]) -> dict[str, dic
         if not isinstance(settings, Mapping):
             rule = "it must hold settings, name: value"
             raise ConfigError(sentence(f"{path}, {name}", rule, kind_of(settings)))
-        steps[name] = {n: tuple(v) if isinstance(v, list) else v for n, v in settings.items()}
     return {name: steps[name] for name in names if name in steps}
 
 
