@@ -82,16 +82,12 @@ def visible(text: str) -> str:
     A terminal would execute them: clear the screen, set the clipboard, hide text, or show the rest
     of the line in another order. YAML reads these escapes in quotes.
     """
-    return CONTROL.sub(lambda match: _escaped(ord(match[0])), text)
+    return CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def visible_line(text: str) -> str:
     """Escapes control characters and newlines: no part of `text` looks like another line."""
     return visible(text).replace("\n", "\\n")
-
-
-def _escaped(code: int) -> str:
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
 
 
 def spelled(path: str) -> str:

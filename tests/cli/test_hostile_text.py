@@ -101,7 +101,7 @@ def test_no_control_characters_are_printed(
     if command in ("show", "inspect") and not terminal:  # a terminal folds cells
         assert "[link=http://x]y" in plain
     if command == "show":
-        assert r"\x1b[2J\x9b2J\x9d0;x\x9c\x00\x08\x0b\x0c\x0d\x7f" in plain
+        assert r"\x1b[2J\x9b2J\x9d0;x\x9c\x00\x08\x0b\x0c\r\x7f" in plain
         assert "line\nbreak" in plain
     if command == "inspect --json":
         assert json.loads(told.out)["strategy"] == ATTACK
@@ -136,5 +136,5 @@ def test_a_log_line_is_one_line_without_control_characters(
 
 
 def test_visible() -> None:
-    assert visible("a\n\tb\x1b\x9b\r\x00\x7f é") == "a\n\tb\\x1b\\x9b\\x0d\\x00\\x7f é"
+    assert visible("a\n\tb\x1b\x9b\r\x00\x7f é") == "a\n\tb\\x1b\\x9b\\r\\x00\\x7f é"
     assert visible("a\u202eb\u2069 مر") == "a\\u202eb\\u2069 مر"

@@ -10,7 +10,7 @@ from os import PathLike
 from typing import Any, Literal, Self
 
 import numpy as np
-import torch
+import torch.distributed as dist
 from torch.utils.data import IterableDataset, get_worker_info
 
 from packstore.config import BatchConfig, ReadConfig
@@ -25,6 +25,7 @@ from packstore.torch.data.position import Position, SharedStart, Unseen, stale_s
 from packstore.torch.data.steps import StepPlan, plan_steps, to_resumable_position
 from packstore.torch.data.stream import Identity, PackStream, Shuffle, SideColumns, StoredPacks
 from packstore.torch.frameworks import check_dealt_once
+from packstore.torch.metrics import distributed
 
 _TOGETHER = 8
 """Packs looked up at once."""
@@ -127,12 +128,9 @@ class PackedDataset(IterableDataset[Packs]):
         stream = MixedPacks(sources, list(weights.values()), until)
         mixed = cls(stream, rank=rank, world_size=world_size)
         place = mixed.rank, mixed.world_size
-        explicit = [
-            each
-            for each in weights
-            if isinstance(each, PackedDataset) and not each._rank_is_detected
-        ]
-        for each in explicit:
+        for each in weights:
+            if not isinstance(each, PackedDataset) or each._rank_is_detected:
+                continue
             if (each.rank, each.world_size) != place:
                 rule = "rank and world_size must be those of its sources"
                 found = "{} of {}, and {} of {}".format(*place, each.rank, each.world_size)
@@ -299,9 +297,8 @@ def placement(rank: int | None, world_size: int | None) -> tuple[int, int]:
     if (rank is None) != (world_size is None):
         raise ConfigError("rank and world_size go together; give both or neither.")
     if rank is None or world_size is None:
-        distributed = torch.distributed
-        if distributed.is_available() and distributed.is_initialized():
-            return distributed.get_rank(), distributed.get_world_size()
+        if distributed():
+            return dist.get_rank(), dist.get_world_size()
         rank, world_size = (int(os.environ.get(n, d)) for n, d in (("RANK", 0), ("WORLD_SIZE", 1)))
         if world_size > 1 and "RANK" not in os.environ:  # all ranks would read the share of one
             rule = "the environment must give RANK beside WORLD_SIZE"

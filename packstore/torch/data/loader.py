@@ -38,7 +38,6 @@ from packstore.torch.data.stream import PackStream, StoredPacks
 _CHUNK = 32
 """Batches whose packs are looked up at once."""
 
-
 _LONGEST_FOLDER = 70
 """Characters of TMPDIR up to which torch's Unix sockets there have names that Linux takes (108):
 beyond about 75 its workers wait for ever."""
@@ -311,11 +310,8 @@ class _Batches(IterableDataset[_Planned]):
 
     def convert_position(self, position: Position) -> Position:
         """Converts `position` to the step boundaries of these settings."""
-        return (
-            position
-            if position.cut == self.cut
-            else to_resumable_position(self.data.stream, position)
-        )
+        same = position.cut == self.cut
+        return position if same else to_resumable_position(self.data.stream, position)
 
     def _cutter(self, start: Position, stream: PackStream | None = None) -> StepCutter:
         stream = stream or self.data.stream

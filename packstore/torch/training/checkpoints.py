@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -36,6 +35,7 @@ from packstore.errors import (
     quote,
     sentence,
 )
+from packstore.torch.metrics import distributed
 
 logger = logging.getLogger("packstore")
 
@@ -52,18 +52,13 @@ WEIGHTS, OPTIMIZER = "pytorch_model_fsdp_0", "optimizer_0"
 class CheckpointMixin(Trainer):  # type: ignore[misc]
     """Saves the position beside the Trainer's own state, and reads checkpoints of other ranks."""
 
-    loss_fn: Any
-    _checkpoint: Path | None = None
-
     def _described(self) -> dict[str, dict[str, Any]]:
         """Describes this run: what all its checkpoints share, and settings that it goes on with."""
         model = self.accelerator.unwrap_model(self.model)
         trained = sum(p.requires_grad for p in model.parameters())
-        plain = (bool, int, float, str)
-        given = {
-            n: getattr(self.loss_fn, n, None) for n in signature(type(self.loss_fn)).parameters
-        }
-        settings = {n: v for n, v in given.items() if isinstance(v, plain)}
+        names = signature(type(self.loss_fn)).parameters
+        given = {name: getattr(self.loss_fn, name, None) for name in names}
+        settings = {n: v for n, v in given.items() if isinstance(v, bool | int | float | str)}
         run = {
             "loss": f"{self.loss_fn!r}, {settings}",
             "model": str(getattr(model.config, "_name_or_path", "")),
@@ -225,8 +220,10 @@ def is_sharded(checkpoint: Path) -> bool:
 def load_weights(model: Any, checkpoint: Path) -> None:
     """Loads the weights, or those of the adapter, of the other kind of checkpoint; collective."""
     if is_sharded(checkpoint):
-        weights = _names(model)
-        load({"model": weights}, checkpoint_id=checkpoint / WEIGHTS, no_dist=_alone())
+        weights: dict[str, Tensor] = model.state_dict()  # views
+        if hasattr(model, "peft_config"):
+            weights = {name: weights[own] for own, name in _adapter_names(model).items()}
+        load({"model": weights}, checkpoint_id=checkpoint / WEIGHTS, no_dist=not distributed())
         return
     files = [*checkpoint.glob("model*.safetensors"), *checkpoint.glob("adapter_model.safetensors")]
     whole: dict[str, Any] = {
@@ -242,7 +239,7 @@ def load_optimizer(model: Any, optimizer: torch.optim.Optimizer, checkpoint: Pat
     if is_sharded(checkpoint):
         own: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer))
         state = {"optimizer": {"state": own["state"]}}
-        load(state, checkpoint_id=checkpoint / OPTIMIZER, no_dist=_alone())
+        load(state, checkpoint_id=checkpoint / OPTIMIZER, no_dist=not distributed())
         set_optimizer_state_dict(model, optimizer, own)
         return
     saved = torch.load(checkpoint / "optimizer.pt", map_location="cpu", weights_only=True)["state"]
@@ -258,19 +255,7 @@ def _like(weight: Tensor, value: Any) -> Any:
     return value
 
 
-def _names(model: Any) -> dict[str, Tensor]:
-    """The weights of a whole model by their names in shards, as views."""
-    state: dict[str, Tensor] = model.state_dict()
-    if hasattr(model, "peft_config"):
-        return {name: state[own] for own, name in _adapter_names(model).items()}
-    return state
-
-
 def _adapter_names(model: Any) -> dict[str, str]:
     """Names of the adapter's weights in the model, and in its file."""
     names = (name for name, weight in model.named_parameters() if weight.requires_grad)
     return {name: name.replace(".default.", ".") for name in names}
-
-
-def _alone() -> bool:
-    return not dist.is_initialized()
