@@ -13,7 +13,6 @@ from packstore.errors import ConfigError, DropRateError, InputError, sentence
 from packstore.etl.dedup_and_split import DUPLICATES, OTHER_PART
 from packstore.etl.provenance import provenance_of
 from packstore.etl.rejects import RejectsFile
-from packstore.etl.remarks import PROBLEMS
 from packstore.etl.sources import ExampleReader
 from packstore.format.arrays import Tally
 from packstore.io.versions.write_job import AppendedBefore, WriteJob
@@ -23,6 +22,20 @@ from packstore.tokenizer.records.fields import check_verdicts, unexplained
 REQUESTED_DROPS = (*DUPLICATES.values(), "unpaired_feedback", "tie", "different_contexts")
 """Reasons to drop that a setting requests, or that a public set has many of; they do not count
 against `max_drop_rate`."""
+
+PROBLEMS = {
+    "double_bos": "a sequence begins with BOS twice",
+    "no_bos": "the tokenizer begins texts with BOS, a sequence does not",
+    "no_eos": "a response does not end with EOS, so the model is not taught to stop",
+    "marker_no_token": "a marker of the chat template is no token, but split into several",
+    "reward_reversed": "the rejected side has the higher reward",
+    "reward_rounded": "rewards that differ are one number as float32",
+    "reward_default": "no rewards, while other records have some: 1 and 0 are taken",
+    "mixed_forms": "plain text, while other records are chats; as_chat=True makes them chats",
+    "raw_text": "plain text, though there is a chat template; as_chat=True renders it as a chat, "
+    "as_chat=False says that it is right",
+}
+"""Findings that harm training: `pack` and `append` log them as warnings, `doctor` fails."""
 
 log = logging.getLogger("packstore")
 

@@ -11,14 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from packstore.config import PackConfig
+from packstore.config import REASONS, PackConfig
 from packstore.errors import ConfigError, PackstoreError, quote
 from packstore.etl.dedup_and_split import Seen, pair_keys
-from packstore.etl.remarks import PROBLEMS, meaning
 from packstore.etl.reports.place import Finding
 from packstore.etl.sources import ExampleReader, RecordExampleReader
 from packstore.etl.tokenize import Part
-from packstore.etl.totals import absent_fields
+from packstore.etl.totals import PROBLEMS, absent_fields
 from packstore.format.arrays import SOURCE_SHIFT, Bool, Examples, Tally
 from packstore.io.inputs.pieces import place_of
 from packstore.tokenizer import Tokenizer
@@ -27,6 +26,24 @@ from packstore.tokenizer.dialogue.template import Message
 from packstore.tokenizer.records.fields import unexplained, verdicts
 from packstore.tokenizer.records.parse import Parsed
 from packstore.tokenizer.refusals import Refused
+
+_REMARKS = {
+    "unknown_tokens": "text that the vocabulary cannot spell",
+    "generation_prompt_always": "the chat template writes the generation prompt even where it is "
+    "not asked for; behind the last turn it is stored, and not supervised",
+    "rendered_text": "text that begins with a control string of the chat template, or whose "
+    "answers end with EOS: taken as rendered, with its control strings as control ids",
+    "empty_thinking": "a turn begins with an empty thinking block, which is not supervised",
+    "tags_once": "a message stood in the tags that the chat template writes around its role, as in "
+    "<tool_response>: they are written once",
+    "arguments_quoted": "arguments of tool calls that are JSON text, quoted by the chat template",
+    "reasoning_unrendered": "the chat template leaves out the reasoning of a supervised turn",
+    "empty_prompt": "the prompt is empty, or only white space",
+    "glued_prompt": "no white space separates the prompt from its answer",
+    "duplicate_prompts": "the prompt of an earlier record again (dedup=prompt leaves it out)",
+    "duplicate_records": "an earlier record again, rewards apart (dedup=pair leaves it out)",
+}
+"""Findings that may be fine, and need an explanation."""
 
 _ENDS = frozenset(".,;:!?\"'’”)…")
 """Characters at the end of sentences, besides letters and digits. Turn markers end with > or ]."""
@@ -60,15 +77,24 @@ def find(tally: Tally, kind: str, config: PackConfig) -> Iterator[Finding]:
     noted = tally.events.most_common()
     problems = [*tally.dropped.most_common(), *((c, n) for c, n in noted if c in PROBLEMS)]
     for check, count in problems:
-        yield Finding(check, "problem", meaning(check), count, tuple(examples[check]))
+        yield Finding(check, "problem", _meaning(check), count, tuple(examples[check]))
     for check, count in noted:
         if check not in PROBLEMS:
-            yield Finding(check, "remark", meaning(check), count, tuple(examples[check]))
+            yield Finding(check, "remark", _meaning(check), count, tuple(examples[check]))
     if kind == "sft" and config.on["unpaired_feedback"] != "keep":
         for name in verdicts(tally):
             yield Finding(f"unpaired_feedback: {name}", "problem", records=tally.unused[name])
     for name in unexplained(tally):
         yield Finding(f"field_not_used: {name}", "remark", records=tally.unused[name])
+
+
+def _meaning(check: str) -> str:
+    """Returns what a check finds, with the setting that decides what then happens, if any."""
+    known = PROBLEMS.get(check) or _REMARKS.get(check, "")
+    if known or check not in REASONS:
+        return known
+    rule, answers = REASONS[check]
+    return f"{rule} (--on {check}={'|'.join(answers)})"
 
 
 def _flag_tokens(examples: Examples, tokenizer: Tokenizer) -> dict[str, Bool]:
