@@ -62,11 +62,11 @@ def check_packs(
         where: name of the packs in error texts (a shard's path).
         first_row: row number of the first pack in `where`.
     """
+    check_structure(packs, layout, pack_size, where, first_row)
     need = partial(_require, where, first_row)
-    segments = check_structure(packs, layout, pack_size, where, first_row)
     _check_ids(packs.input_ids, packs.token_offsets, vocab_size, need)
     if layout == "shared_prefix":
-        _check_prefix(packs, to_offsets(segments)[:-1], need)
+        check_prefix(packs, where, first_row)
 
 
 def check_and_sign(
@@ -165,15 +165,15 @@ def _check_lengths(packs: Packs, segments: Int32, layout: str, need: Need) -> No
     need("prefix-offset", (left_out >= 0) & (left_out < np.repeat(segments[firsts[:-1]], k)), rows)
 
 
-def _check_prefix(packs: Packs, starts: Int64, need: Need) -> None:
-    """Checks that the offsets of layout shared_prefix follow the definition.
+def check_prefix(packs: Packs, where: str, first_row: int) -> None:
+    """Checks that the offsets of layout shared_prefix follow the definition; the others hold.
 
     A prompt is the tokens before the first supervised one. Two sequences share the common prefix of
     their prompts, and ``offset = max(shared - 1, 0)``. Given the offset, two tokens decide: the
     repeated one must agree (if offset > 0), and the next must not be shared.
     """
     offsets, k = packs.segment_offsets, packs.num_responses
-    firsts = to_offsets(k)[:-1]
+    starts, firsts = to_offsets(packs.segment_lengths)[:-1], to_offsets(k)[:-1]
     first = np.repeat(starts[firsts], k)
     where_on = np.flatnonzero(packs.supervised)
     prompt = where_on[np.searchsorted(where_on, starts)] - starts
@@ -185,4 +185,4 @@ def _check_prefix(packs: Packs, starts: Int64, need: Need) -> None:
     more = repeated & following & (offsets + 1 < first_prompt) & (prompt > 1)
     right = ((offsets == 0) | (repeated & (offsets + 1 <= first_prompt))) & ~more
     right[firsts] = True
-    need("prefix-offset", right, packs.sequence_offsets)
+    _require(where, first_row, "prefix-offset", right, packs.sequence_offsets)

@@ -258,7 +258,7 @@ def build_manifest(
     events = {"dropped": tally.dropped, "noted": tally.events}
     events |= {"fields_used": tally.used, "fields_not_used": tally.unused}
     counts = {name: dict(sorted(counted.items())) for name, counted in events.items()}
-    manifest = Manifest(
+    return Manifest(
         kind=shape.kind,
         layout=shape.layout,
         pack_size=shape.pack_size,
@@ -274,8 +274,6 @@ def build_manifest(
         provenance=provenance,
         shards=tuple(part.shard for part in parts),
     )
-    check_manifest(manifest, "manifest")
-    return manifest
 
 
 def manifest_bytes(shards: Sequence[ShardInfo]) -> int:

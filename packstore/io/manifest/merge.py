@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from packstore.config import fingerprint
 from packstore.errors import CompatibilityError, ConfigError, quote, sentence
 from packstore.format.arrays import SOURCE_SHIFT
-from packstore.io.manifest.manifest import Manifest, Records, check_manifest
+from packstore.io.manifest.manifest import Manifest, Records
 from packstore.io.shards.shard import PackCounter, ShardInfo
 from packstore.version import VERSION
 
@@ -47,7 +47,7 @@ def merge(members: Sequence[Member]) -> Manifest:
         sources += m.provenance["sources"]
     first, came_from = manifests[0], [origin for m in members for origin in origins(m)]
     lineage = [[origin["lineage"], origin["sources"]] for origin in came_from]
-    merged = replace(
+    return replace(
         first,
         totals=counter.totals(sum(m.totals.bytes for m in manifests)),
         statistics=counter.statistics(first.pack_size, {"parts": plans}),
@@ -63,8 +63,6 @@ def merge(members: Sequence[Member]) -> Manifest:
         pack_index=None,
         further_files=tuple(dict.fromkeys(file for m in manifests for file in m.further_files)),
     )
-    check_manifest(merged, "manifest")
-    return merged
 
 
 def check_members(members: Sequence[Member]) -> None:

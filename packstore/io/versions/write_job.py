@@ -205,11 +205,11 @@ class WriteJob:
 
     def commit(self, manifest: Manifest) -> None:
         """Writes the manifest under the number of this job, then checks that its files exist."""
-        versions.commit(self.location, manifest.to_json(), self.version)
+        text = manifest.to_json()
+        as_read = Manifest.from_json(text, self.location.display)  # before it is there for good
+        versions.commit(self.location, text, self.version)
         versions.require_committed(self.location, manifest.files, self.version)
-        # Read back like a reader does. By now the newest version may be another job's.
-        as_stored = Manifest.from_json(manifest.to_json(), self.location.display)
-        self.committed = Dataset(self.location, as_stored, self.version)
+        self.committed = Dataset(self.location, as_read, self.version)
 
 
 def _hashes(provenance: Mapping[str, Any]) -> set[str]:
