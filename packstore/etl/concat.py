@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -166,9 +166,8 @@ def concat(
         for argument, dataset in zip(datasets, opened, strict=True):
             newest = isinstance(argument, Dataset) or dataset.version == job.version - 1
             if not newest and _is_same_place(dataset.location, location):
-                raise lost_commit_race(
-                    location
-                )  # its newest version is meant, and another was committed
+                # Its newest version is meant, and another was committed.
+                raise lost_commit_race(location)
         manifest = _copy_shards(job, opened, run, progress)
         job.require_shards(manifest.shards)
         job.commit(manifest)
@@ -256,43 +255,44 @@ def _copy_shards(
     job: WriteJob, datasets: Sequence[Dataset], run: str, progress: Progress | None
 ) -> Manifest:
     """Copies the shards of all datasets, puts the pack index, and returns the manifest."""
-    number, members, further = 0, list[Member](), dict[StoredFile, Dataset]()
-    with Staging(job.location, (FOLDER, DATA)) as staging:
-        copies = list[Callable[[], None]]()
-        for dataset in datasets:
-            if not _is_same_place(dataset.location, job.location):
-                further |= dict.fromkeys(dataset.manifest.further_files, dataset)
+    number, members = 0, list[Member]()
+    files = dict[str, tuple[Location, ShardInfo | StoredFile]]()  # new path -> what is copied there
+    for dataset in datasets:
+        source, manifest = dataset.location, dataset.manifest
+        if not _is_same_place(source, job.location):
+            files |= {file.path: (source, file) for file in manifest.further_files}
             shards = []
-            for shard in dataset.manifest.shards:
-                if not _is_same_place(dataset.location, job.location):
-                    suffix = dataset.manifest.file_format
-                    path = f"{DATA}/{run}-{number:05d}-{shard.sha256[:16]}.{suffix}"
-                    copying = partial(_copy, dataset.location, shard, job.location, path, staging)
-                    copies.append(copying)
-                    shard = replace(shard, path=path)
-                shards.append(shard)
-                number += 1
-            members.append(Member(dataset.url, replace(dataset.manifest, shards=tuple(shards))))
-        for file, dataset in further.items():
-            copying = partial(_copy, dataset.location, file, job.location, file.path, staging)
-            copies.append(copying)
-        _run_copies(copies, progress)
-        merged = merge(members)
-        if not merged.shards:
-            return merged
-        sizes = (d.shard_sizes(i) for d in datasets for i in range(len(d.manifest.shards)))
-        return replace(merged, pack_index=put_index(job.location, sizes, job.version))
+            for n, shard in enumerate(manifest.shards, number):
+                path = f"{DATA}/{run}-{n:05d}-{shard.sha256[:16]}.{manifest.file_format}"
+                files[path] = source, shard
+                shards.append(replace(shard, path=path))
+            manifest = replace(manifest, shards=tuple(shards))
+        number += len(manifest.shards)
+        members.append(Member(dataset.url, manifest))
+    _copy_files(files, job.location, progress)
+    merged = merge(members)
+    if not merged.shards:
+        return merged
+    sizes = (d.shard_sizes(i) for d in datasets for i in range(len(d.manifest.shards)))
+    return replace(merged, pack_index=put_index(job.location, sizes, job.version))
 
 
-def _run_copies(copies: Sequence[Callable[[], None]], progress: Progress | None) -> None:
+def _copy_files(
+    files: Mapping[str, tuple[Location, ShardInfo | StoredFile]],
+    target: Location,
+    progress: Progress | None,
+) -> None:
+    """Copies files from their places to these paths."""
     done = itertools.count(1)
+    with Staging(target, (FOLDER, DATA)) as staging:
 
-    def run(copying: Callable[[], None]) -> None:
-        copying()
-        if progress is not None:
-            progress("copy", next(done), len(copies), "files")
+        def copy(path: str) -> None:
+            source, file = files[path]
+            _copy(source, file, target, path, staging)
+            if progress is not None:
+                progress("copy", next(done), len(files), "files")
 
-    run_parallel([partial(run, copying) for copying in copies], COPIES_AT_ONCE)
+        run_parallel((partial(copy, path) for path in files), COPIES_AT_ONCE)
 
 
 def _is_same_place(a: Location, b: Location) -> bool:
