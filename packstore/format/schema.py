@@ -220,14 +220,10 @@ def from_arrow(
 
 def _spans(on: Bool, token_offsets: Int64) -> tuple[Int32, Int64]:
     """Converts supervision to flat start, end pairs in their pack, and their offsets `[P + 1]`."""
-    begins, ends = on.copy(), on.copy()
-    begins[1:] &= ~on[:-1]
-    ends[:-1] &= ~on[1:]
-    first = token_offsets[:-1][np.diff(token_offsets) > 0]
-    last = token_offsets[1:][np.diff(token_offsets) > 0] - 1
-    begins[first] = on[first]
-    ends[last] = on[last]
-    starts, stops = np.flatnonzero(begins), np.flatnonzero(ends) + 1
+    before, after = np.zeros_like(on), np.zeros_like(on)
+    before[1:], after[:-1] = on[:-1], on[1:]
+    before[token_offsets[:-1]] = after[token_offsets[1:] - 1] = False  # of other packs
+    starts, stops = np.flatnonzero(on & ~before), np.flatnonzero(on & ~after) + 1
     pack = np.searchsorted(token_offsets, starts, side="right") - 1
     spans = np.stack([starts, stops], axis=1) - token_offsets[pack][:, None]
     runs = np.bincount(pack, minlength=len(token_offsets) - 1)

@@ -57,7 +57,7 @@ def run(work: Callable[[T], R], items: Iterable[T], num_workers: int | None) -> 
         contextlib.closing(_Processes(work, pool, most)) as processes,
     ):
         if num_workers is None and getattr(work, "in_threads", False):
-            yield from in_order(processes.submit_here, items, 2 * most)
+            yield from in_order(lambda item: pool.submit(processes.here, item), items, 2 * most)
         else:
             if most == 1:
                 alone = math.inf
@@ -112,10 +112,6 @@ class _Processes:
         """Lets a thread wait for the result of an item; one more process may work on it."""
         self.start(min(len(self._all) + 1, self._most))
         return self._pool.submit(self, item)
-
-    def submit_here(self, item: Any) -> Future[Any]:
-        """Lets a thread work on an item."""
-        return self._pool.submit(self.here, item)
 
     def here(self, item: Any) -> Any:
         """Works on an item in this thread; from the first that needs a process on, in one."""

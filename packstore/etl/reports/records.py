@@ -7,7 +7,7 @@ come from the same pass.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby, product
 from typing import Any, Literal
@@ -124,7 +124,10 @@ def estimate(
     if base.selects:
         rule = "must not be set, as an estimate counts all records"
         raise ConfigError(sentence("settings dedup and validation_fraction", rule))
-    configs = list(_combinations(base, *axes))
+    configs = [
+        replace(base, pack_size=size, layout=layout, strategy=KNOWN.check(strategy))
+        for size, layout, strategy in product(*axes)
+    ]
     truncates = base.on["overlong"].startswith("truncate")
     if not truncates:  # no record is too long for all combinations
         on = {**base.on, "overlong": "drop"}
@@ -147,13 +150,6 @@ def estimate(
     if examples_per_step is not None:
         _warn_of_large_steps(report, examples_per_step, world_size)
     return report
-
-
-def _combinations(
-    base: PackConfig, pack_sizes: Iterable[int], layouts: Iterable[Any], strategies: Iterable[str]
-) -> Iterator[PackConfig]:
-    for size, layout, strategy in product(pack_sizes, layouts, strategies):
-        yield replace(base, pack_size=size, layout=layout, strategy=KNOWN.check(strategy))
 
 
 def dry_run(
@@ -258,7 +254,7 @@ def _version(place: Location, config: PackConfig) -> Iterator[Finding]:
 
 
 def _drops(tally: Tally, config: PackConfig) -> Finding:
-    """Returns True if refused records, or their share of all, would make a job fail."""
+    """Finds out whether refused records, or their share of all, would make a job fail."""
     if stops := [reason for reason in tally.dropped if config.on.get(reason) == "error"]:
         text = f"the job stops at the first {stops[0]}; --on {stops[0]}=drop leaves it out"
         return Finding("records", "problem", text)

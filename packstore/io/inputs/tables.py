@@ -35,6 +35,12 @@ _MAGIC = b"ARROW1"
 # parquet.thrift of apache/parquet-format) in Thrift's compact protocol.
 _DICTIONARY_HEADER = re.compile(rb"\x15\x04\x15([\x80-\xff]{0,4}[\x00-\x7f])", re.DOTALL)
 _JSON = {b"packstore": b"json"}  # metadata of a field
+_LISTS = {
+    pa.ListType: pa.list_,
+    pa.LargeListType: pa.large_list,
+    pa.ListViewType: pa.list_view,
+    pa.LargeListViewType: pa.large_list_view,
+}
 _OPTIONS = pa.ipc.IpcReadOptions(use_threads=False)  # our threads read; see io/dataset/reader.py
 
 
@@ -263,7 +269,8 @@ def _conversion(field: pa.Field, column: pa.Array, where: str) -> Callable[[Any]
         )
     if kinds.is_map(type_) and (held := _conversion(type_.item_field, column.items, where)):
         return lambda entries: entries and {n: held(value) for n, value in entries.items()}
-    if _is_list(type_) and (item := _conversion(type_.value_field, column.values, where)):
+    is_list = isinstance(type_, (*_LISTS, pa.FixedSizeListType))
+    if is_list and (item := _conversion(type_.value_field, column.values, where)):
         return lambda values: values and [*map(item, values)]
     return None
 
@@ -336,14 +343,6 @@ def _plain_field(field: pa.Field) -> pa.Field:
     return field.with_type(_plain_type(field.type))
 
 
-def _is_list(type_: Any) -> bool:
-    kinds = pa.types
-    views = kinds.is_list_view(type_) or kinds.is_large_list_view(type_)
-    return views or any(
-        f(type_) for f in (kinds.is_list, kinds.is_large_list, kinds.is_fixed_size_list)
-    )
-
-
 def _nested(type_: Any, change: Callable[[pa.Field], pa.Field]) -> Any:
     """Returns a type whose fields are changed; one without fields as it is."""
     kinds = pa.types
@@ -353,9 +352,7 @@ def _nested(type_: Any, change: Callable[[pa.Field], pa.Field]) -> Any:
         return pa.map_(change(type_.key_field), change(type_.item_field), type_.keys_sorted)
     if kinds.is_fixed_size_list(type_):
         return pa.list_(change(type_.value_field), type_.list_size)
-    makers = {"list": pa.list_, "large_list": pa.large_list}
-    makers |= {"list_view": pa.list_view, "large_list_view": pa.large_list_view}
-    make = next((m for kind, m in makers.items() if getattr(kinds, f"is_{kind}")(type_)), None)
+    make = _LISTS.get(type(type_))
     return make(change(type_.value_field)) if make else type_
 
 

@@ -221,11 +221,10 @@ class _Cleaner:
         old, named = self._versions(folder)
         unnamed = [
             (file, _why(file.path))
-            for file in (*data, *folder, *jobs)
+            for file in (*data, *folder, *jobs, *staged, *notes, *parts)
             if file.path not in named and not _VERSION.fullmatch(file.path)
         ]
         unnamed += [(file, _UPLOAD) for file in begun]
-        unnamed += [(file, _why(file.path)) for file in (*staged, *notes, *parts)]
         leftovers = {item.path: item for item in old}
         for file, why in unnamed:
             age = min(_age(file), youngest.get(_run_of(file.path), math.inf))
