@@ -114,6 +114,5 @@ def check_growth(first: Partition, partitions: int, places: Sequence[Location]) 
     for place, written in zip(places, first.written, strict=True):
         size = partitions * manifest_bytes([shard.shard for shard in written.shards])
         if size > 1.5 * commit.MAX_MANIFEST_BYTES:
-            raise commit.manifest_too_large(
-                place.display, f"about {size} from {partitions} partitions"
-            )
+            found = f"about {size} from {partitions} partitions"
+            raise commit.manifest_too_large(place.display, found)

@@ -256,7 +256,6 @@ class _Decompressed(HashedStream):
         self._packed, self._compression, self._path = packed, compression, path
 
     def readinto(self, buffer: Any) -> int:
-        """Fills the start of `buffer`; returns how much."""
         try:
             count = int(self._raw.readinto(buffer))
         except PackstoreError:
@@ -285,11 +284,9 @@ class _Xz(io.RawIOBase):
         self._packed, self._stream = packed, lzma.LZMADecompressor(lzma.FORMAT_XZ)
 
     def readable(self) -> bool:
-        """Always."""
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Fills the start of `buffer`; returns how much."""
         rest = b""
         while True:
             if self._stream.eof:

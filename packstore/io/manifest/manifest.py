@@ -175,10 +175,8 @@ class Manifest:
     @property
     def stored_schema(self) -> pa.Schema:
         """The Arrow schema of the shards; others than `carried` have type `ANY_LIST`."""
-        spans, carry = (
-            "label_spans" in self.features,
-            {**dict.fromkeys(self.carry, ""), **self.carried},
-        )
+        carry = {**dict.fromkeys(self.carry, ""), **self.carried}
+        spans = "label_spans" in self.features
         return pack_schema(self.kind, self.layout, label_spans=spans, carry=carry)
 
     @cached_property

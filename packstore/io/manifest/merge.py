@@ -123,9 +123,7 @@ def runs(parts: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, int, str]]:
     """Yields first, end (exclusive) and lineage of each part, and of each run of parts as one."""
     for first, part in enumerate(parts):
         yield first, first + 1, part["lineage"]
-        text = hashlib.sha256(
-            b'{"parts":['
-        )  # as `fingerprint` in `merge`, without its quadratic cost
+        text = hashlib.sha256(b'{"parts":[')  # as in `merge`, without its quadratic cost
         for end, other in enumerate(parts[first:], first + 1):
             comma = "," if end > first + 1 else ""
             text.update(f'{comma}["{other["lineage"]}",{other["sources"]}]'.encode())

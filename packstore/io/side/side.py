@@ -96,9 +96,8 @@ class SideWriter:
         head = self._manifest
         head.check(self._location.display)
         if later := sorted(columns.keys() - head.known.keys()):
-            rule = (
-                f"columns must begin with a letter, and have a type among: {', '.join(SIDE_TYPES)}"
-            )
+            types = ", ".join(SIDE_TYPES)
+            rule = f"columns must begin with a letter, and have a type among: {types}"
             found = f"{quote(later[0])} of type {quote(columns[later[0]])}"
             raise FormatError(sentence(self._location.display, rule, found))
         self._run = fingerprint([head.fingerprint, head.columns, head.provenance])[:12]

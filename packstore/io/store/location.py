@@ -307,15 +307,12 @@ class _RetriedFile(io.RawIOBase):
         self._raw, self._location, self._path = raw, location, path
 
     def readable(self) -> bool:
-        """Always."""
         return True
 
-    def seekable(self) -> bool:
-        """The response of a plain web server may not be."""
+    def seekable(self) -> bool:  # the response of a plain web server may not be
         return bool(self._raw.seekable())
 
     def readinto(self, buffer: Any) -> int:
-        """Fills the start of `buffer`; returns how much."""
         if not self.seekable():
             with self._location.guard("read", self._path):
                 return int(self._raw.readinto(buffer) or 0)
@@ -328,12 +325,10 @@ class _RetriedFile(io.RawIOBase):
         return self._location.request("read", self._path, read)
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Moves to a position; returns it."""
         seek = partial(self._raw.seek, offset, whence)
         return int(self._location.request("read", self._path, seek))
 
     def close(self) -> None:
-        """Closes the file of the filesystem."""
         if not self.closed:
             self._raw.close()
         super().close()

@@ -81,10 +81,8 @@ def writer_marker(location: Location, call: str) -> Iterator[None]:
         location.remove(trial)
     try:
         for other in writers(location, besides=path)[:1]:
-            message = (
-                "another job may be writing here (%s); the one that commits last will be refused"
-            )
-            log.warning("%s: " + message, location.display, other.text)
+            text = "another job may be writing here (%s); the one that commits last will be refused"
+            log.warning(f"%s: {text}", location.display, other.text)
         yield
     finally:
         with contextlib.suppress(PackstoreError):
