@@ -139,8 +139,7 @@ def plain_loop(
             "shared_prefix",
             {"packs_per_batch": 2, "num_train_epochs": 2, "warmup_steps": 3},
         ),
-        ("large", "concat", {"weight_decay": 0.5, "warmup_steps": 1}),
-        ("large", "concat", {"lr_scheduler_type": "cosine", "warmup_steps": 0.5}),  # of all steps
+        ("large", "concat", {"weight_decay": 0.5, "warmup_steps": 0.5}),  # of all steps
         pytest.param("mixed", "concat", {"activation_checkpointing": True}, marks=pytest.mark.slow),
         ("sft", "concat", {"loss": "sft"}),  # whose batches hold unequal numbers of tokens
     ],

@@ -1,12 +1,10 @@
-"""Runs on one and two ranks, killed between and inside checkpoints: nothing of it can be seen."""
+"""Runs on one and two ranks, interrupted and resumed: nothing of it can be seen."""
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
-import time
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,25 +19,20 @@ pytest.importorskip("accelerate", reason="training needs accelerate")
 pytest.importorskip("peft", reason="LoRA needs peft")
 
 from accelerate import Accelerator
-from train_runs import checkpoints, losses, records, save_gpt2
+from train_runs import checkpoints, losses, records
 
-from packstore.testing import random_examples
 from packstore.torch import PackedDataLoader, PackedDataset, train
 
 STEPS = 12
 
 
-@pytest.fixture(scope="module")
-def base(kit: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+@pytest.fixture
+def base(stored: SimpleNamespace) -> dict[str, Any]:
     """Settings of a run of two epochs, whose steps hold odd numbers of packs."""
-    folder = tmp_path_factory.mktemp("resume")
-    packs = kit.packed(random_examples(60, seed=3), [1, 4, 2, 3, 2] * 5, "shared_prefix")
-    kit.write(str(folder / "data"), packs, layout="shared_prefix")
-    kit.write(str(folder / "held"), kit.packed(random_examples(9, seed=4), [2, 3, 4], "concat"))
     return {
-        "model": save_gpt2(folder / "model"),
-        "train_dataset": str(folder / "data"),
-        "eval_dataset": str(folder / "held"),
+        "model": stored.model,
+        "train_dataset": stored.data,
+        "eval_dataset": stored.held,
         "dtype": "float64",
         "examples_per_step": 9,
         "num_train_epochs": 3,
@@ -49,14 +42,6 @@ def base(kit: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> dict
         "eval_steps": 5,
         "save_steps": 3,
     }
-
-
-@pytest.fixture(scope="module")
-def undisturbed(base: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run on one rank."""
-    output = tmp_path_factory.mktemp("undisturbed")
-    train(**base, output_dir=str(output))
-    return output
 
 
 def assert_same(found: Path, expected: Path) -> None:
@@ -73,17 +58,10 @@ def assert_same(found: Path, expected: Path) -> None:
     assert names == [path.name for path in checkpoints(expected)]
 
 
-def on_rank(task: dict[str, Any]) -> int:
-    """Trains; ends this process after a step; counts calls of `no_sync`."""
+def on_rank(settings: dict[str, Any]) -> int:
+    """Trains; counts calls of `no_sync`."""
     warnings.simplefilter("ignore")
-    seen, unsynchronised = [], []
-
-    def after_step(*_: Any) -> None:
-        seen.append(1)
-        if len(seen) == task.get("kill"):
-            os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(60)
-
+    unsynchronised = []
     no_sync = Accelerator.no_sync
 
     def counted(self: Accelerator, model: Any) -> Any:
@@ -91,16 +69,17 @@ def on_rank(task: dict[str, Any]) -> int:
         return no_sync(self, model)
 
     Accelerator.no_sync = counted  # type: ignore[method-assign]
-    register_optimizer_step_post_hook(after_step)
-    train(**task["settings"])
+    train(**settings)
     return len(unsynchronised)
 
 
 @pytest.mark.slow
-def test_two_ranks_equal_one(base: dict[str, Any], undisturbed: Path, tmp_path: Path) -> None:
+def test_two_ranks_equal_one(base: dict[str, Any], tmp_path: Path) -> None:
     """And they exchange gradients once a step, after its last batch; work is spread evenly."""
-    counts = launch(__file__, {"settings": {**base, "output_dir": str(tmp_path)}}, 2, tmp_path)
-    assert_same(tmp_path, undisturbed)
+    train(**base, output_dir=str(tmp_path / "one"))
+    both = tmp_path / "both"
+    counts = launch(__file__, {**base, "output_dir": str(both)}, 2, tmp_path)
+    assert_same(both, tmp_path / "one")
     work = np.zeros((2, STEPS, 2))
     for rank, count in enumerate(counts):
         data, batches = PackedDataset(base["train_dataset"], seed=42, rank=rank, world_size=2), []
@@ -118,18 +97,8 @@ def test_two_ranks_equal_one(base: dict[str, Any], undisturbed: Path, tmp_path: 
     slowest = work.max(0) / work.mean(0)
     assert slowest.max() > 1.05
     for i, name in enumerate(("slowest/tokens", "slowest/squares")):
-        assert [r[name] for r in records(tmp_path)] == pytest.approx(slowest[:, i])
-    assert all(0 <= r["data_wait"] <= r["slowest/data_wait"] <= 1 for r in records(tmp_path))
-
-
-@pytest.mark.slow
-def test_killed_on_1_2_1_ranks(base: dict[str, Any], undisturbed: Path, tmp_path: Path) -> None:
-    task = {"settings": {**base, "output_dir": str(tmp_path)}}
-    assert launch(__file__, {**task, "kill": 5}, 1, tmp_path) == []
-    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-3"]
-    assert launch(__file__, {**task, "kill": 7}, 2, tmp_path) == []
-    assert train(**task["settings"]).step == STEPS
-    assert_same(tmp_path, undisturbed)
+        assert [r[name] for r in records(both)] == pytest.approx(slowest[:, i])
+    assert all(0 <= r["data_wait"] <= r["slowest/data_wait"] <= 1 for r in records(both))
 
 
 def test_a_resumed_run_is_the_same_to_the_last_bit(base: dict[str, Any], tmp_path: Path) -> None:
