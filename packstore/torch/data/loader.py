@@ -7,7 +7,6 @@ import copy
 import itertools
 import tempfile
 import threading
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
@@ -269,14 +268,14 @@ class _Batches(IterableDataset[_Planned]):
         stream = copy.copy(self.data.stream)  # another iterator may be in another epoch
         cutter = self._cutter(start, stream)
         turns = itertools.islice(self._turns(cutter, start), number, None, workers)
-        ahead = deque[tuple[_Turn, Int64]]()
-        reading = stream.read(self._wanted(stream, cutter.unseen, turns, ahead))
+        planned, ahead = itertools.tee(self._located(stream, cutter.unseen, turns))
+        reading = stream.read(indices for _, indices, _ in ahead)
         # The pack index opens while the first packs are read.
         lookup = threading.Thread(target=_look_up, args=(stream, start.next))
         lookup.start()
-        for packs in reading:
+        for packs, (turn, _, sources) in zip(reading, planned, strict=True):
             lookup.join()
-            (step, index, number, _, fillers), sources = ahead.popleft()
+            step, index, number, _, fillers = turn
             info = step.info(index, number, self.data.world_size)
             batch = collate(packs, stream.kind, sources=sources, step=info, fillers=fillers)
             yield batch, step.start, step.stop
@@ -290,22 +289,16 @@ class _Batches(IterableDataset[_Planned]):
                 yield step, index, number, *share
             skipped = 0
 
-    def _wanted(
-        self,
-        stream: PackStream,
-        unseen: Unseen,
-        turns: Iterator[_Turn],
-        ahead: deque[tuple[_Turn, Int64]],
-    ) -> Iterator[Int64]:
-        """Yields the indices of each batch's packs; appends batch and sources to `ahead`."""
+    def _located(
+        self, stream: PackStream, unseen: Unseen, turns: Iterator[_Turn]
+    ) -> Iterator[tuple[_Turn, Int64, Int64]]:
+        """Yields each batch with the indices and the sources of its packs."""
         size = 1  # the first batch without delay; later ones in chunks, which is cheaper
         while chunk := list(itertools.islice(turns, size)):
-            indices = unseen[np.concatenate([places for _, _, _, places, _ in chunk])]
-            sources, first = stream.sources(indices), 0
-            for turn in chunk:
-                part = slice(first, first := first + len(turn[3]))
-                ahead.append((turn, sources[part]))
-                yield indices[part]
+            places = [places for _, _, _, places, _ in chunk]
+            indices, edges = unseen[np.concatenate(places)], np.cumsum([*map(len, places)])[:-1]
+            parts = (np.split(values, edges) for values in (indices, stream.sources(indices)))
+            yield from zip(chunk, *parts, strict=True)
             size = _CHUNK
 
     def convert_position(self, position: Position) -> Position:
