@@ -21,12 +21,11 @@ from packstore.torch.integrations.nemo import loss_from_nemo, nemo_metrics
 from packstore.torch.logprobs.head import Head, PackedPolicy, find_head, packed_logps
 from packstore.torch.logprobs.logprobs import segment_logps, segment_token_counts
 from packstore.torch.logprobs.scores import segment_scores
-from packstore.torch.losses.divisor import StepDivisor
 from packstore.torch.losses.first_step_check import FirstStepCheck
 from packstore.torch.losses.loss import PreferenceLoss
 from packstore.torch.losses.pairs import Pairs
 from packstore.torch.losses.policy import PolicyLoss, Tokens
-from packstore.torch.losses.step_loss import LossOutput, count_step
+from packstore.torch.losses.step_loss import LossOutput, StepDivisor, count_step
 from packstore.torch.metrics import Metrics
 from packstore.torch.models.compatibility import check_model, check_tokenizer
 from packstore.torch.models.compiled import compile_layers

@@ -8,7 +8,7 @@ that it calls, so the functions that call are looked up.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
@@ -61,21 +61,28 @@ DEALERS = (
 """What deals the items of a dataset to the ranks."""
 
 
-def check_steps(batches: int, *, divided: bool) -> None:
+def check_steps(batches: int, last: bool, *, divided: bool) -> None:
     """Refuses steps of `batches` that a framework, which is running, takes and divides otherwise.
 
-    `divided`: the caller gave a divisor, which may allow for it.
+    `last`: the step ends with this batch. `divided`: the caller gave a divisor, which may allow for
+    what the framework does.
     """
-    for running, instance in _found([*DIVIDERS]):
+    rule = "optimizer steps and the division of losses must be those of the loader"
+    for running, instance in _found(DIVIDERS):
         number = DIVIDERS[running](instance)
-        if number in (0, 1) and (batches == 1 or not number):
+        if not number or (number == batches and (batches == 1 or divided)):
             continue
-        if number == batches and divided:
-            continue
-        rule = "optimizer steps and the division of losses must be those of the loader"
         found = f"steps of {number} batches, by which it divides each loss, for {batches}"
         remedy = "Let the loader make steps of one batch, or step by hand (page Loaders)"
         raise ConfigError(sentence(running.framework, rule, found, remedy))
+    accelerate: Any = sys.modules.get("accelerate.state")
+    if accelerate is None or not accelerate.GradientState._shared_state:
+        return
+    state = accelerate.GradientState()
+    if state.num_steps != 1 and not (divided and state.sync_gradients == last):
+        found = f"gradient_accumulation_steps={state.num_steps}, by which it does both"
+        remedy = "Make the Accelerator without it; until batch.step.last use no_sync, then step"
+        raise ConfigError(sentence("Accelerate", rule, found, remedy))
 
 
 def check_dealt_once(world_size: int) -> None:
@@ -88,7 +95,7 @@ def check_dealt_once(world_size: int) -> None:
             raise ConfigError(sentence(running.framework, rule, "that it deals, too", remedy))
 
 
-def _found(methods: Any) -> list[tuple[Running, Any]]:
+def _found(methods: Iterable[Running]) -> list[tuple[Running, Any]]:
     """Returns the methods that are on the call stack, with the instances that they run for."""
     codes = {method.code: method for method in methods}
     codes.pop(None, None)

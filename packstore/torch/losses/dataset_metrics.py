@@ -20,8 +20,8 @@ from packstore.format.arrays import SOURCE_SHIFT
 from packstore.io.dataset.dataset import Dataset
 from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.batch.transfer import Fetched, sent
-from packstore.torch.losses.divisor import UNDIVIDED
 from packstore.torch.losses.loss import PreferenceLoss
+from packstore.torch.losses.step_loss import UNDIVIDED
 from packstore.torch.metrics import add_sums, all_reduce_sums, distributed, wide_dtype
 
 T = TypeVar("T")

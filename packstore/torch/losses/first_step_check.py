@@ -9,9 +9,8 @@ from torch import Tensor
 
 from packstore.errors import sentence
 from packstore.torch.batch.batch import PackedBatch
-from packstore.torch.losses.divisor import UNDIVIDED
 from packstore.torch.losses.loss import PreferenceLoss
-from packstore.torch.losses.step_loss import divide
+from packstore.torch.losses.step_loss import UNDIVIDED, divide
 
 logger = logging.getLogger(__name__)
 

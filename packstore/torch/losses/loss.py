@@ -11,12 +11,12 @@ from torch import Tensor
 from packstore.errors import CompatibilityError, ConfigError, sentence
 from packstore.io.dataset.dataset import Dataset
 from packstore.torch.batch.batch import PackedBatch
-from packstore.torch.losses.divisor import StepDivisor
 from packstore.torch.losses.formulas import sft
 from packstore.torch.losses.pairs import PairChoice, PairRows, Rows, Sequences, SequenceSums
 from packstore.torch.losses.step_loss import (
     Gradients,
     LossOutput,
+    StepDivisor,
     StepLoss,
     above_zero,
     check_weight,

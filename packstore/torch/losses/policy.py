@@ -14,12 +14,12 @@ from packstore.errors import ConfigError, sentence
 from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.batch.layout import segment_ids
 from packstore.torch.logprobs.logprobs import by_segment, segment_token_counts
-from packstore.torch.losses.divisor import StepDivisor
 from packstore.torch.losses.formulas import Variant, between, bounded_exp
 from packstore.torch.losses.pairs import check_precision
 from packstore.torch.losses.step_loss import (
     Gradients,
     LossOutput,
+    StepDivisor,
     StepLoss,
     check_weight,
     choice,

@@ -16,8 +16,8 @@ from packstore.errors import ConfigError, quote, sentence
 from packstore.format.schema import KINDS
 from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.batch.layout import segment_ids
+from packstore.torch.frameworks import check_steps
 from packstore.torch.logprobs.logprobs import segment_token_counts
-from packstore.torch.losses.divisor import StepDivisor, check_accumulation
 from packstore.torch.losses.terms import is_number
 from packstore.torch.metrics import SumAndCount, all_reduce_sums, distributed, wide_dtype
 from packstore.torch.models.routers import carried
@@ -25,6 +25,39 @@ from packstore.torch.models.routers import carried
 Gradients = Literal["mean", "sum"]
 
 PASS_COUNT = "Pass what count_step(batches, loss_fn) gives, or a StepDivisor with examples"
+
+
+@dataclass(frozen=True)
+class StepDivisor:
+    """Divisors of the sums of a :class:`~packstore.torch.LossOutput`.
+
+    Attributes:
+        count: divides `loss_sum`; for a step, the sum of `count` over its batches.
+        sft_count: divides `sft_sum`, or None.
+        examples: divides `router_sum`; None: `count` does, if it counts examples.
+    """
+
+    count: float
+    sft_count: float | None = None
+    examples: float | None = None
+
+    def averaged(self, times: int) -> StepDivisor:
+        """Returns the divisor for a trainer that averages over `times` parts instead of summing.
+
+        DDP and FSDP average gradients over the ranks; Accelerate also divides each loss by
+        `gradient_accumulation_steps`.
+        """
+        rest = (x if x is None else x / times for x in (self.sft_count, self.examples))
+        return StepDivisor(self.count / times, *rest)
+
+    def above_zero(self) -> StepDivisor:
+        """Returns it with 1 in place of 0, as what was counted may consist of fillers."""
+        rest = (x if x is None else x or 1.0 for x in (self.sft_count, self.examples))
+        return StepDivisor(self.count or 1.0, *rest)
+
+
+UNDIVIDED = StepDivisor(1.0, 1.0)
+"""For metrics, which are sums and counts that no divisor changes; counting would wait for them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,8 +187,8 @@ class StepLoss(ABC):
         output: Callable[[Any, Any], LossOutput],
     ) -> LossOutput:
         """Adds router losses to `output`, made from the divisors of the loss and its SFT term."""
-        if logps.requires_grad:
-            check_accumulation(batch, divided=divisor is not None)
+        if logps.requires_grad and batch.step is not None:
+            check_steps(batch.step.batches, batch.step.last, divided=divisor is not None)
         count, sft_count, examples = self._divisors(batch, divisor)
         out = output(count, sft_count)
         routers = _router_term(logps, batch, self.router_aux_loss_coef)
