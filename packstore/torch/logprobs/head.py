@@ -24,14 +24,12 @@ from packstore.torch.models.probe import few_tokens, ieee_products
 from packstore.torch.models.routers import carry, check_gradient, router_losses, router_settings
 from packstore.torch.models.unwrap import (
     backbone_of,
-    check_adapters,
+    check_direct_call,
     check_not_compiled,
-    check_own_precision,
+    check_parts,
     check_prepared,
-    check_unwrapped,
     evaluating,
     is_reward_model,
-    layers,
     uncompiled,
     unwrapped,
 )
@@ -94,8 +92,7 @@ def find_head(model: nn.Module) -> Head:
             sharded); it does something that its config does not declare; an adapter reads the
             row; or Accelerate prepared the model for mixed precision.
     """
-    check_adapters(*layers(model))
-    check_own_precision(model)
+    check_parts(model)
     base: Any = unwrapped(model)
     # On the model: a table would keep it, as its parts refer to it, and their memory with them.
     proved: tuple[Head | None, Any] = getattr(base, "_proved_head", (None, None))
@@ -151,8 +148,7 @@ def packed_logps(model: nn.Module, batch: PackedBatch, **settings: Any) -> Tenso
             give the load-balancing loss that the config asks for; the model is compiled; or
             gradients are enabled and the model is inside DDP or FSDP, which would not reduce them.
     """
-    check_not_compiled(model)
-    check_unwrapped(model, "packed_logps")
+    check_direct_call(model, "packed_logps")
     return _logps(model, batch, **settings)
 
 
@@ -210,8 +206,7 @@ def policy_output(model: Any, batch: PackedBatch, **settings: Any) -> Tensor:
 def _logps(model: nn.Module, batch: PackedBatch, **settings: Any) -> Tensor:
     routers = router_settings(model) if torch.is_grad_enabled() else None
     head = find_head(model)
-    if not torch.compiler.is_compiling():
-        check_prepared(model)
+    check_prepared(model)
     extra = {} if routers is None else {"output_router_logits": True}
     outputs = head.backbone(**batch.model_inputs(), **extra)
     hidden, losses = outputs.last_hidden_state, None

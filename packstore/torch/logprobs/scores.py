@@ -13,12 +13,9 @@ from packstore.torch.logprobs.fused_head import exact_dtype
 from packstore.torch.models.unwrap import (
     SCORE,
     backbone_of,
-    check_adapters,
-    check_not_compiled,
-    check_own_precision,
+    check_direct_call,
+    check_parts,
     check_prepared,
-    check_unwrapped,
-    layers,
     text_config,
     unwrapped,
 )
@@ -42,16 +39,14 @@ def segment_scores(model: nn.Module, batch: PackedBatch) -> Tensor:
         CompatibilityError: the model has no such head of one output; it is compiled; or gradients
             are enabled and it is inside DDP or FSDP, see :class:`~packstore.torch.PackedPolicy`.
     """
-    check_not_compiled(model)
-    check_unwrapped(model, "segment_scores")
+    check_direct_call(model, "segment_scores")
     check_head(model)
     return scores_of(model, batch)
 
 
 def check_head(model: nn.Module) -> None:
     """Refuses a model that has no scalar head."""
-    check_adapters(*layers(model))
-    check_own_precision(model)
+    check_parts(model)
     weight = getattr(getattr(unwrapped(model), SCORE, None), "weight", None)
     if not isinstance(weight, Tensor) or weight.ndim != 2 or len(weight) != 1:
         found = "none" if weight is None else f"one of shape {tuple(weight.shape)}"
@@ -65,8 +60,7 @@ def check_head(model: nn.Module) -> None:
 def scores_of(model: nn.Module, batch: PackedBatch) -> Tensor:
     """Computes what :func:`segment_scores` does, without its checks."""
     inner = unwrapped(model)
-    if not torch.compiler.is_compiling():
-        check_prepared(model)
+    check_prepared(model)
     hidden = backbone_of(inner)(**batch.model_inputs()).last_hidden_state
     last = last_tokens(batch, getattr(text_config(inner), "pad_token_id", None))
     rows, head = hidden.reshape(batch.num_tokens, -1)[last], getattr(inner, SCORE)

@@ -32,7 +32,6 @@ from packstore.torch.models.mask import (
 from packstore.torch.models.unwrap import (
     check_adapters,
     depends_on_length,
-    layers,
     rope_kinds,
     unwrapped,
 )
@@ -85,7 +84,7 @@ def use_packed_attention(
         CompatibilityError: a PEFT adapter reads the row, see :func:`check_adapters`.
         MissingExtraError: transformers, or the package of the backend, is not installed.
     """
-    check_adapters(*layers(model))
+    check_adapters(model)
     inner = unwrapped(model)
     config = getattr(inner, "config", None)
     where = f"use_packed_attention({type(model).__name__})"

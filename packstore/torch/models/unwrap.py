@@ -57,15 +57,15 @@ def layers(model: Any) -> Iterator[Any]:
             inner = next((children[name] for name in names if name in children), None)
 
 
-def check_adapters(*models: Any) -> None:
+def check_adapters(model: Any) -> None:
     """Refuses adapters that read the row: tokens of other sequences, or added ones, would count."""
-    for model in models:
-        for config in (getattr(model, "peft_config", None) or {}).values():
+    for layer in layers(model):
+        for config in (getattr(layer, "peft_config", None) or {}).values():
             kind = str(getattr(config.peft_type, "value", config.peft_type))
             if getattr(config, "alora_invocation_tokens", None) is not None:
                 kind += " with alora_invocation_tokens"
             if kind not in ROW_LOCAL:
-                where = f"adapter of {type(model).__name__}"
+                where = f"adapter of {type(layer).__name__}"
                 rule = "it must change each token of a packed row by that token alone"
                 remedy = "Train it unpacked, with batch.model_inputs(style='padded')"
                 raise CompatibilityError(sentence(where, rule, kind, remedy))
@@ -94,6 +94,8 @@ def check_not_compiled(model: nn.Module) -> None:
 
 def check_prepared(model: Any) -> None:
     """Refuses a model with attention of its own, which may mix the segments of a row in silence."""
+    if torch.compiler.is_compiling():
+        return
     inner = unwrapped(model)
     state = getattr(vars(backbone_of(inner)).get("forward"), "state", None)
     attention = str(text_config(inner)._attn_implementation)
@@ -103,8 +105,9 @@ def check_prepared(model: Any) -> None:
         raise BackendError(sentence(where, rule, attention, remedy))
 
 
-def check_unwrapped(model: nn.Module, name: str) -> None:
-    """Refuses a model inside DDP or FSDP where gradients are enabled, in the function `name`."""
+def check_direct_call(model: nn.Module, name: str) -> None:
+    """Refuses a compiled model, and with gradients one inside DDP or FSDP, in function `name`."""
+    check_not_compiled(model)
     wrapped = isinstance(getattr(model, "module", None), nn.Module) and any(
         kind.__module__.startswith(("torch.nn.parallel", "torch.distributed"))
         for kind in type(model).__mro__
@@ -129,8 +132,12 @@ def uncompiled(model: nn.Module) -> AbstractContextManager[Any]:
     return stance
 
 
-def check_own_precision(model: nn.Module) -> None:
-    """Refuses a model whose forward call Accelerate has put under autocast, outside of autocast."""
+def check_parts(model: nn.Module) -> None:
+    """Refuses a model whose parts, called one by one, do not compute what its forward call does.
+
+    Such are adapters that read the row, and outside of autocast what Accelerate puts under it.
+    """
+    check_adapters(model)
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
         return  # its parts compute as its forward call does
     if any("_original_forward" in vars(layer) for layer in layers(model)):  # Accelerate's name
