@@ -72,28 +72,12 @@ def block_mask(layout: AttentionLayout, window: int | None, chunk: int | None = 
     """Returns the mask of a layout, made on first use."""
     masks = _masks.setdefault(layout, {})
     if (window, chunk) not in masks:
-        masks[window, chunk] = _block_mask(*_runs(layout, window, chunk))
+        masks[window, chunk] = _block_mask(layout, window, chunk)
     return masks[window, chunk]
 
 
-def _block_mask(first: Tensor, last: Tensor, keys: int) -> BlockMask:
-    def visible(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (key >= first[query]) & (key <= last[query])
-
-    starts = torch.arange(0, keys, BLOCK, device=first.device)
-    lowest, highest = first.view(-1, BLOCK).aminmax(dim=1)
-    least, greatest = last.view(-1, BLOCK).aminmax(dim=1)
-    some = (starts + BLOCK > lowest[:, None]) & (starts <= greatest[:, None])
-    whole = (starts >= highest[:, None]) & (starts + BLOCK <= least[:, None] + 1)
-    return BlockMask.from_kv_blocks(
-        *_listed(some & ~whole), *_listed(whole), BLOCK_SIZE=BLOCK, mask_mod=visible
-    )
-
-
-def _runs(
-    layout: AttentionLayout, window: int | None, chunk: int | None
-) -> tuple[Tensor, Tensor, int]:
-    """First and last key of each query, `[rounded T]`, and the rounded number of keys."""
+def _block_mask(layout: AttentionLayout, window: int | None, chunk: int | None) -> BlockMask:
+    """From the first and last key of each query, `[rounded T]`."""
     starts_q, starts_k = layout.cu_seqlens_q.long(), layout.cu_seqlens_k.long()
     tokens = layout.num_queries
     keys = tokens if layout.kv_index is None else len(layout.kv_index)
@@ -107,7 +91,19 @@ def _runs(
         first = torch.maximum(first, last - window + 1)
     # Padding queries see the last key, as the softmax over no keys is undefined.
     extra = (0, rounded(tokens) - tokens)
-    return pad(first, extra, value=keys - 1), pad(last, extra, value=keys - 1), rounded(keys)
+    first, last = (pad(x, extra, value=keys - 1) for x in (first, last))
+
+    def visible(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key >= first[query]) & (key <= last[query])
+
+    starts = torch.arange(0, rounded(keys), BLOCK, device=first.device)
+    lowest, highest = first.view(-1, BLOCK).aminmax(dim=1)
+    least, greatest = last.view(-1, BLOCK).aminmax(dim=1)
+    some = (starts + BLOCK > lowest[:, None]) & (starts <= greatest[:, None])
+    whole = (starts >= highest[:, None]) & (starts + BLOCK <= least[:, None] + 1)
+    return BlockMask.from_kv_blocks(
+        *_listed(some & ~whole), *_listed(whole), BLOCK_SIZE=BLOCK, mask_mod=visible
+    )
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:

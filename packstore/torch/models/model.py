@@ -19,7 +19,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from packstore.errors import BackendError
 from packstore.registry import missing_extra
-from packstore.torch.attention import ATTENTION, Attend, Settings
+from packstore.torch.attention import ATTENTION, Settings
 from packstore.torch.batch.layout import AttentionLayout
 from packstore.torch.models.mask import (
     PREFIX,
@@ -68,7 +68,7 @@ def use_packed_attention(
 
     Args:
         model: a Hugging Face causal LM, optionally inside PEFT, DDP, FSDP or ``torch.compile``.
-        backend: a name of :data:`~packstore.torch.attention.ATTENTION`; ``auto``, which chooses
+        backend: a name of :data:`~packstore.torch.attention.ATTENTION`, of which ``auto`` chooses
             by device, dtype and the model's needs and logs the choice (``attention/_auto.py``); or
             ``per_sequence``, which runs the whole model once per sequence with its own attention.
             Models that packed attention cannot serve run so under any name, which is logged.
@@ -171,12 +171,7 @@ def _register(backend: str) -> str:
         from transformers import AttentionInterface, AttentionMaskInterface
     except ImportError as error:
         raise missing_extra("use_packed_attention", "train", error) from error
-    if backend == "auto":  # imported late, as it loads torch's compiler, which takes a second
-        from packstore.torch.attention import _auto
-
-        attend: Attend = _auto.attend
-    else:
-        attend = ATTENTION.load(backend)
+    attend = ATTENTION.load(backend)
 
     def packed_attention(
         module: nn.Module,
@@ -212,8 +207,7 @@ def _register(backend: str) -> str:
         return attend(q, k, v, layout, settings).unsqueeze(0), None
 
     # Not the backend's own name: transformers treats names with "flash", "flex", "sdpa" specially.
-    number = list(ATTENTION).index(backend) if backend in ATTENTION else "auto"
-    name = f"{PREFIX}{number}"
+    name = f"{PREFIX}{list(ATTENTION).index(backend)}"
     AttentionInterface.register(name, packed_attention)
     AttentionMaskInterface.register(name, _requested_mask)
     skip_row_search()

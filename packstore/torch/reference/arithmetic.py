@@ -122,7 +122,7 @@ def _attention(model: nn.Module, device: torch.device, lower: torch.dtype | None
     """The backend's public name; several chosen by ``auto``: sorted, comma-separated."""
     name = str(unwrapped(model).config._attn_implementation).removeprefix("packstore_")
     if name.isdigit():
-        return list(ATTENTION)[int(name)]
+        name = list(ATTENTION)[int(name)]
     if name != "auto":
         return name
     from packstore.torch.attention import _auto  # brings in torch's compiler, which takes a second
