@@ -11,7 +11,7 @@ import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
-from packstore.errors import MissingExtraError, UnknownNameError
+from packstore.errors import ConfigError, MissingExtraError, UnknownNameError, quote
 
 T = TypeVar("T")
 
@@ -58,6 +58,15 @@ class Registry(Generic[T]):
                 raise
             raise missing_extra(f"{self.noun} {name!r}", self._extras[name], error) from error
         return loaded  # type: ignore[no-any-return]
+
+
+def choice(name: str, value: Any, choices: tuple[Any, ...]) -> Any:
+    """Returns the value of a setting; refuses one that is none of the choices."""
+    if value not in choices:
+        raise ConfigError(
+            f"{name} must be one of: {', '.join(map(str, choices))}; found {quote(value)}."
+        )
+    return value
 
 
 def missing_extra(noun: str, extra: str, error: ImportError) -> MissingExtraError:

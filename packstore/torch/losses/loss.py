@@ -10,6 +10,7 @@ from torch import Tensor
 
 from packstore.errors import CompatibilityError, ConfigError, sentence
 from packstore.io.dataset.dataset import Dataset
+from packstore.registry import choice
 from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.losses.formulas import sft
 from packstore.torch.losses.pairs import PairChoice, PairRows, Rows, Sequences, SequenceSums
@@ -20,7 +21,6 @@ from packstore.torch.losses.step_loss import (
     StepLoss,
     above_zero,
     check_weight,
-    choice,
     divide,
 )
 from packstore.torch.losses.terms import Names, make_terms
@@ -106,8 +106,6 @@ class PreferenceLoss(StepLoss):
         if self.rows.summed and pairs != "best_vs_rest":
             rule, found = "it ranks all responses of an example", f"pairs={pairs!r}"
             raise ConfigError(sentence(repr(self), rule, found, "Leave pairs out"))
-        if not self.rows.compares and any(changed):
-            raise ConfigError("loss 'sft' takes neither sft_weight nor a reduction.")
         if weight_field is not None and reduction != "sum":
             raise ConfigError("weight_field weights the pairs of a sum: leave reduction out.")
         if sft_weight and reduction == "pack_mean" and sft_average == "token":

@@ -287,6 +287,7 @@ class Sequences(PairRows):
     """The best sequence of each example: by reward if scored, else the first."""
 
     compares = False
+    refused = ("it is the likelihood, by a count of its own",) * 2
 
     def __init__(self, sft_average: str) -> None:
         super().__init__("best_vs_rest", {}, False)

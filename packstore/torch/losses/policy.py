@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from packstore.errors import ConfigError, sentence
+from packstore.registry import choice
 from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.batch.layout import segment_ids
 from packstore.torch.logprobs.logprobs import by_segment, segment_token_counts
@@ -22,7 +23,6 @@ from packstore.torch.losses.step_loss import (
     StepDivisor,
     StepLoss,
     check_weight,
-    choice,
     divide,
     sequence_weights,
 )

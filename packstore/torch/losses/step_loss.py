@@ -14,6 +14,7 @@ from torch import Tensor
 
 from packstore.errors import ConfigError, quote, sentence
 from packstore.format.schema import KINDS
+from packstore.registry import choice
 from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.batch.layout import segment_ids
 from packstore.torch.frameworks import check_steps
@@ -191,21 +192,21 @@ class StepLoss(ABC):
             check_steps(batch.step.batches, batch.step.last, divided=divisor is not None)
         count, sft_count, examples = self._divisors(batch, divisor)
         out = output(count, sft_count)
-        routers = _router_term(logps, batch, self.router_aux_loss_coef)
-        if routers is None:
-            return replace(out, metrics=_detached(out.metrics))
-        if count is not None and examples is None:
-            if self.weight_field is not None or self.units(batch)[0] != "examples":
-                rule = "router losses are divided by the number of examples"
-                raise ConfigError(sentence("divisor", rule, "another count alone", PASS_COUNT))
-            examples = count
-        coefficient, term = routers
-        added = coefficient * divide(term, examples)
-        total, number = out.metrics["loss"]
-        whole = total + added.detach() * (above_zero(number) if count is None else count)
-        metrics = _detached({**out.metrics, "loss": (whole, number), "aux_loss": term})
-        loss = out.loss + added
-        return replace(out, loss=loss, router_sum=term[0], router_count=term[1], metrics=metrics)
+        metrics = dict(out.metrics)
+        if routers := _router_term(logps, batch, self.router_aux_loss_coef):
+            if count is not None and examples is None:
+                if self.weight_field is not None or self.units(batch)[0] != "examples":
+                    rule = "router losses are divided by the number of examples"
+                    raise ConfigError(sentence("divisor", rule, "another count alone", PASS_COUNT))
+                examples = count
+            coefficient, term = routers
+            added = coefficient * divide(term, examples)
+            total, number = metrics["loss"]
+            whole = total + added.detach() * (above_zero(number) if count is None else count)
+            metrics |= {"loss": (whole, number), "aux_loss": term}
+            out = replace(out, loss=out.loss + added, router_sum=term[0], router_count=term[1])
+        detached = {name: (x.detach(), n.detach()) for name, (x, n) in metrics.items()}
+        return replace(out, metrics=detached)
 
     def _divisors(
         self, batch: PackedBatch, divisor: StepDivisor | Tensor | float | None
@@ -298,10 +299,6 @@ def above_zero(count: Tensor) -> Tensor:
     return count.masked_fill(count == 0, 1)
 
 
-def _detached(metrics: Mapping[str, SumAndCount]) -> dict[str, SumAndCount]:
-    return {name: (total.detach(), count.detach()) for name, (total, count) in metrics.items()}
-
-
 def _router_term(
     logps: Tensor, batch: PackedBatch, coefficient: float | None
 ) -> tuple[float, SumAndCount] | None:
@@ -325,15 +322,6 @@ def _router_term(
     sums = losses.values.new_zeros(len(responses)).index_add(0, example, losses.values)
     weights = batch.weights.to(sums)
     return coefficient, ((sums / responses * weights).sum(), weights.sum())
-
-
-def choice(name: str, value: Any, choices: tuple[Any, ...]) -> Any:
-    """Returns the value of a setting; refuses one that is none of the choices."""
-    if value not in choices:
-        raise ConfigError(
-            f"{name} must be one of: {', '.join(map(str, choices))}; found {quote(value)}."
-        )
-    return value
 
 
 def check_weight(name: str, weight: float) -> None:

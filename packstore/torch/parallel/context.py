@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from packstore.errors import ConfigError, quote
+from packstore.errors import ConfigError
+from packstore.registry import choice
 from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.batch.inputs import hf
 from packstore.torch.batch.layout import AttentionLayout, Targets, offsets, segment_ids
@@ -216,10 +217,7 @@ def context_shard(batch: PackedBatch, group: Any = None, how: How = "zigzag") ->
     Raises:
         ConfigError: the batch is not divisible, or `how` is unknown.
     """
-    if how not in get_args(How):
-        raise ConfigError(
-            f"context_shard: how must be one of: {', '.join(get_args(How))}; found {quote(how)}."
-        )
+    choice("context_shard: how", how, get_args(How))
     split = ContextSplit.zigzag if how == "zigzag" else ContextSplit.contiguous
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     return ContextShard.of(batch, split(batch.cu_seqlens, size), rank, group)

@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
-from packstore.errors import ConfigError, quote
+from packstore.registry import choice
 from packstore.torch.attention import ATTENTION, flash
 from packstore.torch.logprobs.fused_head import exact_dtype
 from packstore.torch.logprobs.head import find_head
@@ -42,11 +42,7 @@ def choose_precision(asked: Precision, device: torch.device, weights: torch.dtyp
     That is on a CUDA device of compute capability 8 or newer, without an autocast around the call.
     Logs the choice, and a warning if such a device computes in float32.
     """
-    if asked not in get_args(Precision):
-        raise ConfigError(
-            f"mixed_precision must be one of: {', '.join(get_args(Precision))}; "
-            f"found {quote(asked)}."
-        )
+    choice("mixed_precision", asked, get_args(Precision))
     around = torch.is_autocast_enabled(device.type)
     if around or weights != torch.float32 or not flash.runs_on(device):
         return "bf16" if asked == "bf16" else "none"

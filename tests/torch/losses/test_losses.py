@@ -201,7 +201,7 @@ def test_parameters_of_a_mix() -> None:
         ("dpo", {"reduction": "mean"}, "reduction must be one of: sum, pack_mean; found 'mean'"),
         ("dpo", {"average_logps": "yes"}, "average_logps must be one of: True, False"),
         ("dpo", {"sft_average": "pack"}, "sft_average must be one of: token, sequence_sum"),
-        ("sft", {"sft_weight": 1}, "loss 'sft' takes neither"),
+        ("sft", {"sft_weight": 1}, "'sft': it is the likelihood.*; found sft_weight or"),
         ("dpo_norm", {"average_logps": True}, "loss 'dpo_norm': average_logps goes with losses on"),
         ("sft", {"average_logps": True}, "Use sft_average for it"),
         ("bradley_terry", {"average_logps": True}, "average_logps goes with losses on sums"),
