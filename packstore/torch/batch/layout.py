@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, wraps
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -138,19 +138,3 @@ class Targets:
     rows: Tensor
     ids: Tensor
     segments: Tensor
-
-
-class TokenRow(Protocol):
-    """The part of a batch's interface that log-probs use; also of one rank's share of a batch."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens held here."""
-
-    @property
-    def num_segments(self) -> int:
-        """S."""
-
-    @property
-    def targets(self) -> Targets:
-        """The tokens to predict from those held here."""

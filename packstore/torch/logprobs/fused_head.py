@@ -2,9 +2,10 @@
 
 A tile is some tokens times some columns of the vocabulary, so memory is bounded for any vocabulary
 size. The forward pass keeps one number per token, the log-sum-exp of its logits; the backward pass
-recomputes the tiles, or takes those that were kept. The vocabulary is the outer loop: the gradient
-of a column is summed over all tokens in float32 and rounded once to the dtype of the head, so that
-no float32 copy of the head or of its gradient exists.
+recomputes the tiles, as a token's gradient is known only after both sides of its pair are, or takes
+those that were kept. The vocabulary is the outer loop: the gradient of a column is summed over all
+tokens in float32 and rounded once to the dtype of the head, so that no float32 copy of the head or
+of its gradient exists.
 
 A frozen head (LoRA) needs no second pass: the forward pass sums the rows of the head, weighted by
 the softmax so far, as flash attention sums values, and the backward pass is a scaling.

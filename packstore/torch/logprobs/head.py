@@ -177,8 +177,7 @@ class PackedPolicy(nn.Module):
         if settings.get("backend", "auto") != "auto":
             HEAD_BACKENDS.load(settings["backend"])
         self.model, self.settings = model, settings
-        self.scores = is_reward_model(model)
-        if self.scores:
+        if is_reward_model(model):
             check_head(model)
             if given := settings.keys() - {"backend"}:
                 raise ConfigError(f"PackedPolicy: {', '.join(given)} go with a causal LM only.")
@@ -213,7 +212,7 @@ def _logps(model: nn.Module, batch: PackedBatch, **settings: Any) -> Tensor:
     if routers is not None:
         # Before the head: in the backward pass its hooks then run first, as FSDP expects.
         losses = router_losses(batch, getattr(outputs, "router_logits", None), routers)
-        check_gradient(head.backbone, hidden, losses, routers.model)
+        check_gradient(head.backbone, hidden, losses)
     logps = segment_logps(
         batch,
         hidden=hidden,
@@ -223,7 +222,7 @@ def _logps(model: nn.Module, batch: PackedBatch, **settings: Any) -> Tensor:
         softcap=head.softcap,
         **settings,
     )
-    return logps if losses is None or routers is None else carry(logps, losses, routers.model)
+    return logps if losses is None else carry(logps, losses)
 
 
 def _read_heads(model: Any) -> list[Head]:

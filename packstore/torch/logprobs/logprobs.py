@@ -1,11 +1,7 @@
 """Log-probs of segments or tokens, from logits, or from hidden states without making the logits.
 
 The logits of 8192 tokens over a vocabulary of 128k are 4 GiB in float32, and autograd keeps about
-three times that. :func:`segment_logps` with `hidden` projects only the tokens that predict a
-supervised one, a tile at a time, and recomputes each tile in the backward pass: four head products
-instead of three, and memory bounded by the tile. Recomputation is needed because a token's gradient
-is known only after both sides of its pair are. A frozen head (LoRA) takes two products, as its
-gradient by the hidden states is a token's own up to a factor.
+three times that; ``fused_head.py`` holds a tile of them, for one product more.
 """
 
 from __future__ import annotations
@@ -14,14 +10,15 @@ import torch
 from torch import Tensor
 
 from packstore.errors import ConfigError, sentence
-from packstore.torch.batch.layout import TokenRow
+from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.logprobs.fused_head import HeadLogProbs, exact_dtype
 from packstore.torch.logprobs.tiles import Projection, default_chunk
 from packstore.torch.metrics import wide_dtype
+from packstore.torch.parallel.context import ContextShard
 
 
 def segment_logps(
-    batch: TokenRow,
+    batch: PackedBatch | ContextShard,
     *,
     logits: Tensor | None = None,
     hidden: Tensor | None = None,
@@ -39,7 +36,7 @@ def segment_logps(
     Takes either the model's `logits`, or `hidden` and the output head.
 
     Args:
-        batch: the batch; token t predicts token t + 1 of the same segment.
+        batch: the batch, or a rank's share of one; token t predicts token t + 1 of its segment.
         logits: `[T, V]` or `[1, T, V]`; or those of the rows ``batch.targets.rows`` alone.
         hidden: `[T, H]` or `[1, T, H]`, the last hidden states.
         weight: `[V, H]`, the output head.
@@ -105,12 +102,12 @@ def segment_logps(
     return sums.to(logps.dtype, copy=True)  # FSDP warns of views
 
 
-def segment_token_counts(batch: TokenRow) -> Tensor:
+def segment_token_counts(batch: PackedBatch | ContextShard) -> Tensor:
     """Counts the supervised tokens of each segment, int64 `[S]`: the divisor of averaged losses."""
     return by_segment(batch, torch.ones_like(batch.targets.segments))
 
 
-def by_segment(batch: TokenRow, values: Tensor) -> Tensor:
+def by_segment(batch: PackedBatch | ContextShard, values: Tensor) -> Tensor:
     """Sums values of the targets, `[n]`, by segment, `[S]`."""
     zeros = values.new_zeros(batch.num_segments + 1)
     return zeros.index_add(0, batch.targets.segments, values)[:-1]

@@ -48,24 +48,18 @@ class Figures(TypedDict):
 class GroupedMetrics:
     """Sums metrics over batches, for all examples and for each group of the column `by`."""
 
-    def __init__(
-        self, loss_fn: PreferenceLoss, dataset: Dataset | None = None, by: str | None = None
-    ) -> None:
+    def __init__(self, loss_fn: PreferenceLoss, dataset: Dataset | None, by: str | None) -> None:
         self.loss_fn, self.by = loss_fn, by
         self._files = dict(enumerate(dataset.manifest.source_names if dataset else ()))
         self._sums: dict[tuple[str | None, str], Tensor] = {}  # group (None: all), metric
 
     def add(
-        self,
-        logps: Tensor,
-        batch: PackedBatch,
-        ref_logps: Tensor | None,
-        on_cpu: PackedBatch | None = None,
+        self, logps: Tensor, batch: PackedBatch, ref_logps: Tensor | None, on_cpu: PackedBatch
     ) -> None:
         """Adds a batch of this rank; `on_cpu` is the same batch on the CPU, for names of groups."""
         parts: dict[str | None, PackedBatch] = {None: batch}
         if self.by is not None:  # for each group, the batch with all other examples at weight 0
-            names = np.array(self._groups(on_cpu or batch, self.by), object)
+            names = np.array(self._groups(on_cpu, self.by), object)
             for name in sorted(set(names)):
                 inside = sent(torch.from_numpy(names == name), batch.weights.device)
                 parts[name] = batch.replace(weights=batch.weights * inside)

@@ -314,7 +314,7 @@ def _router_term(
     if len(losses.values) != batch.num_segments:
         rule = f"must be one number for each of the batch's {batch.num_segments} segments"
         raise ConfigError(sentence("router losses", rule, str(len(losses.values))))
-    coefficient = losses.coefficient if coefficient is None else coefficient
+    coefficient = losses.settings.coefficient if coefficient is None else coefficient
     if not coefficient:
         return None
     responses = batch.num_responses.long()

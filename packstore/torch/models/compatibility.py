@@ -132,7 +132,11 @@ def check_tokenizer(
     else:
         # A processor has its tokenizer inside.
         loaded = _load(path) if path else getattr(tokenizer, "tokenizer", tokenizer)
-        _compare(facts, loaded)
+        _compare_ids(facts, loaded)
+        for role in ("bos", "eos"):
+            ours, theirs = facts.get(f"{role}_id"), getattr(loaded, f"{role}_token_id", None)
+            if ours is not None and theirs is not None and ours != theirs:
+                raise _refusal(f"its {role.upper()} must be id {ours}", str(theirs))
         templates = _templates(getattr(loaded, "chat_template", None))
     if chat_template:
         _compare_template(manifest, templates)
@@ -202,15 +206,6 @@ def _load(path: Path) -> Any:
         return PreTrainedTokenizerFast(tokenizer_file=str(path))
     except Exception as error:  # the library raises errors of any class
         raise ConfigError(f"tokenizer {path} does not load: {quote(str(error), 200)}.") from error
-
-
-def _compare(facts: Mapping[str, Any], tokenizer: Any) -> None:
-    """Compares vocabulary, ids of probe texts and special ids of a loaded tokenizer."""
-    _compare_ids(facts, tokenizer)
-    for role in ("bos", "eos"):
-        ours, theirs = facts.get(f"{role}_id"), getattr(tokenizer, f"{role}_token_id", None)
-        if ours is not None and theirs is not None and ours != theirs:
-            raise _refusal(f"its {role.upper()} must be id {ours}", str(theirs))
 
 
 def _compare_ids(facts: Mapping[str, Any], tokenizer: Any) -> None:

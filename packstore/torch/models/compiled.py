@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
-from packstore.errors import BackendError, quote
+from packstore.errors import BackendError, quote, sentence
 from packstore.torch.attention import flash
 from packstore.torch.metrics import all_reduce_sums
 from packstore.torch.models.model import Model
@@ -55,15 +56,14 @@ def compile_layers(model: Model, **options: Any) -> Model:
     Raises:
         BackendError: transformers does not name the model's decoder layers.
     """
-    inner = unwrapped(model)
-    names = set(getattr(inner, "_no_split_modules", None) or ())
-    layers = _layers(inner)
+    layers = _layers(model)
     if not layers:
-        raise BackendError(
-            f"compile_layers({type(inner).__name__}): transformers must name the model's decoder "
-            f"layers (_no_split_modules); found {', '.join(sorted(names)) or 'none'}. "
-            "Train it without compiled layers."
-        )
+        inner = unwrapped(model)
+        where = f"compile_layers({type(inner).__name__})"
+        rule = "transformers must name the model's decoder layers (_no_split_modules)"
+        names = sorted(getattr(inner, "_no_split_modules", None) or ())
+        found = ", ".join(names) or "none"
+        raise BackendError(sentence(where, rule, found, "Train it without compiled layers"))
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
         options.setdefault("recompile_limit", GRAPHS)
     else:  # an older torch has one limit for all
@@ -162,7 +162,7 @@ def _gap(
         for compiled in (False, True):
             if compiled:
                 copied.compile(dynamic=True)
-            moved, named = _moved(args, device), _moved(kwargs, device)
+            moved, named = tree_map(lambda x: _moved(x, device), (args, kwargs))
             with autocast():
                 output = copied(*moved, **named)
             output = output[0] if isinstance(output, tuple) else output
@@ -178,15 +178,11 @@ def _gap(
 
 
 def _moved(value: Any, device: torch.device) -> Any:
-    """Arguments of a layer on the device; its hidden states have gradients."""
-    if isinstance(value, Tensor):
-        moved = value.detach().to(device, copy=True)
-        return moved.requires_grad_(moved.is_floating_point())
-    if isinstance(value, dict):
-        return {name: _moved(x, device) for name, x in value.items()}
-    if isinstance(value, tuple):
-        return tuple(_moved(x, device) for x in value)
-    return value.to(device) if hasattr(value, "to") else value
+    """An argument of a layer on the device; hidden states have gradients."""
+    if not isinstance(value, Tensor):
+        return value.to(device) if hasattr(value, "to") else value
+    moved = value.detach().to(device, copy=True)
+    return moved.requires_grad_(moved.is_floating_point())
 
 
 def tell_uncompiled() -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
 
@@ -59,8 +59,8 @@ class RouterLosses:
     """The loss of each sequence `[S]`, 0 for an empty one; `uses` has an entry for each taker."""
 
     values: Tensor
-    coefficient: float
-    uses: list[bool]
+    settings: RouterSettings
+    uses: list[bool] = field(default_factory=list)
 
 
 def router_settings(model: Any) -> RouterSettings | None:
@@ -157,16 +157,17 @@ def router_losses(
         return zeros.index_add(0, sequence, rows)[:-1] / tokens_S1
 
     losses_S = settings.experts * (mean(choices_TE) * mean(chances_TE)).sum(-1)
-    return RouterLosses(losses_S, settings.coefficient, [])
+    return RouterLosses(losses_S, settings)
 
 
-def check_gradient(backbone: Any, hidden: Tensor, losses: RouterLosses, model: str) -> None:
+def check_gradient(backbone: Any, hidden: Tensor, losses: RouterLosses) -> None:
     """Refuses losses without gradient, as reentrant gradient checkpointing gives them."""
     if losses.values.requires_grad or not hidden.requires_grad:
         return
     if any(getattr(module, "gradient_checkpointing", False) for module in backbone.modules()):
         rule = "gradient checkpointing must keep the gradient of router_logits"
-        raise _unfit(model, rule, "none", 'Enable it with {"use_reentrant": False}')
+        remedy = 'Enable it with {"use_reentrant": False}'
+        raise _unfit(losses.settings.model, rule, "none", remedy)
 
 
 class _Carry(torch.autograd.Function):
@@ -182,15 +183,15 @@ class _Carry(torch.autograd.Function):
         return gradient, None
 
 
-def carry(logps: Tensor, losses: RouterLosses, model: str) -> Tensor:
+def carry(logps: Tensor, losses: RouterLosses) -> Tensor:
     """Returns log-probs `[S]` that carry these losses, and warn once if no loss took them."""
     # Not decorated: that would load torch's compiler, which takes a second, with this module.
     untraced: Callable[..., Tensor] = torch.compiler.disable(_carry)  # type: ignore[no-untyped-call]
-    return untraced(logps, losses, model)
+    return untraced(logps, losses)
 
 
-def _carry(logps: Tensor, losses: RouterLosses, model: str) -> Tensor:
-    weakref.finalize(losses, _warn_unused, losses.uses, model).atexit = False
+def _carry(logps: Tensor, losses: RouterLosses) -> Tensor:
+    weakref.finalize(losses, _warn_unused, losses.uses, losses.settings.model).atexit = False
     return _Carry.apply(logps, losses)  # type: ignore[no-untyped-call, no-any-return]
 
 
