@@ -38,6 +38,7 @@ from torch._inductor.scheduler import ExternKernelSchedulerNode, NopKernelSchedu
 from torch.fx import GraphModule
 from torch.fx.node import map_arg
 from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
 TOKENS = 1024
 CUDA = torch.device("cuda", 0)
@@ -197,6 +198,15 @@ def usage(kernel: Any) -> tuple[int, int]:
     found = re.search(r"REG:(\d+) STACK:(\d+)", told.stdout + told.stderr)
     assert found, told
     return int(found[1]), int(found[2])
+
+
+def usage_for(
+    capability: int, kernel: Any, types: dict[str, str], fixed: dict[str, Any], **options: Any
+) -> tuple[int, int]:
+    """The usage of one of our kernels, compiled for a GPU without one."""
+    source = ASTSource(fn=kernel, signature=types, constexprs=fixed)
+    target = GPUTarget("cuda", capability, 32)
+    return usage(triton.compile(source, target=target, options=options))
 
 
 def main(name: str, layout: str, capability: int) -> None:

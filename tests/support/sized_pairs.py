@@ -1,10 +1,44 @@
-"""Random pairs with lengths of one's choice."""
+"""Rows of random pairs with lengths of one's choice, and the logits of each sequence alone."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterable
+from typing import Any
+
 import numpy as np
+import torch
+from torch import Tensor
 
 from packstore.format.arrays import Examples, to_offsets
+from packstore.pack.fill import fill
+from packstore.torch import PackedBatch, collate
+
+Sizes = Iterable[tuple[int, int, int]]
+"""Tokens of prompt, chosen and rejected of each pair."""
+
+
+def row_of(sizes: Sizes, layout: str = "shared_prefix") -> PackedBatch:
+    """A batch of one pack of such pairs."""
+    examples = pairs(*sizes)
+    return collate(fill(examples, np.array([0, examples.num_examples]), layout), "preference")
+
+
+def alone(model: Any, batch: PackedBatch) -> list[Tensor]:
+    """The logits of each sequence by the model's own attention, called in the plainest way."""
+    ids = batch.input_ids if batch.kv_index is None else batch.input_ids[batch.kv_index]
+    sequences = ids.split(batch.lengths.tolist())
+    # Tables of `dynamic` depend on earlier calls.
+    fresh = "dynamic" in str(getattr(model.config, "rope_parameters", ""))
+    models = (copy.deepcopy(model) if fresh else model for _ in sequences)
+    calls = zip(models, sequences, strict=True)
+    return [each(input_ids=x[None], use_cache=False).logits[0] for each, x in calls]
+
+
+def in_row(logits: list[Tensor], batch: PackedBatch) -> Tensor:
+    """Logits of the row's tokens `[T, V]`, from those of its sequences."""
+    places = zip(batch.segment_ids, batch.position_ids, strict=True)
+    return torch.stack([logits[segment][position] for segment, position in places])
 
 
 def pairs(*sizes: tuple[int, int, int]) -> Examples:

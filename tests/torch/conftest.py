@@ -260,6 +260,15 @@ def new_backend(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], str]:
 
 
 @pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    """A process group, of this process alone."""
+    store = f"file://{tmp_path}/store"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
 def poisoned_memory() -> Iterator[None]:
     """Fresh memory is NaN, in torch's own C++ as well: what reads it before writing shows."""
     torch.use_deterministic_algorithms(True)

@@ -1,4 +1,4 @@
-"""Every kind of feedback as a loss, by one table: in any packs what sequences alone give."""
+"""Kinds of feedback on sequences as losses, by one table: in any packs what each alone gives."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from packstore.testing import random_examples
 from packstore.torch import (
-    PackedBatch,
     PackedPolicy,
-    PolicyLoss,
     PreferenceLoss,
     count_step,
     pack_in_memory,
@@ -100,16 +98,6 @@ def weights(values: list[Tensor]) -> Tensor:
     return losses.sum() / sum(w for w, _ in terms)
 
 
-def policy(values: list[Tensor], old: list[Tensor]) -> Tensor:
-    """GRPO: clipped ratios, the mean of a sequence's tokens, over sequences."""
-    losses = []
-    for s, logps in enumerate(values):
-        ratio = (logps - old[s]).exp()
-        gains = ratio * EXAMPLES.reward[s], ratio.clip(0.9, 1.2) * EXAMPLES.reward[s]
-        losses.append(-torch.minimum(*gains).mean())
-    return torch.stack(losses).mean()
-
-
 def mix(values: list[Tensor]) -> Tensor:
     """0.8 DPO and 0.2 hinge over pairs, and the likelihood of the best over its tokens."""
     d = torch.stack([d for few in margins(values) for d in few])
@@ -123,9 +111,8 @@ class Row:
     """A kind of feedback: the loss, and the same written out for sequences alone."""
 
     unpacked: Callable[..., Tensor]
-    loss: Any
+    loss: PreferenceLoss
     head: str = "logits"
-    per_token: bool = False
 
 
 TABLE = {
@@ -135,7 +122,6 @@ TABLE = {
     ),
     "ranking": Row(ranking, PreferenceLoss("plackett_luce"), "score"),
     "weights": Row(weights, PreferenceLoss("dpo", weight_field="trust")),
-    "policy": Row(policy, PolicyLoss(average="sequence", clip_low=0.1), per_token=True),
     "mix": Row(mix, PreferenceLoss({"dpo": 0.8, "hinge": 0.2}, sft_weight=0.3)),
 }
 CELLS = list(product(("concat", "shared_prefix"), SIZES))
@@ -143,16 +129,12 @@ Step = tuple[Tensor, dict[str, Tensor], int]
 """Loss and gradients of a step, and its number of batches."""
 
 
-def rows_of(batch: PackedBatch) -> list[int]:
-    return [s for e in batch.example_ids.tolist() for s in range(*SEQUENCES[e])]
-
-
 def on_rank(task: dict[str, Any]) -> dict[tuple[str, str, int], Step]:
     """The step of each row in each layout and size of packs, on one of the ranks."""
     found = {}
     for name, row in TABLE.items():
         model = use_packed_attention(task[row.head])
-        run: Any = PackedPolicy(model, **({"per_token": True} if row.per_token else {}))
+        run: Any = PackedPolicy(model)
         run = DistributedDataParallel(run) if dist.is_initialized() else run
         for layout, size in CELLS:
             batches = pack_in_memory(EXAMPLES, size, layout, kind="scored")  # type: ignore[arg-type]
@@ -164,13 +146,12 @@ def on_rank(task: dict[str, Any]) -> dict[tuple[str, str, int], Step]:
                 divisor = count_step(batches, row.loss).averaged(step.ranks)
             total = torch.zeros((), dtype=torch.float64)
             for batch in batches:
-                here = rows_of(batch)
-                given: dict[str, Tensor] = {"ref_logps": REFERENCE[here]}
-                if row.per_token:
-                    given = {"old_logps": torch.cat([task["old"][s] for s in here])}
+                ids = batch.example_ids.tolist()
+                here = REFERENCE[[s for e in ids for s in range(*SEQUENCES[e])]]
+                assert batch.step is not None
                 waits = batch.step.last or step.ranks == 1
                 with nullcontext() if waits else run.no_sync():
-                    out = row.loss(run(batch), batch, **given, divisor=divisor)
+                    out = row.loss(run(batch), batch, here, divisor=divisor)
                     out.loss.backward()
                 total += out.loss.detach() / step.ranks
             found[name, layout, size] = total, take_gradients(model), len(batches)
@@ -182,19 +163,15 @@ def test_loss_and_gradients_are_those_of_sequences_alone(
     kit: SimpleNamespace, tmp_path: Path, world: int
 ) -> None:
     """Both layouts, three sizes of packs, some batches a step, 1 and 2 ranks, in float64."""
-    rng = np.random.default_rng(1)
     models = {head: kit.tiny_model(head=head) for head in ("logits", "score")}
-    expected, old = {}, []
+    expected = {}
     for name, row in TABLE.items():
         model = models[row.head]
         values = list((tokens_alone if row.head == "logits" else scores_alone)(model, EXAMPLES))
-        if row.per_token:
-            old = [x.detach() + torch.from_numpy(0.3 * rng.normal(size=len(x))) for x in values]
-        loss = row.unpacked(values, old) if row.per_token else row.unpacked(values)
+        loss = row.unpacked(values)
         loss.backward()  # type: ignore[no-untyped-call]
         expected[name] = loss.detach(), take_gradients(model)
-    task = {**models, "old": old}
-    ranks = launch(__file__, task, world, tmp_path) if world > 1 else [on_rank(task)]
+    ranks = launch(__file__, models, world, tmp_path) if world > 1 else [on_rank(models)]
     for name, (loss, gradients) in expected.items():
         worst, numbers = 0.0, set()
         for cell in CELLS:

@@ -44,19 +44,14 @@ def compare() -> None:
 
 def compile_for(capability: int) -> None:
     """Compiles the kernel for a GPU of this compute capability, without one."""
-    import triton
-    from layer_kernels import usage
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+    from layer_kernels import usage_for
 
     from packstore.torch.attention import _copies
 
     fixed = {"WIDTH": 1024, "BLOCK": _copies.BLOCK}
     types = {"copies": "*bf16", "out": "*bf16", "places": "*i64", "starts": "*i64"}
     signature = {n: types.get(n, "constexpr") for n in _copies.sum_kernel.arg_names}
-    source = ASTSource(fn=_copies.sum_kernel, signature=signature, constexprs=fixed)
-    made = triton.compile(source, target=GPUTarget("cuda", capability, 32))
-    registers, stack = usage(made)
+    registers, stack = usage_for(capability, _copies.sum_kernel, signature, fixed)
     assert registers <= 64, registers
     assert stack == 0
 

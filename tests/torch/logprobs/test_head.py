@@ -200,24 +200,18 @@ def test_adapters_that_it_would_miss_are_refused(kit: SimpleNamespace, batch: Pa
         packed_logps(lora(model, target_modules=["lm_head"]), batch)
 
 
-def test_wrappers(kit: SimpleNamespace, batch: PackedBatch, tmp_path: Any) -> None:
+def test_wrappers(kit: SimpleNamespace, batch: PackedBatch, one_rank: None) -> None:
     model = use_packed_attention(kit.tiny_model())
     expected = packed_logps(model, batch)
     assert find_head(torch.compile(model, backend="eager")) is find_head(model)
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
-    )
-    try:
-        wrapped = nn.parallel.DistributedDataParallel(model)
-        assert find_head(wrapped) is find_head(model)
-        with torch.no_grad():
-            assert torch.equal(packed_logps(wrapped, batch), expected)
-        with pytest.raises(CompatibilityError, match=r"DDP\(PackedPolicy\(model\)\)"):
-            packed_logps(wrapped, batch)
-        policy = nn.parallel.DistributedDataParallel(PackedPolicy(model))
-        assert torch.equal(policy(batch), expected)
-    finally:
-        torch.distributed.destroy_process_group()
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    assert find_head(wrapped) is find_head(model)
+    with torch.no_grad():
+        assert torch.equal(packed_logps(wrapped, batch), expected)
+    with pytest.raises(CompatibilityError, match=r"DDP\(PackedPolicy\(model\)\)"):
+        packed_logps(wrapped, batch)
+    policy = nn.parallel.DistributedDataParallel(PackedPolicy(model))
+    assert torch.equal(policy(batch), expected)
 
 
 def test_a_vocabulary_that_grew_and_half_precision(kit: SimpleNamespace) -> None:
@@ -232,7 +226,8 @@ def test_a_compiler_is_not_stripped(kit: SimpleNamespace, batch: PackedBatch) ->
     """The backbone is called without the head: what compiles the model's own call would not run."""
     in_place = use_packed_attention(kit.tiny_model())
     in_place.compile(backend="eager")
-    for compiled in (torch.compile(use_packed_attention(kit.tiny_model())), in_place):
+    outside = torch.compile(use_packed_attention(kit.tiny_model()), backend="eager")
+    for compiled in (outside, in_place):
         for call in (lambda m: packed_logps(m, batch), PackedPolicy):
             with pytest.raises(
                 CompatibilityError, match=r"torch\.compile\(PackedPolicy\(model\)\)"

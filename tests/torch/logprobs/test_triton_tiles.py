@@ -179,10 +179,7 @@ INTEGERS = ("stride", "columns", "state_stride", "out_stride")
 
 def compile_for(capability: int) -> None:
     """Compiles each kernel for a GPU of this compute capability, without one."""
-    import triton
-    from layer_kernels import usage
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+    from layer_kernels import usage_for
 
     from packstore.torch.logprobs import triton_tiles
 
@@ -202,10 +199,8 @@ def compile_for(capability: int) -> None:
             else POINTERS.get(name, "i32" if name in INTEGERS else "fp32")
             for name in kernel.arg_names
         }
-        source = ASTSource(fn=kernel, signature=types, constexprs=fixed)
-        target = GPUTarget("cuda", capability, 32)
-        made = triton.compile(source, target=target, options={"num_warps": triton_tiles.WARPS})
-        registers, stack = usage(made)
+        how = {"num_warps": triton_tiles.WARPS}
+        registers, stack = usage_for(capability, kernel, types, fixed, **how)
         assert registers <= 128, registers  # so that a processor runs two programs
         assert stack <= 8  # bytes, of a cap at 9.0; none elsewhere
 

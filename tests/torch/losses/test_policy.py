@@ -18,6 +18,7 @@ from packstore.errors import ConfigError
 from packstore.testing import random_examples
 from packstore.torch import (
     PackedBatch,
+    PackedPolicy,
     Pairs,
     PolicyLoss,
     PreferenceLoss,
@@ -32,7 +33,6 @@ from packstore.torch import (
 )
 
 KINDS = {"scored": 7, "preference": 10, "sft": 20}
-FAST = {"preference", "token"}
 EXAMPLES = {k: random_examples(n, seed=5, kind=k) for k, n in KINDS.items()}
 LAYOUTS: tuple[Any, ...] = ("concat", "shared_prefix")
 SIZES = (110, 200, 10_000)
@@ -90,13 +90,15 @@ def expected(model: Any, kind: str, given: Given, settings: dict[str, Any], by_t
     return total.detach(), take_gradients(model)
 
 
+FAST = {("scored", "token"), ("preference", "sequence"), ("scored", "group")}
+FAST |= {("sft", "ratio of sequences")}
+
+
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
-        pytest.param(
-            kind, name, marks=[pytest.mark.slow] * (kind != "preference" and name != "token")
-        )
-        for kind, name in product(KINDS, STEPS)
+        pytest.param(*case, marks=[pytest.mark.slow] * (case not in FAST))
+        for case in product(KINDS, STEPS)
     ],
 )
 def test_loss_and_gradients_are_those_of_sequences_alone(
@@ -109,7 +111,7 @@ def test_loss_and_gradients_are_those_of_sequences_alone(
         alone = list(tokens_alone(model, EXAMPLES[kind]))
     old = [a + 0.3 * b for a, b in zip(alone, given.noise, strict=True)]
     far = [a + 0.3 * b for a, b in zip(alone, given.far, strict=True)]
-    use_packed_attention(model)
+    policy = PackedPolicy(use_packed_attention(model), per_token=True)
     loss_fn = PolicyLoss(gradients="sum", **settings)
     numbers = set()
     for layout, size, ranks in product(LAYOUTS, SIZES, (1, 2)):
@@ -126,7 +128,7 @@ def test_loss_and_gradients_are_those_of_sequences_alone(
                 if "ratio" in settings and not by_token:  # sums of sequences
                     sampled = given.of(batch, [x.sum() for x in old])
                 out = loss_fn(
-                    packed_logps(model, batch, per_token=True),
+                    policy(batch),
                     batch,
                     given.of(batch, given.advantages) if by_token else None,
                     sampled,

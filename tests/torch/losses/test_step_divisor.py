@@ -225,19 +225,15 @@ def test_divisors(kit: SimpleNamespace, tmp_path: Path) -> None:
             loss_of("sft term by token")(ref_logps, first, ref_logps, divisor=divisor)
 
 
-def test_a_rank_without_batches(kit: SimpleNamespace, tmp_path: Path) -> None:
+def test_a_rank_without_batches(kit: SimpleNamespace, request: pytest.FixtureRequest) -> None:
     """It joins the sum over ranks with zeros, from the device that the group talks from."""
     loss_fn, nothing = loss_of("sft term by token"), StepDivisor(1, 1, 1)
     assert count_step([], loss_fn, device=torch.device("meta")) == nothing  # there is no group
-    store = f"file://{tmp_path}/store"
-    dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
-    try:
-        assert count_step([], loss_fn) == nothing
-        for batches in ([], [kit.row()]):
-            with pytest.raises(NotImplementedError, match=r"(?i)meta"):
-                count_step(batches, loss_fn, device=torch.device("meta"))
-    finally:
-        dist.destroy_process_group()
+    request.getfixturevalue("one_rank")
+    assert count_step([], loss_fn) == nothing
+    for batches in ([], [kit.row()]):
+        with pytest.raises(NotImplementedError, match=r"(?i)meta"):
+            count_step(batches, loss_fn, device=torch.device("meta"))
 
 
 def test_who_sums_gradients_says_so(kit: SimpleNamespace, tmp_path: Path) -> None:

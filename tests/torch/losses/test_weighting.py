@@ -172,19 +172,6 @@ def test_a_baseline_may_be_a_tensor_that_the_loop_updates(kit: SimpleNamespace) 
     assert loss_fn(logps, batch, ref).loss != before
 
 
-@pytest.mark.parametrize(
-    ("name", "settings", "error"),
-    [
-        ("kto", {"sft_weight": 0.1}, "bad answers must not be learned"),
-        ("bco", {"reduction": "pack_mean"}, "each example must weigh the same"),
-        ({"kto": 1, "dpo": 1}, {}, "a mix must be of losses of pairs, of single answers, or"),
-    ],
-)
-def test_settings_that_single_answers_exclude(name: Any, settings: Any, error: str) -> None:
-    with pytest.raises(ConfigError, match=error):
-        PreferenceLoss(name, **settings)
-
-
 @pytest.mark.parametrize("name", ["dpo", "sft", *SINGLE])
 def test_data_of_single_answers_is_for_losses_of_single_answers(name: str, tmp_path: Path) -> None:
     records = [{"prompt": [1], "response": [2, i], "label": i % 2 == 0} for i in range(1, 9)]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from sized_pairs import alone, in_row
 
 from packstore.errors import CompatibilityError
 from packstore.torch import PackedBatch, find_head, packed_logps, segment_logps
@@ -56,13 +56,9 @@ def adapted(model: Any, kind: str, **settings: Any) -> Any:
     return wrapped
 
 
-def alone(model: Any, batch: PackedBatch) -> torch.Tensor:
+def logps_alone(model: Any, batch: PackedBatch) -> torch.Tensor:
     """The log-probs of each sequence by a call of its own, before the model is prepared."""
-    ids, starts = batch.input_ids.flatten(), batch.cu_seqlens.tolist()
-    logits = [
-        model(input_ids=ids[None, a:b]).logits[0] for a, b in itertools.pairwise(starts) if b > a
-    ]
-    return segment_logps(batch, logits=torch.cat(logits))
+    return segment_logps(batch, logits=in_row(alone(model, batch), batch))
 
 
 @pytest.mark.parametrize(
@@ -75,9 +71,9 @@ def alone(model: Any, batch: PackedBatch) -> torch.Tensor:
 def test_packed_as_alone(kit: SimpleNamespace, kind: str) -> None:
     batch, base = kit.row(), kit.tiny_model(dtype=torch.float32)
     with torch.no_grad():
-        plain = alone(base, batch)
+        plain = logps_alone(base, batch)
         model = adapted(base, kind)
-        expected = alone(model, batch)
+        expected = logps_alone(model, batch)
         assert (expected - plain).abs().max() > 1e-3
         torch.testing.assert_close(packed_logps(prepare(model), batch), expected)
 

@@ -19,8 +19,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from sized_pairs import pairs
-from torch import Tensor
+from sized_pairs import alone, in_row, row_of
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -31,7 +30,6 @@ from packstore.errors import BackendError, CompatibilityError
 from packstore.torch import (
     PackedBatch,
     check_isolation,
-    collate,
     packed_logps,
     segment_logps,
     use_packed_attention,
@@ -119,22 +117,7 @@ def made(kit: SimpleNamespace, name: str, settings: dict[str, Any]) -> Any:
     return kit.tiny_family(name, torch.float32, **settings).eval()
 
 
-def made_of(kit: SimpleNamespace, sizes: Any, layout: str) -> PackedBatch:
-    return collate(kit.packed(pairs(*sizes), [len(sizes)], layout), "preference")
-
-
-def alone(model: Any, batch: PackedBatch) -> list[Tensor]:
-    """The logits of each sequence by the model's own attention, called in the plainest way."""
-    sequences = batch.input_ids.split(batch.lengths.tolist())
-    # Tables of `dynamic` depend on earlier calls.
-    fresh = "dynamic" in str(getattr(model.config, "rope_parameters", ""))
-    models = (copy.deepcopy(model) if fresh else model for _ in sequences)
-    calls = zip(models, sequences, strict=True)
-    return [each(input_ids=x[None], use_cache=False).logits[0] for each, x in calls]
-
-
 def compare(
-    kit: SimpleNamespace,
     model: Any,
     backends: tuple[str, ...],
     sizes: Any = SHORT,
@@ -142,13 +125,12 @@ def compare(
 ) -> None:
     """Logits, and gradients of chosen less rejected log-probs in every parameter."""
     parameters = [p for p in model.parameters() if p.requires_grad]
-    own = alone(model, made_of(kit, sizes, "concat"))
+    own = alone(model, row_of(sizes, "concat"))
     for backend in backends:
         use_packed_attention(model, backend)
         for layout in ("concat", "shared_prefix"):
-            batch = made_of(kit, sizes, layout)
-            places = zip(batch.segment_ids, batch.position_ids, strict=True)
-            expected = torch.stack([own[segment][position] for segment, position in places])
+            batch = row_of(sizes, layout)
+            expected = in_row(own, batch)
             found = model(**batch.model_inputs()).logits[0]
             largest = expected.abs().max()
             assert (found - expected).abs().max() < tolerance[0] * largest, (backend, layout)
@@ -180,16 +162,16 @@ def check(kit: SimpleNamespace, name: str, variant: str, settings: dict[str, Any
     try:
         if variant == "dynamic":
             with torch.no_grad():
-                compare(kit, model, ("reference",), PAIRS, (1e-3, 0))
+                compare(model, ("reference",), PAIRS, (1e-3, 0))
         else:
-            compare(kit, model, ("reference",))
+            compare(model, ("reference",))
     except BackendError as error:
         if not re.search("looks ahead|window of a layer", str(error)):
             raise
         return "refused"
     if variant == "base":
-        check_head(name, model, made_of(kit, SHORT, "shared_prefix"))
-    return way_of(model, [made_of(kit, SHORT[:n], "concat") for n in (1, 3)])
+        check_head(name, model, row_of(SHORT))
+    return way_of(model, [row_of(SHORT[:n], "concat") for n in (1, 3)])
 
 
 @torch.no_grad()
@@ -257,11 +239,11 @@ def test_in_float64_and_by_the_probe(kit: SimpleNamespace, exact: None, name: st
     settings = {"layer_types": ["linear_attention", "full_attention"]}
     model = kit.tiny_family(name, **(settings if name == "qwen3_next" else {})).train()
     backends = ("reference",) if name == "gemma2" else ("reference", "sdpa")
-    compare(kit, model, backends, SHORT, (1e-11, 1e-11))
+    compare(model, backends, SHORT, (1e-11, 1e-11))
     if name in ("gemma2", "llama", "deepseek_v3"):
         model.set_attn_implementation("eager")
         with torch.no_grad():
-            compare(kit, model, ("flex",), SHORT, (1e-11, 0))
+            compare(model, ("flex",), SHORT, (1e-11, 0))
     assert check_isolation(model, "auto") < 1e-3
 
 
@@ -318,9 +300,9 @@ def test_vision_language_models_take_text(kit: SimpleNamespace, exact: None, nam
     config = CONFIG_MAPPING[name](**VISION[name])
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float64)
     model.set_attn_implementation("eager")
-    compare(kit, model, ("reference",), SHORT, (1e-11, 1e-11))
+    compare(model, ("reference",), SHORT, (1e-11, 1e-11))
     assert check_isolation(model) < 1e-3
-    batch = made_of(kit, SHORT, "shared_prefix")
+    batch = row_of(SHORT)
     logps = segment_logps(batch, logits=model(**batch.model_inputs()).logits)
     torch.testing.assert_close(packed_logps(model, batch), logps, rtol=1e-11, atol=1e-11)
     message = r"packed row: inputs must be text; found pixel_values\. Call the model with \*\*batch"

@@ -11,15 +11,13 @@ from typing import Any
 import pytest
 import torch
 from gradients import recompute_layers
-from sized_pairs import pairs
+from sized_pairs import alone, in_row, row_of
 from torch import Tensor
 
 from packstore.errors import BackendError
 from packstore.torch import (
     ContextShard,
     ContextSplit,
-    PackedBatch,
-    collate,
     packed_logps,
     pad_batch,
     pad_segments,
@@ -33,26 +31,12 @@ HYBRIDS: dict[str, dict[str, Any]] = {
 PAIRS = ((4, 6, 9), (10, 3, 2), (2, 1, 1))
 
 
-def unpacked(model: Any, batch: PackedBatch) -> Tensor:
-    """Logits of the row's tokens, from one call per sequence."""
-    ids = batch.input_ids if batch.kv_index is None else batch.input_ids[batch.kv_index]
-    rows = [
-        copy.deepcopy(model)(input_ids=x[None]).logits[0] for x in ids.split(batch.lengths.tolist())
-    ]
-    places = zip(batch.segment_ids, batch.position_ids, strict=True)
-    return torch.stack([rows[segment][position] for segment, position in places])
-
-
 def gradients(model: Any, logits: Tensor) -> list[Tensor]:
     """Of a fixed random function of the logits, in every trained parameter."""
     generator = torch.Generator().manual_seed(0)
     upstream = torch.randn(logits.shape, generator=generator, dtype=torch.float32)
     parameters = [p for p in model.parameters() if p.requires_grad]
     return list(torch.autograd.grad((logits * upstream.to(logits.dtype)).sum(), parameters))
-
-
-def batch_of(kit: SimpleNamespace, layout: str = "shared_prefix") -> PackedBatch:
-    return collate(kit.packed(pairs(*PAIRS), [len(PAIRS)], layout), "preference")
 
 
 @pytest.mark.parametrize(
@@ -64,10 +48,7 @@ def test_recomputed_layers_know_their_own_row(
 ) -> None:
     """Two rows of one length before the first backward pass."""
     model = use_packed_attention(kit.tiny_family(name, torch.float32, **HYBRIDS[name])).train()
-    batches = [
-        collate(kit.packed(pairs((4, a, b)), [1], "concat"), "preference")
-        for a, b in ((6, 9), (9, 6))
-    ]
+    batches = [row_of([(4, a, b)], "concat") for a, b in ((6, 9), (9, 6))]
     expected = [gradients(model, model(**batch.model_inputs()).logits[0]) for batch in batches]
     recompute_layers(model, reentrant)
     model.enable_input_require_grads()
@@ -82,18 +63,18 @@ def test_recomputed_layers_know_their_own_row(
 
 def test_an_unknown_recomputation_is_refused(kit: SimpleNamespace) -> None:
     model = use_packed_attention(kit.tiny_family("mamba", torch.float32))
-    inputs = batch_of(kit).model_inputs()
+    inputs = row_of(PAIRS).model_inputs()
     del inputs["packed_layout"]
     with pytest.raises(BackendError, match="must know the segments; found no layout"):
         model(**inputs)
     other = torch.zeros(2, 5, dtype=torch.long)
     with pytest.raises(BackendError, match="must take and return"):
-        model(**{**batch_of(kit).model_inputs(), "input_ids": other})
+        model(**{**row_of(PAIRS).model_inputs(), "input_ids": other})
 
 
 def test_rows_that_are_split_over_ranks_are_refused(kit: SimpleNamespace) -> None:
     model = use_packed_attention(kit.tiny_family("mamba", torch.float32))
-    batch = batch_of(kit)
+    batch = row_of(PAIRS)
     shard = ContextShard.of(batch, ContextSplit.contiguous(batch.cu_seqlens, 1), 0)
     with pytest.raises(BackendError, match="on one rank; found a row split over ranks"):
         model(**shard.model_inputs())
@@ -106,11 +87,11 @@ def test_under_autocast_and_peft(kit: SimpleNamespace) -> None:
     config = peft.LoraConfig(
         r=2, target_modules=["in_proj_qkvz", "q_proj"], lora_dropout=0.0, init_lora_weights=False
     )
-    adapted, batch = peft.get_peft_model(model, config), batch_of(kit)
+    adapted, batch = peft.get_peft_model(model, config), row_of(PAIRS)
     for enabled, tolerance in ((True, 3e-2), (False, 1e-4)):
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
             own, packed = copy.deepcopy(adapted), use_packed_attention(copy.deepcopy(adapted))
-            expected = unpacked(own, batch)
+            expected = in_row(alone(own, batch), batch)
             found = packed(**batch.model_inputs()).logits[0]
         assert (found - expected).abs().max() < tolerance * expected.abs().max()
     assert packed_logps(packed, batch).shape == (batch.num_segments,)
@@ -127,7 +108,7 @@ def test_nothing_is_left_in_a_saved_model(kit: SimpleNamespace, tmp_path: Path) 
 
 def test_copies_run_their_own_weights(kit: SimpleNamespace) -> None:
     model = use_packed_attention(kit.tiny_family("mamba", torch.float32))
-    inputs = batch_of(kit).model_inputs()
+    inputs = row_of(PAIRS).model_inputs()
     first = model(**inputs).logits
     copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
     with torch.no_grad():
@@ -143,7 +124,7 @@ def test_the_model_generates_with_its_own_attention(kit: SimpleNamespace) -> Non
     settings = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
     expected = own.generate(prompt, **settings)
     model = use_packed_attention(own)
-    model(**batch_of(kit).model_inputs())
+    model(**row_of(PAIRS).model_inputs())
     with pytest.raises(BackendError, match=r"to generate, .*set_attn_implementation\('sdpa'\)"):
         model.generate(prompt, **settings)
     model.set_attn_implementation("sdpa")
@@ -180,9 +161,8 @@ def test_rope_tables_are_those_of_the_sequence_alone(
     if name != "llama":
         settings |= {"original_max_position_embeddings": LIMIT}
     model = kit.tiny_family(name, torch.float32, **settings).eval()
-    sizes = ((20, 3, 8), (40, 12, 9), (26, 9, 2))
-    batch = collate(kit.packed(pairs(*sizes), [len(sizes)], layout), "preference")
-    expected = unpacked(model, batch)
+    batch = row_of(((20, 3, 8), (40, 12, 9), (26, 9, 2)), layout)
+    expected = in_row(alone(model, batch), batch)
     use_packed_attention(model)
     for _ in range(2):
         found = model(**batch.model_inputs()).logits[0]

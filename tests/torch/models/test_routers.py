@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -211,27 +210,21 @@ def test_checkpointing_and_adapters_keep_its_gradient(kit: SimpleNamespace) -> N
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's own
-def test_wrappers_pass_it_on(kit: SimpleNamespace, tmp_path: Path) -> None:
+def test_wrappers_pass_it_on(kit: SimpleNamespace, one_rank: None) -> None:
     model = moe(kit, dtype=torch.float32, num_hidden_layers=1)
     use_packed_attention(model, "reference")
     (batch,) = batches_of(kit, "shared_prefix", 2)
     policy, loss_fn = PackedPolicy(model), PreferenceLoss("cpo")
     expected = loss_fn(policy(batch), batch).loss
     assert not policy(batch)._is_view()  # of which FSDP2 warns
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
-    )
-    try:
-        for settings in ({}, {"find_unused_parameters": True}, {"static_graph": True}):
-            wrapped = DistributedDataParallel(policy, **settings)  # may output another tensor
-            torch.testing.assert_close(loss_fn(wrapped(batch), batch).loss, expected)
-        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
-        for layer in model.model.layers:
-            fully_shard(layer, mesh=mesh)
-        sharded: Any = fully_shard(policy, mesh=mesh)
-        torch.testing.assert_close(loss_fn(sharded(batch), batch).loss, expected)
-    finally:
-        torch.distributed.destroy_process_group()
+    for settings in ({}, {"find_unused_parameters": True}, {"static_graph": True}):
+        wrapped = DistributedDataParallel(policy, **settings)  # may output another tensor
+        torch.testing.assert_close(loss_fn(wrapped(batch), batch).loss, expected)
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    sharded: Any = fully_shard(policy, mesh=mesh)
+    torch.testing.assert_close(loss_fn(sharded(batch), batch).loss, expected)
 
 
 def test_when_it_is_added(kit: SimpleNamespace, caplog: pytest.LogCaptureFixture) -> None:

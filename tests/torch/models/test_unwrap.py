@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +16,10 @@ from torch.optim.swa_utils import AveragedModel
 from packstore.errors import CompatibilityError
 from packstore.torch import PackedPolicy, find_head, use_packed_attention
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT's calls of transformers
+pytestmark = [
+    pytest.mark.usefixtures("one_rank"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),  # PEFT's calls of transformers
+]
 
 
 def compiled(model: nn.Module) -> Any:
@@ -35,14 +38,6 @@ ORDERS: dict[str, list[Callable[[Any], Any]]] = {
     "compile, peft": [compiled, lora],
     "peft, ddp, compile": [lora, DistributedDataParallel, compiled],
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    store = f"file://{tmp_path_factory.mktemp('group') / 'store'}"
-    torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("order", ORDERS)
