@@ -18,11 +18,15 @@ from packstore.torch.data.dataset import PackedDataset
 from packstore.torch.data.in_memory import PackCollator, pack_in_memory
 from packstore.torch.data.loader import PackedDataLoader
 from packstore.torch.integrations.nemo import loss_from_nemo, nemo_metrics
-from packstore.torch.logprobs.head import Head, PackedPolicy, find_head, packed_logps
+from packstore.torch.logprobs.head import (
+    Head,
+    PackedPolicy,
+    find_head,
+    packed_logps,
+    segment_scores,
+)
 from packstore.torch.logprobs.logprobs import segment_logps, segment_token_counts
-from packstore.torch.logprobs.scores import segment_scores
-from packstore.torch.losses.first_step_check import FirstStepCheck
-from packstore.torch.losses.loss import PreferenceLoss
+from packstore.torch.losses.loss import FirstStepCheck, PreferenceLoss
 from packstore.torch.losses.pairs import Pairs
 from packstore.torch.losses.policy import PolicyLoss, Tokens
 from packstore.torch.losses.step_loss import LossOutput, StepDivisor, count_step

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from packstore.torch.logprobs.auto import choose
-from packstore.torch.logprobs.tiles import HALF, Projection, Tile, product, tiles
+from packstore.torch.logprobs.tiles import HALF, Projection, Tile, choose_passes, product, tiles
 
 
 class HeadLogProbs(torch.autograd.Function):
@@ -52,7 +51,7 @@ class HeadLogProbs(torch.autograd.Function):
         rest = torch.zeros_like(hidden, dtype=exact) if ctx.frozen_head else None
         kept: list[Tensor] = []
         with torch.autocast(hidden.device.type, enabled=False):
-            passes = choose(inputs, weight, bias, targets, how)
+            passes = choose_passes(inputs, weight, bias, targets, how)
             for columns, rows in tiles(len(hidden), len(weight), how.chunk_size):
                 head = weight[columns].to(operand)
                 for part in rows:

@@ -22,8 +22,7 @@ from packstore.io.dataset.dataset import Dataset
 from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.data.loader import PackedDataLoader
 from packstore.torch.logprobs.head import PackedPolicy, policy_output
-from packstore.torch.losses.first_step_check import FirstStepCheck
-from packstore.torch.losses.loss import PreferenceLoss
+from packstore.torch.losses.loss import FirstStepCheck, PreferenceLoss
 from packstore.torch.losses.step_loss import StepDivisor, count_step, sequence_weights
 from packstore.torch.metrics import Metrics, all_reduce_sums, wide_dtype
 from packstore.torch.models.compatibility import check_ids, check_model, check_same_tokenizer
