@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import runpy
 from dataclasses import replace
 from itertools import pairwise, product
+from pathlib import Path
+from statistics import mean
 from types import SimpleNamespace
 from typing import Any
 
@@ -318,3 +321,11 @@ def test_log_probs_in_16_bits_are_refused(kit: SimpleNamespace, name: str) -> No
             ConfigError, match=rf"{key}: log-probs must be float32.*output_dtype=None"
         ):
             loss_fn(batch=batch, **lower)
+
+
+@pytest.mark.slow
+def test_the_reward_of_the_example_rises() -> None:
+    example = Path(__file__).parents[3] / "examples" / "grpo.py"
+    curve = runpy.run_path(str(example))["train"](30)
+    assert mean(curve[:3]) < 0.2
+    assert mean(curve[-3:]) > 0.4
