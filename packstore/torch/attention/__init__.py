@@ -42,7 +42,7 @@ Attend = Callable[[Tensor, Tensor, Tensor, AttentionLayout, Settings], Tensor]
 ATTENTION: Registry[Attend] = Registry(
     "attention backend",
     {
-        "auto": "packstore.torch.attention._auto:attend",
+        "auto": "packstore.torch.attention.auto:attend",
         "reference": "packstore.torch.attention.plain:reference",
         "sdpa": "packstore.torch.attention.plain:sdpa",
         "flex": "packstore.torch.attention.flex:attend",

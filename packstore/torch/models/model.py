@@ -69,7 +69,7 @@ def use_packed_attention(
     Args:
         model: a Hugging Face causal LM, optionally inside PEFT, DDP, FSDP or ``torch.compile``.
         backend: a name of :data:`~packstore.torch.attention.ATTENTION`, of which ``auto`` chooses
-            by device, dtype and the model's needs and logs the choice (``attention/_auto.py``); or
+            by device, dtype and the model's needs and logs the choice (``attention/auto.py``); or
             ``per_sequence``, which runs the whole model once per sequence with its own attention.
             Models that packed attention cannot serve run so under any name, which is logged.
         disable_dropout: sets the model's dropout to 0 and logs it, as TRL does; adapters keep

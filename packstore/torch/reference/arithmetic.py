@@ -121,7 +121,7 @@ def _attention(model: nn.Module, device: torch.device, lower: torch.dtype | None
         name = list(ATTENTION)[int(name)]
     if name != "auto":
         return name
-    from packstore.torch.attention import _auto  # brings in torch's compiler, which takes a second
+    from packstore.torch.attention import auto  # brings in torch's compiler, which takes a second
 
     head = find_head(model)
     with (
@@ -129,7 +129,7 @@ def _attention(model: nn.Module, device: torch.device, lower: torch.dtype | None
         uncompiled(model),
         torch.no_grad(),
         torch.autocast(head.weight.device.type, lower, enabled=lower is not None),
-        _auto.chosen_on(device) as names,
+        auto.chosen_on(device) as names,
     ):
         head.backbone(**few_tokens(head.weight.device).model_inputs())
     return ", ".join(sorted(names))

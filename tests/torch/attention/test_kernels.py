@@ -24,7 +24,7 @@ from torch.nn.attention import varlen
 
 from packstore.errors import BackendError, MissingExtraError
 from packstore.torch import use_packed_attention
-from packstore.torch.attention import ATTENTION, Settings, _auto, flash, torch_varlen
+from packstore.torch.attention import ATTENTION, Settings, auto, flash, torch_varlen
 from packstore.torch.batch.layout import AttentionLayout
 
 KERNELS = ("torch_varlen", "flash_attn", "flash_attn_3", "flash_attn_4")
@@ -286,4 +286,4 @@ def test_an_absent_package_gives_the_install_line(
 def test_what_auto_chooses(
     on_gpu: bool, dtype: torch.dtype, supported: bool, capped: bool, expected: str
 ) -> None:
-    assert _auto.choose(on_gpu, dtype, supported, capped) == expected
+    assert auto.choose(on_gpu, dtype, supported, capped) == expected
