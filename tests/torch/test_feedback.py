@@ -1,10 +1,11 @@
-"""Kinds of feedback on sequences as losses, by one table: in any packs what each alone gives."""
+"""Losses of sequences, by one table: in any packs, on one rank or two, what each alone gives."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import combinations, pairwise, product
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,101 +29,145 @@ from packstore.torch import (
     use_packed_attention,
 )
 
-RNG = np.random.default_rng(0)
-EXAMPLES = replace(
-    random_examples(7, seed=5, kind="scored"), columns={"trust": RNG.uniform(0, 2, 7)}
-)
-EXAMPLES.reward[:] = RNG.integers(-1, 3, len(EXAMPLES.reward))  # some equal, never compared
-SEQUENCES = list(pairwise(EXAMPLES.example_offsets.tolist()))
-REFERENCE = torch.from_numpy(RNG.normal(-15, 3, len(EXAMPLES.reward)))
 SIZES = (110, 200, 10_000)
 """Tokens of a pack: many, a few and one batch."""
 
 
-def better(e: int) -> list[tuple[int, int]]:
-    """All pairs of an example's sequences, the one of higher reward first."""
-    rewards = EXAMPLES.reward
-    pairs = [(a, b) if rewards[a] > rewards[b] else (b, a) for a, b in combinations(range(*e), 2)]
-    return [(a, b) for a, b in pairs if rewards[a] > rewards[b]]
+class Data:
+    """Examples of a kind; and of each sequence its rank and the log-prob of a reference."""
+
+    def __init__(self, kind: str, number: int) -> None:
+        rng = np.random.default_rng(0)
+        examples = random_examples(number, seed=5, kind=kind)
+        self.examples = replace(examples, columns={"trust": rng.uniform(0, 2, number)})
+        self.sequences = list(pairwise(examples.example_offsets.tolist()))
+        self.reference = torch.from_numpy(rng.normal(-15, 3, examples.num_sequences))
+        self.rank = np.arange(examples.num_sequences)[::-1] % 2  # of a pair, the first is better
+        if kind == "scored":  # some equal, never compared
+            self.rank = examples.reward
+            self.rank[:] = rng.integers(-1, 3, examples.num_sequences)
+
+    def couples(self, pairs: str = "best_vs_rest") -> list[tuple[int, int]]:
+        """Sequences that are compared, the better one first."""
+        found: list[tuple[int, int]] = []
+        for e in self.sequences:
+            order = sorted(range(*e), key=lambda s: -self.rank[s])
+            if pairs == "best_vs_rest":
+                found += [(order[0], s) for s in order[1:]]
+            else:
+                found += combinations(order, 2) if pairs == "all" else pairwise(order)
+        return [(a, b) for a, b in found if self.rank[a] > self.rank[b]]
 
 
-def unpaired(values: list[Tensor]) -> Tensor:
+DATA = {kind: Data(kind, n) for kind, n in (("scored", 7), ("preference", 10), ("sft", 30))}
+Values = list[Tensor]
+"""Log-probs of the tokens of each sequence, or its score."""
+
+
+def gains(values: Values, data: Data) -> Tensor:
+    return torch.stack([v.sum() for v in values]) - data.reference
+
+
+def margins(values: Values, data: Data, pairs: str = "best_vs_rest") -> Tensor:
+    gain = gains(values, data)
+    return torch.stack([gain[a] - gain[b] for a, b in data.couples(pairs)])
+
+
+def dpo(values: Values, data: Data, pairs: str = "best_vs_rest") -> Tensor:
+    return -torch.sigmoid(0.1 * margins(values, data, pairs)).log().mean()
+
+
+def likelihood(values: Values, data: Data, average: str = "token") -> Tensor:
+    """Of the best sequence of each example."""
+    best = [values[max(range(*e), key=lambda s: data.rank[s])] for e in data.sequences]
+    if average == "token":
+        return -torch.cat(best).mean()
+    return -torch.stack([x.sum() if average == "sequence_sum" else x.mean() for x in best]).mean()
+
+
+def both(values: Values, data: Data, average: str) -> Tensor:
+    return dpo(values, data) + 0.3 * likelihood(values, data, average)
+
+
+def unpaired(values: Values, data: Data) -> Tensor:
     """KTO: the mean of an example's answers, over examples."""
-    x = 0.1 * (torch.stack([v.sum() for v in values]) - REFERENCE - 0.7)
-    good = torch.from_numpy(EXAMPLES.reward > 0)
+    x = 0.1 * (gains(values, data) - 0.7)
+    good = torch.from_numpy(data.rank > 0)
     losses = torch.where(good, torch.sigmoid(-x), 1.5 * torch.sigmoid(x))
-    return torch.stack([losses[a:b].mean() for a, b in SEQUENCES]).mean()
+    return torch.stack([losses[a:b].mean() for a, b in data.sequences]).mean()
 
 
-def reward(scores: list[Tensor]) -> Tensor:
+def reward(scores: Values, data: Data) -> Tensor:
     """Bradley-Terry with margin and centering, over pairs."""
-    pairs = [pair for e in SEQUENCES for pair in better(e)]
-    gaps = [
-        scores[a] - scores[b] - 0.4 * float(EXAMPLES.reward[a] - EXAMPLES.reward[b])
-        for a, b in pairs
-    ]
+    pairs = data.couples("all")
+    gaps = [scores[a] - scores[b] - 0.4 * float(data.rank[a] - data.rank[b]) for a, b in pairs]
     sums = torch.stack([scores[a] + scores[b] for a, b in pairs])
     return -torch.sigmoid(torch.stack(gaps)).log().mean() + 0.05 * (sums**2).mean()
 
 
-def ranking(scores: list[Tensor]) -> Tensor:
+def ranking(scores: Values, data: Data) -> Tensor:
     """Plackett-Luce: the log-likelihood of each example's ranking, over examples."""
-    total = torch.zeros((), dtype=torch.float64)
-    for e in SEQUENCES:
-        for a in range(*e):
-            if lower := [b for c, b in better(e) if c == a]:
-                total = (
-                    total
-                    - scores[a]
-                    + torch.stack([scores[a], *[scores[b] for b in lower]]).logsumexp(0)
-                )
-    return total / len(SEQUENCES)
+    pairs, total = data.couples("all"), torch.zeros((), dtype=torch.float64)
+    for a in {a for a, _ in pairs}:
+        against = torch.stack([scores[a], *(scores[b] for c, b in pairs if c == a)])
+        total = total + against.logsumexp(0) - scores[a]
+    return total / len(data.sequences)
 
 
-def margins(values: list[Tensor]) -> list[list[Tensor]]:
-    """Of each example, the log-ratios of its best answer against each worse one."""
-    gains = torch.stack([v.sum() for v in values]) - REFERENCE
-    best = [max(range(*e), key=lambda s: float(EXAMPLES.reward[s])) for e in SEQUENCES]
-    rest = [
-        [b for b in range(*e) if EXAMPLES.reward[b] < EXAMPLES.reward[best[i]]]
-        for i, e in enumerate(SEQUENCES)
-    ]
-    return [[gains[a] - gains[b] for b in few] for a, few in zip(best, rest, strict=True)]
-
-
-def weights(values: list[Tensor]) -> Tensor:
+def weights(values: Values, data: Data) -> Tensor:
     """DPO, pairs weighted by a column: over the sum of weights."""
-    trust = EXAMPLES.columns["trust"]
-    terms = [(w, d) for w, few in zip(trust, margins(values), strict=True) for d in few]
-    losses = torch.stack([-w * torch.sigmoid(0.1 * d).log() for w, d in terms])
-    return losses.sum() / sum(w for w, _ in terms)
+    trust = np.repeat(data.examples.columns["trust"], data.examples.num_responses)
+    w = torch.from_numpy(np.array([trust[a] for a, _ in data.couples()]))
+    return -(w * torch.sigmoid(0.1 * margins(values, data)).log()).sum() / w.sum()
 
 
-def mix(values: list[Tensor]) -> Tensor:
+def mix(values: Values, data: Data) -> Tensor:
     """0.8 DPO and 0.2 hinge over pairs, and the likelihood of the best over its tokens."""
-    d = torch.stack([d for few in margins(values) for d in few])
-    losses = -0.8 * torch.sigmoid(0.1 * d).log() + 0.2 * (1 - 0.1 * d).clamp(min=0)
-    best = [max(range(*e), key=lambda s: float(EXAMPLES.reward[s])) for e in SEQUENCES]
-    return losses.mean() - 0.3 * torch.cat([values[s] for s in best]).mean()
+    hinge = (1 - 0.1 * margins(values, data)).clamp(min=0).mean()
+    return 0.8 * dpo(values, data) + 0.2 * hinge + 0.3 * likelihood(values, data)
 
 
 @dataclass
 class Row:
-    """A kind of feedback: the loss, and the same written out for sequences alone."""
+    """A loss, and the same written out for sequences alone."""
 
-    unpacked: Callable[..., Tensor]
+    kind: str
+    unpacked: Callable[[Values, Data], Tensor]
     loss: PreferenceLoss
     head: str = "logits"
 
 
+KTO = PreferenceLoss("kto", baseline=0.7, undesirable_weight=1.5)
 TABLE = {
-    "unpaired": Row(unpaired, PreferenceLoss("kto", baseline=0.7, undesirable_weight=1.5)),
-    "reward": Row(
-        reward, PreferenceLoss("bradley_terry", pairs="all", margin=0.4, center=0.05), "score"
+    **{
+        f"pairs and {name}": Row(
+            "preference",
+            partial(both, average=name),
+            PreferenceLoss("dpo", sft_weight=0.3, sft_average=name),
+        )
+        for name in ("token", "sequence_sum", "sequence_mean")
+    },
+    "answers of pairs": Row("preference", unpaired, KTO),
+    "sft": Row("sft", likelihood, PreferenceLoss("sft")),
+    "sft of means": Row(
+        "sft",
+        partial(likelihood, average="sequence_mean"),
+        PreferenceLoss("sft", sft_average="sequence_mean"),
     ),
-    "ranking": Row(ranking, PreferenceLoss("plackett_luce"), "score"),
-    "weights": Row(weights, PreferenceLoss("dpo", weight_field="trust")),
-    "mix": Row(mix, PreferenceLoss({"dpo": 0.8, "hinge": 0.2}, sft_weight=0.3)),
+    **{
+        name: Row("scored", partial(dpo, pairs=name), PreferenceLoss("dpo", pairs=name))
+        for name in ("all", "adjacent")
+    },
+    "unpaired": Row("scored", unpaired, KTO),
+    "reward": Row(
+        "scored",
+        reward,
+        PreferenceLoss("bradley_terry", pairs="all", margin=0.4, center=0.05),
+        "score",
+    ),
+    "ranking": Row("scored", ranking, PreferenceLoss("plackett_luce"), "score"),
+    "weights": Row("scored", weights, PreferenceLoss("dpo", weight_field="trust")),
+    "mix": Row("scored", mix, PreferenceLoss({"dpo": 0.8, "hinge": 0.2}, sft_weight=0.3)),
 }
 CELLS = list(product(("concat", "shared_prefix"), SIZES))
 Step = tuple[Tensor, dict[str, Tensor], int]
@@ -133,11 +178,11 @@ def on_rank(task: dict[str, Any]) -> dict[tuple[str, str, int], Step]:
     """The step of each row in each layout and size of packs, on one of the ranks."""
     found = {}
     for name, row in TABLE.items():
-        model = use_packed_attention(task[row.head])
+        model, data = use_packed_attention(task[row.head]), DATA[row.kind]
         run: Any = PackedPolicy(model)
         run = DistributedDataParallel(run) if dist.is_initialized() else run
-        for layout, size in CELLS:
-            batches = pack_in_memory(EXAMPLES, size, layout, kind="scored")  # type: ignore[arg-type]
+        for layout, size in task["cells"]:
+            batches = pack_in_memory(data.examples, size, layout, kind=row.kind)  # type: ignore[arg-type]
             step = batches[0].step
             assert step is not None
             assert step.ranks == (dist.get_world_size() if dist.is_initialized() else 1)
@@ -146,12 +191,12 @@ def on_rank(task: dict[str, Any]) -> dict[tuple[str, str, int], Step]:
                 divisor = count_step(batches, row.loss).averaged(step.ranks)
             total = torch.zeros((), dtype=torch.float64)
             for batch in batches:
-                ids = batch.example_ids.tolist()
-                here = REFERENCE[[s for e in ids for s in range(*SEQUENCES[e])]]
+                examples = [data.sequences[e] for e in batch.example_ids.tolist()]
+                ref_logps = data.reference[[s for e in examples for s in range(*e)]]
                 assert batch.step is not None
                 waits = batch.step.last or step.ranks == 1
                 with nullcontext() if waits else run.no_sync():
-                    out = row.loss(run(batch), batch, here, divisor=divisor)
+                    out = row.loss(run(batch), batch, ref_logps, divisor=divisor)
                     out.loss.backward()
                 total += out.loss.detach() / step.ranks
             found[name, layout, size] = total, take_gradients(model), len(batches)
@@ -163,18 +208,20 @@ def test_loss_and_gradients_are_those_of_sequences_alone(
     kit: SimpleNamespace, tmp_path: Path, world: int
 ) -> None:
     """Both layouts, three sizes of packs, some batches a step, 1 and 2 ranks, in float64."""
+    cells = CELLS[::2] if world == 1 else CELLS
     models = {head: kit.tiny_model(head=head) for head in ("logits", "score")}
     expected = {}
     for name, row in TABLE.items():
-        model = models[row.head]
-        values = list((tokens_alone if row.head == "logits" else scores_alone)(model, EXAMPLES))
-        loss = row.unpacked(values)
+        model, data = models[row.head], DATA[row.kind]
+        alone = tokens_alone if row.head == "logits" else scores_alone
+        loss = row.unpacked(list(alone(model, data.examples)), data)
         loss.backward()  # type: ignore[no-untyped-call]
         expected[name] = loss.detach(), take_gradients(model)
-    ranks = launch(__file__, models, world, tmp_path) if world > 1 else [on_rank(models)]
+    task = {**models, "cells": cells}
+    ranks = launch(__file__, task, world, tmp_path) if world > 1 else [on_rank(task)]
     for name, (loss, gradients) in expected.items():
         worst, numbers = 0.0, set()
-        for cell in CELLS:
+        for cell in cells:
             steps = [found[name, *cell] for found in ranks]
             gaps = [abs(sum(total for total, *_ in steps) - loss)]
             gaps += [(steps[0][1][n] - g).abs().max() for n, g in gradients.items()]
