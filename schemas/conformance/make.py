@@ -20,7 +20,7 @@ from typing import Any
 import golden
 from accepted import accepted
 from case import Case, Files, Row
-from derived import derive
+from plain_reader import READER
 from refused_files import refused_files
 from refused_values import refused_values
 from writer import KINDS
@@ -68,7 +68,7 @@ def plain(value: Any) -> Any:
 
 def expected(case: Case) -> str:
     """The text of the file with what a dataset decodes to, a line for each pack."""
-    packs = [{**pack, **derive(pack, KINDS[case.kind])} for pack in case.expect or []]
+    packs = [{**pack, **READER["derive"](pack, KINDS[case.kind])} for pack in case.expect or []]
     rows = ",\n".join(f"  {json.dumps(plain(pack))}" for pack in packs)
     about = f'"kind": "{case.kind}", "layout": "{case.layout}"'
     return f'{{\n {about},\n "packs": [\n{rows}\n ]\n}}\n'

@@ -13,7 +13,6 @@ import pytest
 
 import packstore
 from packstore import Dataset
-from packstore.format.arrays import Packs
 
 PACK_SIZE = 64
 Record = dict[str, Any]
@@ -78,21 +77,6 @@ def made(url: str | Path, source: int | list[Any] = 60, kind: str = "", **settin
     return packstore.pack(what, str(url), **{**how, **settings})
 
 
-def assert_packs_equal(a: Packs, b: Packs) -> None:
-    """Fails unless both are the same packs, bit for bit."""
-    for name in Packs.__slots__:
-        x, y = getattr(a, name), getattr(b, name)
-        if name == "columns":
-            assert list(x) == list(y)
-            for column in x:
-                np.testing.assert_array_equal(x[column], y[column], column)
-        elif name in ("ref_logps", "stand_in", "sequence_columns"):
-            assert x == y
-        else:
-            assert x.dtype == y.dtype, name
-            np.testing.assert_array_equal(x, y, name)
-
-
 @pytest.fixture
 def ds(tmp_path: Path) -> Dataset:
     """60 preference pairs in several row groups and shards of a local folder."""
@@ -102,5 +86,5 @@ def ds(tmp_path: Path) -> Dataset:
 @pytest.fixture(scope="session")
 def kit() -> SimpleNamespace:
     """The helpers of this file (test modules cannot import it)."""
-    helpers: tuple[Callable[..., Any], ...] = (records, stored_row, rows, made, assert_packs_equal)
+    helpers: tuple[Callable[..., Any], ...] = (records, stored_row, rows, made)
     return SimpleNamespace(PACK_SIZE=PACK_SIZE, **{h.__name__: h for h in helpers})

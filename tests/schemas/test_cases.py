@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-import runpy
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from derived import derive
+from plain_reader import READER
 
 import packstore
 import packstore.errors
@@ -23,8 +22,6 @@ from packstore.format.arrays import Packs
 from packstore.format.rules import RULES, check_packs
 from packstore.format.schema import FEATURES, KINDS, LAYOUTS, from_arrow, pack_schema, to_arrow
 from packstore.torch import open_side
-
-READER = Path(__file__).parents[2] / "examples" / "readers" / "reader.py"
 
 Case = dict[str, Any]
 Load = Callable[[str], Any]
@@ -66,7 +63,7 @@ def test_valid_packs(valid: Case, validator: Validator) -> None:
         validator(f"pack#/$defs/{valid['kind']}").validate(row)
         labels = {"labels": derived.pop("labels")} if "labels" in derived else {}
         assert back == {**labels, **{n: v for n, v in row.items() if n != "label_spans"}}
-        assert derive(row, KINDS[valid["kind"]]) == derived
+        assert READER["derive"](row, KINDS[valid["kind"]]) == derived
 
 
 def test_invalid_packs(invalid: Case) -> None:
@@ -209,8 +206,8 @@ def test_every_member_of_every_type(
     name: str, parse: Parse, load: Load, validator: Validator, tmp_path: Path
 ) -> None:
     """What the schema refuses, packstore and the reader beside the format refuse by name."""
-    reader, valid = runpy.run_path(str(READER)), validator(name)
-    check = partial(reader["checked"], tmp_path, name, reader[f"check_{name}"])
+    valid = validator(name)
+    check = partial(READER["checked"], tmp_path, name, READER[f"check_{name}"])
     seen, accepted = set[str](), list[Any]()
     for case in load(f"cases/{name}s_valid.json")["cases"]:
         for path in {*members(case["manifest"])} - seen - {"/sha256"}:
@@ -224,7 +221,7 @@ def test_every_member_of_every_type(
                     refused += 1
                     parse(name, json.dumps(document).encode())
                     refused -= 1
-                with contextlib.suppress(reader["Refused"]):
+                with contextlib.suppress(READER["Refused"]):
                     refused += 1
                     check()
                     refused -= 1

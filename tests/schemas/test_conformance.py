@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import re
-import runpy
 import shutil
 import sys
 from pathlib import Path
@@ -18,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 from children import run_python
 from node_packages import READERS as NODE
+from plain_reader import PATH, READER
 
 from packstore import Dataset
 from packstore import open as open_dataset
@@ -31,7 +31,6 @@ KIT = ROOT / "schemas" / "conformance" / "v1"
 DATASETS = KIT / "datasets"
 CASES = {case["name"]: case for case in load(KIT)}
 GOLDEN = [name for name, case in CASES.items() if case["about"] == "written by packstore"]
-READERS = ROOT / "examples" / "readers"
 FROZEN = "ce6613a1e6b3520e5176a51b545e04d64b7bfaafe4a3a89f129c274abc9bdeae"
 """Format version 1 is frozen: sha256 of the names and hashes of its cases but those of `ADDED`.
 
@@ -62,17 +61,16 @@ def test_packstore(name: str) -> None:
 
 
 def test_the_reader_in_python() -> None:
-    code = (READERS / "reader.py").read_text(encoding="utf-8")
-    assert not re.search(r"^\s*(from|import) packstore", code, re.M)
-    answer = runpy.run_path(str(READERS / "reader.py"))["answer"]
-    assert {name: judged(answer, name) for name in CASES} == dict.fromkeys(CASES, ("ok", ""))
+    assert not re.search(r"^\s*(from|import) packstore", PATH.read_text(encoding="utf-8"), re.M)
+    found = {name: judged(READER["answer"], name) for name in CASES}
+    assert found == dict.fromkeys(CASES, ("ok", ""))
 
 
 @pytest.mark.slow
 def test_the_reader_in_javascript(capsys: pytest.CaptureFixture[str]) -> None:
     if not (NODE / "node_modules").exists():
         pytest.skip("node and hyparquet are not installed: `make test-all` does it")
-    shutil.copy(READERS / "reader.mjs", NODE)
+    shutil.copy(PATH.with_suffix(".mjs"), NODE)
     status = main(["--kit", str(KIT), "node", str(NODE / "reader.mjs")])
     assert status == 0, capsys.readouterr().out
 

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+from forged import MANIFEST, checksums, sealed
 
 import packstore
 from packstore.config import ReadConfig
 from packstore.errors import FormatError, IntegrityError
-from packstore.io.manifest.commit import with_hash
-from packstore.io.versions.shard_writer import row_group_crc32
 
 Try = Callable[[Path, Path], object]
 
@@ -33,7 +30,7 @@ def made(folder: Path, seed: int) -> Path:
 
 
 def shards(folder: Path) -> list[Path]:
-    manifest = json.loads((folder / "_packstore/manifest-000001.json").read_text(encoding="utf-8"))
+    manifest = json.loads((folder / MANIFEST).read_bytes())
     return [folder / shard["path"] for shard in manifest["shards"]]
 
 
@@ -43,12 +40,9 @@ def ids(dataset: packstore.Dataset) -> list[Any]:
 
 def edit(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
     """Changes a manifest, with the right hash of itself."""
-    path = folder / "_packstore/manifest-000001.json"
-    text = path.read_bytes()
-    manifest = json.loads(text)
-    del manifest["sha256"]
+    manifest = json.loads((folder / MANIFEST).read_bytes())
     change(manifest)
-    path.write_bytes(with_hash(json.dumps(manifest, indent=1).encode() + b"\n"))
+    (folder / MANIFEST).write_bytes(sealed(manifest))
 
 
 def exchange(x: Path, _: Path) -> None:
@@ -58,15 +52,9 @@ def exchange(x: Path, _: Path) -> None:
     first.write_bytes(both[1])
 
 
-def flip(x: Path, _: Path, at: int = 600) -> None:
-    data = bytearray(shards(x)[0].read_bytes())
-    data[at] ^= 4
-    shards(x)[0].write_bytes(data)
-
-
-def flip_and_sign(x: Path, y: Path) -> None:
+def replace_and_sign(x: Path, y: Path) -> None:
     shutil.copy(shards(y)[0], shards(x)[0])
-    crc32 = np.asarray(row_group_crc32(str(shards(x)[0]))).astype(">u4").tobytes().hex()
+    crc32 = checksums(shards(y)[0].read_bytes())
     edit(x, lambda m: m["shards"][0]["row_groups"].__setitem__("crc32", crc32))
 
 
@@ -78,10 +66,6 @@ def append(x: Path, more: bytes) -> None:
 READ_NOTICES: dict[str, Try] = {
     "a shard of another set": lambda x, y: shutil.copy(shards(y)[0], shards(x)[0]),
     "two shards exchanged": exchange,
-    "truncated": lambda x, _: os.truncate(shards(x)[1], 900),
-    "emptied": lambda x, _: os.truncate(shards(x)[1], 0),
-    "a bit of data": flip,
-    "a bit of the footer": lambda x, y: flip(x, y, -60),
     "fewer shards": lambda x, _: edit(x, lambda m: m["shards"].pop()),
     "other counts": lambda x, _: edit(x, lambda m: m["totals"].update(examples=199)),
     "another set's manifest": lambda x, y: shutil.copytree(
@@ -143,9 +127,8 @@ def test_the_fingerprint_is_of_the_packs_alone(
     dataset, original = packstore.open(forged(NOBODY_NOTICES[name])), packstore.open(str(pair[0]))
     assert dataset.verify().ok
     assert dataset.manifest.fingerprint == original.manifest.fingerprint
-    one, other = (Path(d.url, "_packstore/manifest-000001.json") for d in (dataset, original))
-    own = [json.loads(path.read_bytes())["sha256"] for path in (one, other)]
-    assert own[0] != own[1]
+    own = {json.loads(Path(d.url, MANIFEST).read_bytes())["sha256"] for d in (dataset, original)}
+    assert len(own) == 2
     page = (Path(__file__).parents[2] / "docs/security.md").read_text(encoding="utf-8")
     assert "the fingerprint proves the packs alone" in page
 
@@ -153,7 +136,7 @@ def test_the_fingerprint_is_of_the_packs_alone(
 def test_a_shard_with_a_renewed_checksum_is_noticed_by_verify_alone(
     forged: Callable[[Try], str], pair: tuple[Path, Path]
 ) -> None:
-    dataset = packstore.open(forged(flip_and_sign))
+    dataset = packstore.open(forged(replace_and_sign))
     assert dataset.manifest.fingerprint == packstore.open(str(pair[0])).manifest.fingerprint
     assert not dataset.verify().ok
 

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from forged import ranges
+from same import same
 
 from packstore import Dataset, open
 from packstore.errors import PackstoreError
-from packstore.format.arrays import Packs, PackSizes
 from packstore.torch import open_side
 
 
@@ -73,7 +72,7 @@ def flip(region: Region, step: int, kept: int = 5) -> tuple[Counter[str], list[s
         region.path.write_bytes(spoiled)
         try:
             found = region.read()
-            kind, told = ("same" if _same(found, expected) else "silent"), ""
+            kind, told = ("same" if same(found, expected) else "silent"), ""
         except PackstoreError:
             kind = "raised"
         except Exception as error:
@@ -114,15 +113,3 @@ def _ranges(path: Path) -> list[tuple[int, int]]:
 
 def _whole(name: str, path: Path, read: Callable[[], object]) -> Region:
     return Region(name, path, 0, path.stat().st_size, read)
-
-
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, list):
-        return len(a) == len(b) and all(map(_same, a, b))
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(_same(a[name], b[name]) for name in a)
-    if isinstance(a, np.ndarray):
-        return bool(a.tolist() == b.tolist() if a.dtype == object else a.tobytes() == b.tobytes())
-    if isinstance(a, Packs | PackSizes):
-        return all(_same(getattr(a, f.name), getattr(b, f.name)) for f in fields(type(a)))
-    return bool(a.equals(b) if isinstance(a, pa.RecordBatch) else a == b)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import replace
-from itertools import combinations, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from forged import replace_shard
+from plain_reader import READER
 
 from packstore import Dataset
 from packstore import open as open_dataset
@@ -23,46 +23,17 @@ SIZES = ("tokens", "examples", "squares")
 COUNTS = ("best_tokens", "pairs_best_vs_rest", "pairs_all", "pairs_adjacent")
 
 
-def plainly(dataset: Dataset) -> list[tuple[int, int, int]]:
-    """Tokens, examples and squares of each pack, one pack at a time."""
-    out = []
-    for batch in dataset.iter_batches():
-        for row in batch.to_pylist():
-            bounds = row["seq_boundaries"]
-            steps = [b - a for a, b in pairwise(bounds)]
-            squares = sum(n * n for n in steps)
-            out.append((len(row["input_ids"]), len(row["example_ids"]), squares))
-    return out
+def plainly(dataset: Dataset, names: tuple[str, ...] = SIZES) -> list[tuple[int, ...]]:
+    """Figures of each pack, by the reader beside the format."""
+    rows = (row for batch in dataset.iter_batches() for row in batch.to_pylist())
+    sizes = (READER["sizes"](row, dataset.manifest.kind) for row in rows)
+    return [tuple(of_pack[name] for name in names) for of_pack in sizes]
 
 
 def told(sizes: PackSizes) -> list[tuple[int, int, int]]:
     columns = (sizes.tokens, sizes.examples, sizes.squares)
     assert {c.dtype for c in columns} == {np.dtype(np.int64)}
     return list(zip(*(c.tolist() for c in columns), strict=True))
-
-
-def counted(dataset: Dataset) -> list[tuple[int, ...]]:
-    """Supervised tokens of the best sequences and pairs of each pack, one example at a time."""
-    kind, out = dataset.manifest.kind, []
-    for packs in dataset.iter_packs():
-        for pack in map(packs.row, range(len(packs))):
-            total = np.zeros(4, np.int64)
-            ends = np.cumsum(pack.num_responses)
-            for first, last in zip(ends - pack.num_responses, ends, strict=True):
-                rewards = pack.reward[first:last].tolist()
-                best_first = sorted(rewards, reverse=True)
-                best = first + (rewards.index(best_first[0]) if kind == "scored" else 0)
-                cut = slice(*pack.seq_boundaries[best : best + 2])
-                pairs = [int(kind == "preference")] * 3
-                if kind == "scored":
-                    pairs = [
-                        sum(r < best_first[0] for r in best_first),
-                        sum(a > b for a, b in combinations(best_first, 2)),
-                        sum(a > b for a, b in pairwise(best_first)),
-                    ]
-                total += [(pack.labels[cut] != -100).sum(), *pairs]
-            out.append(tuple(total.tolist()))
-    return out
 
 
 def without_index(dataset: Dataset) -> Dataset:
@@ -85,7 +56,7 @@ def test_it_lies_beside_the_manifest(ds):
     columns = file.read().to_pydict()
     sizes = [columns.pop(name) for name in ("tokens", "examples", "squares")]
     assert list(zip(*sizes, strict=True)) == plainly(ds)
-    assert list(zip(*columns.values(), strict=True)) == counted(ds)
+    assert list(zip(*columns.values(), strict=True)) == plainly(ds, COUNTS)
 
 
 @pytest.mark.parametrize("file_format", ["parquet", "arrow"])
@@ -96,7 +67,7 @@ def test_sizes_are_those_of_the_packs(kit, tmp_path, kind, layout, file_format):
     ds = kit.made(tmp_path / "ds", 90, kind, labels="spans", row_group_tokens=600, **how)
     assert ds.group_rows.max() > 1
     assert told(ds.pack_index) == plainly(ds)
-    assert list(map(tuple, ds.pack_index.counts.tolist())) == counted(ds)
+    assert list(map(tuple, ds.pack_index.counts.tolist())) == plainly(ds, COUNTS)
     assert told(without_index(ds).pack_index) == plainly(ds)
     assert without_index(ds).pack_index.counts is None
     assert told(pickle.loads(pickle.dumps(ds)).pack_index) == plainly(ds)

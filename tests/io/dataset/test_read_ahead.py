@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from same import same
 
 from packstore import Dataset
 from packstore.config import ReadConfig
@@ -73,7 +74,7 @@ def test_gives_every_pack_once_as_it_is_stored(
     seen = list[int]()
     for pack in reading(data, requests=requests, read_ahead_bytes=ahead):
         seen += pack.example_ids.tolist()
-        kit.assert_packs_equal(pack, expected[seen[-1]])
+        assert same(pack, expected[seen[-1]])
         # Decoding mapped row groups in a second thread would cost more than it saves.
         assert not reader_threads() or format_ == "parquet" or "://" in place
     assert sorted(seen) == list(range(30))

@@ -25,7 +25,6 @@ from hypothesis import strategies as st
 from packstore.errors import InputError
 from packstore.io.inputs.files import InputReader
 from packstore.io.inputs.pieces import COMPRESSIONS, FORMATS, SUFFIXES, ReadOptions
-from packstore.io.inputs.text import _count
 
 pytestmark = pytest.mark.usefixtures("no_collector")
 
@@ -94,8 +93,10 @@ def pieces(name: str, data: bytes, block_bytes: int = 1 << 20) -> list[tuple[Any
     """Ordinals and values, piece by piece."""
     form = FORMATS.load(name)
     options = ReadOptions(block_bytes=block_bytes, json_columns=frozenset({"chosen_reward"}))
-    read = form.read(io.BytesIO(data), "x", options)
-    return [form.parse(piece.payload, "x", piece.first) for piece in read]
+    read = list(form.read(io.BytesIO(data), "x", options))
+    parts = [form.parse(piece.payload, "x", piece.first) for piece in read]
+    assert [piece.records for piece in read] == [len(values) for _, values in parts]
+    return parts
 
 
 def flat(parts: list[tuple[Any, Any]]) -> tuple[list[int], list[object]]:
@@ -152,7 +153,8 @@ def test_a_large_row_group_is_streamed(tmp_path: Path) -> None:
         tracemalloc.stop()
 
 
-json_lines = st.sampled_from([b"", b" ", b"\r", b'{"a": 1}', b'{"b": "\\n"}\r', b'[1, "x"]'])
+blank = st.sampled_from([b"", b" ", b"\r", b"\t\x0b", b"\x0c "])
+json_lines = blank | st.sampled_from([b'{"a": 1}', b'{"b": "\\n"}\r', b'[1, "x"]'])
 
 
 @given(st.lists(json_lines), st.integers(1, 40), st.booleans())
@@ -329,13 +331,3 @@ def test_the_limit_of_nesting_is_not_that_of_the_interpreter() -> None:
             pieces("jsonl", b"[" * 2000 + b"]" * 2000)
     finally:
         sys.setrecursionlimit(limit)
-
-
-@given(
-    payload=st.lists(st.sampled_from([b"\n", b" ", b"\t", b"\r", b"\x0b", b"\x0c", b"\0", b"x"]))
-)
-def test_lines_that_are_not_blank_are_counted_at_once(payload):
-    """A file of nothing but line ends was counted line by line, for a minute."""
-    data = b"".join(payload)
-    lines = [line for line in data.split(b"\n") if line.strip()]
-    assert _count(data) == (data.count(b"\n"), len(lines))
