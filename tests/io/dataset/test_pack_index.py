@@ -193,41 +193,6 @@ def test_a_pack_without_segments_has_no_size(kit, tmp_path):
         _ = open_dataset(ds.url).pack_index
 
 
-@pytest.mark.parametrize("name", ["tokens", "examples", "squares", "best_tokens", "pairs_all"])
-def test_verify_compares_every_figure(ds, name):
-    wrong = lying(ds, with_column(name, moved(1)))
-    (problem,) = wrong.verify().problems
-    what = name if name in SIZES else "counts"
-    assert "packs-000001" in problem
-    possible = name not in ("examples", "pairs_all")  # of packs of one pair
-    assert (f"must have the {what} of each pack of " in problem) == possible
-
-
-def test_an_index_without_counts(ds):
-    """As releases before the counts wrote it."""
-    ds = lying(ds, lambda table: table.select([*SIZES]))
-    assert told(ds.pack_index) == plainly(ds)
-    assert ds.pack_index.counts is ds.sizes(np.arange(3)).counts is None
-    assert ds.verify().ok
-
-
-def test_further_columns_of_a_later_release_are_ignored(ds):
-    later = lying(ds, lambda t: t.append_column("weights", pa.array(np.ones(len(t)))))
-    assert told(later.pack_index) == plainly(ds)
-    assert later.verify().ok
-
-
-@pytest.mark.parametrize(
-    "change",
-    [lambda t: t.drop_columns("squares"), lambda t: t.slice(0, 7), lambda t: t.slice(0, 0)],
-)
-def test_another_shape_is_refused(ds, change):
-    wrong = lying(ds, change)
-    with pytest.raises(IntegrityError, match=r"have columns tokens, .* a row group for each shard"):
-        _ = wrong.pack_index
-    assert not wrong.verify().ok
-
-
 def test_sizes_are_looked_up_shard_by_shard(kit, tmp_path):
     ds = kit.made(tmp_path / "ds", 400, row_group_tokens=1, shard_tokens=1)
     assert len(ds.manifest.shards) == 400  # more than are kept

@@ -7,15 +7,13 @@ import re
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
-from places import Files, at_each, edit_manifest
+from places import Files, at_each
 
 from packstore import open as open_dataset
 from packstore.errors import IntegrityError, StorageError
-from packstore.format.arrays import IGNORE_INDEX
 
 FORMATS = pytest.mark.parametrize("format_", ["parquet", "arrow"])
 LABELS = pytest.mark.parametrize("labels", ["plain", "spans"])
@@ -64,29 +62,6 @@ def test_row_groups_and_shards_end_where_tokens_say(kit, tmp_path, format_):
     assert (single.group_rows == 1).all()
 
 
-def test_totals_and_statistics_are_those_counted_by_hand(kit, tmp_path):
-    records = kit.records(31, "scored")
-    ds = kit.made(tmp_path / "ds", records, "scored", strategy="pool", pack_size=150)
-    packs, totals, statistics = kit.rows(ds), ds.manifest.totals, ds.manifest.statistics
-    lengths = [n for row in packs for n in row["lengths"]]
-    sizes = [len(row["input_ids"]) for row in packs]
-    examples = [len(row["example_ids"]) for row in packs]
-    labels = [label for row in packs for label in row["labels"]]
-    assert (totals.packs, totals.examples, totals.sequences) == (len(packs), 31, len(lengths))
-    assert totals.tokens == totals.logical_tokens == sum(sizes) == sum(lengths)
-    assert totals.supervised_tokens == len(labels) - labels.count(IGNORE_INDEX)
-    assert totals.bytes == sum(Path(url).stat().st_size for url in ds.shard_urls)
-    spread = statistics.examples_per_pack
-    assert (spread.min, spread.max) == (min(examples), max(examples))
-    assert (spread.mean, statistics.fill_rate) == (31 / len(packs), sum(sizes) / len(packs) / 150)
-    assert statistics.longest_sequence == max(lengths)
-    assert statistics.most_segments == max(len(row["lengths"]) for row in packs)
-    assert statistics.shortest_pack == min(sizes)
-    buckets = [1 << (length.bit_length() - 1) for length in lengths]
-    histogram = {str(b): buckets.count(b) for b in sorted(set(buckets))}
-    assert statistics.length_histogram == histogram
-
-
 def test_views_of_packs_stay_while_others_are_read(ds):
     """Their memory is used again only after the last view."""
     expected = [packs.signed_ids.tolist() for packs in ds.iter_packs()]
@@ -121,12 +96,6 @@ def test_a_missing_shard(kit, place, format_):
     ds.read_packs(0)
     (problem,) = ds.verify().problems
     assert lost in problem
-
-
-def test_the_file_must_have_the_schema_of_the_manifest(ds):
-    edit_manifest(ds.url, lambda m: m.update(features=["label_spans"]))
-    with pytest.raises(IntegrityError, match=r"its schema must be .* found columns input_ids, lab"):
-        open_dataset(ds.url).read_packs(0)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError(), StorageError("full")])
