@@ -95,7 +95,7 @@ YAML_MISTAKES = {  # a file -> its error, which shows nothing of it but the plac
     "source: {a: 'http://u:SECRET@h'}": "source: it must be a path, glob or URL, or a list of",
     "out: [SECRET]": "out: it must be a path or URL; found a list",
     "seed: " + "9" * 5000: "it must be YAML without aliases",
-    "[" * 100_000: "it must be YAML without aliases",
+    "[" * 1_000: "it must be YAML without aliases",
     "source: a\nout: b\npack_sise: 64": "unknown setting 'pack_sise'",
     'source: a\nout: b\npack_size: "64"': "setting pack_size must be a whole number; found '64'",
     "storage_options: {1: 2}": "job.yaml, storage_options: it must be name: value",
