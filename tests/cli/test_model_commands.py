@@ -166,17 +166,6 @@ def test_log_probs_of_what_was_appended(
     assert "none from source 1 on" in capsys.readouterr().err
 
 
-def test_an_adapter(
-    made: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    peft = pytest.importorskip("peft", reason="LoRA needs peft")
-    base = transformers.AutoModelForCausalLM.from_pretrained(made.policy)
-    config = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
-    peft.get_peft_model(base, config).save_pretrained(tmp_path)
-    command = [made.pairs, "--loss", "sft", "--model"]
-    assert figures(capsys, *command, str(tmp_path)) != figures(capsys, *command, made.policy)
-
-
 def test_a_run_and_its_page(
     made: SimpleNamespace,
     tmp_path: Path,

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from exchange_datasets import chats, pairs
+from exchange_datasets import pairs
 from places import Files
 
 from packstore import Dataset, export
 from packstore.cli import main
-from packstore.errors import CompatibilityError, DatasetExistsError, StorageError
+from packstore.errors import DatasetExistsError, StorageError
 
 Pack = Callable[..., Dataset]
 
@@ -99,9 +99,3 @@ def test_a_file_is_synced_before_it_appears(
     with pytest.raises(StorageError, match="cannot write; found no space left on the device"):
         export("nemo", dataset, folder / "x.npy")
     assert sorted(Files(str(folder)).names()) == []
-
-
-def test_other_kinds_are_refused(tmp_path: Path, packed: Pack) -> None:
-    with pytest.raises(CompatibilityError, match=r"of kind preference; found kind sft"):
-        export("nemo", packed(chats(5)), tmp_path / "x.npy")
-    assert not (tmp_path / "x.npy").exists()

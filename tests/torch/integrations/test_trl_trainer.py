@@ -20,8 +20,6 @@ from packstore.torch import (
     PackCollator,
     PackedDataset,
     PackedTrainer,
-    use_packed_attention,
-    write_ref_logps,
 )
 
 STEPS, RATE = 30, 1e-3
@@ -339,24 +337,3 @@ def test_doors_that_do_not_lead_to_packs(
     dealt = PackedDataset(packed, rank=0, world_size=2)
     with pytest.raises(ConfigError, match="dealt to the 1 ranks of the run; found world_size=2"):
         PackedTrainer(folder, arguments, dealt).train()
-
-
-@pytest.mark.slow
-def test_an_adapter_is_its_own_reference(folder: str, tmp_path: Path, packed: str) -> None:
-    """Its own base is the reference, as by log-probs of the base that were written before."""
-    pytest.importorskip("peft", reason="adapters")
-    from transformers import AutoModelForCausalLM, TrainingArguments
-
-    base = use_packed_attention(AutoModelForCausalLM.from_pretrained(folder))
-    write_ref_logps(base, packstore.open(packed), str(tmp_path / "side"))
-    losses = []
-    for side in ([], [str(tmp_path / "side")]):
-        args = TrainingArguments(
-            output_dir=str(tmp_path / "run"), max_steps=8, learning_rate=2e-2, logging_steps=1,
-            use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no",
-        )  # fmt: skip
-        given = {"peft_config": {"r": 4, "target_modules": ["q_proj"]}, "ref_logps": side}
-        trainer = PackedTrainer(folder, args, packed, **given)
-        losses.append(curves(trainer, ("loss",))["loss"])
-    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
-    assert losses[0][-1] < losses[0][0]
