@@ -97,10 +97,7 @@ def refuse_memory(args: argparse.Namespace, *places: str | None) -> None:
 def add_storage_options(parser: argparse.ArgumentParser, source: bool = False) -> None:
     """Adds ``--storage-option KEY=VALUE``; with `source` also ``--source-storage-option``."""
 
-    def read(text: str) -> Any:  # secrets that are digits stay text
-        return json.loads(text) if text in ("true", "false", "null") or text[:1] in "{[" else text
-
-    flag: dict[str, Any] = {"action": KeyValue, "read": read, "secret": True}
+    flag: dict[str, Any] = {"action": KeyValue, "read": _read_option, "secret": True}
     flag["metavar"] = "KEY=VALUE"
     text = "for fsspec, e.g. endpoint_url=… (repeatable)"
     parser.add_argument("--storage-option", default={}, help=text, **flag)
@@ -201,11 +198,6 @@ def counts_of(records: Records) -> dict[str, int]:
     return counts | {f"noted: {event}": count for event, count in records.noted.items()}
 
 
-def print_dataset(args: argparse.Namespace, dataset: Dataset) -> None:
-    """Prints the dataset that a job has committed, as JSON or as a table."""
-    print_table(args, *facts_of(dataset))
-
-
 def facts_of(dataset: Dataset) -> Result:
     """Returns what is printed of a dataset that a job has committed."""
     m = dataset.manifest
@@ -297,6 +289,12 @@ class KeyValue(argparse.Action):
         setattr(namespace, self.dest, {**(getattr(namespace, self.dest, None) or {}), **item})
 
 
+def _read_option(text: str) -> Any:
+    """Parses a storage option; secrets that are digits stay text."""
+    is_json = text in ("true", "false", "null") or text.startswith(("{", "["))
+    return json.loads(text) if is_json else text
+
+
 def json_or_text(text: str) -> Any:
     """Parses JSON; text that is not JSON stays as it is."""
     try:
@@ -319,8 +317,9 @@ def _argument(
     if origin is tuple:
         return {"help": text, "action": "append", "metavar": metavar or "NAME"}
     if origin is Mapping:
-        read = str if types[1] is str else json_or_text
-        more = {"metavar": metavar or "KEY=VALUE", "secret": "secret" in field.metadata}
+        secret = "secret" in field.metadata
+        read = _read_option if secret else str if types[1] is str else json_or_text
+        more = {"metavar": metavar or "KEY=VALUE", "secret": secret}
         return {"help": text, "action": KeyValue, "read": read, **more}
     base = types[0] if types else hint
     if base is bool:

@@ -125,7 +125,7 @@ def _append(args: argparse.Namespace) -> int:
             progress=progress,
             **common.read_settings(args, PackConfig),
         )
-    common.print_dataset(args, dataset)
+    common.print_table(args, *common.facts_of(dataset))
     return 0
 
 
@@ -150,7 +150,7 @@ def _concat(args: argparse.Namespace) -> int:
             storage_options=args.storage_option,
             progress=progress,
         )
-    common.print_dataset(args, dataset)
+    common.print_table(args, *common.facts_of(dataset))
     return 0
 
 

@@ -70,7 +70,7 @@ class TrainModelConfig(Settings):
     attention: str = setting("auto", "backend of packed attention")
     head: Literal["auto", "eager", "triton"] = setting("auto", "passes over logits")
     compile: Literal["auto", "none", "layers"] = setting("auto", "auto: layers on CUDA")
-    storage_options: Mapping[str, str] = setting(
+    storage_options: Mapping[str, Any] = setting(
         dict, "for fsspec, e.g. endpoint_url=… (repeatable)", flag="storage-option", secret=True
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from packstore.config import Settings, setting
@@ -29,7 +29,7 @@ class Exported:
     """URLs of the files written, without secrets, and facts about them, by name."""
 
     files: list[str]
-    facts: dict[str, object] = field(default_factory=dict)
+    facts: dict[str, object]
 
 
 @dataclass(frozen=True)

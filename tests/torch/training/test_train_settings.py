@@ -44,7 +44,7 @@ def test_flags_and_files_make_the_same_run(
     flags += ["--loss-parameter", "sft_weight=0.1", "--loss-parameter", "beta=0.3"]
     flags += ["--activation-checkpointing", "--max-steps", "1", "--learning_rate", "3e-3"]
     flags += ["--adam_beta2=0.5", "--weight-decay", "0.1", "--use-cpu", "true"]
-    flags += ["--label-names", '["labels"]']
+    flags += ["--label-names", '["labels"]', "--storage-option", "auto_mkdir=false"]
     for name in ("model", "train_dataset", "examples_per_step"):
         flags += [f"--{name.replace('_', '-')}", str(made[name])]
     assert main(["train", *flags, "--output-dir", str(tmp_path / "run")]) == 0
@@ -60,6 +60,7 @@ def test_flags_and_files_make_the_same_run(
         "weight_decay": 0.1,
         "use_cpu": True,
         "label_names": ["labels"],  # the one value that goes with packs
+        "storage_options": {"auto_mkdir": False},
     }
     for dump in (json.dumps, yaml.safe_dump):
         (tmp_path / "again.yaml").write_text(dump(settings), encoding="utf-8")
