@@ -50,7 +50,7 @@ def loaded(args: argparse.Namespace, path: str, device: torch.device, scores: bo
     from packstore.torch.models.compiled import compile_as_asked
     from packstore.torch.models.load import load_model
     from packstore.torch.models.probe import probe_model
-    from packstore.torch.reference.arithmetic import lowered
+    from packstore.torch.reference.provenance import lowered
 
     model = load_model(path, dtype=args.dtype, attention=args.attention, scores=scores).to(device)
     autocast = lowered(args.mixed_precision, model)

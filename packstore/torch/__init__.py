@@ -97,14 +97,14 @@ __all__ = [
 
 if TYPE_CHECKING:
     from packstore.torch.integrations.trl_trainer import PackedDPOTrainer
+    from packstore.torch.reference.provenance import check_reference
     from packstore.torch.reference.reference import write_ref_logps
-    from packstore.torch.reference.reference_fingerprint import check_reference
     from packstore.torch.training.evaluate import evaluate
     from packstore.torch.training.train import train
     from packstore.torch.training.trainer import PackedTrainer
 
 _LAZY = {
-    "check_reference": "packstore.torch.reference.reference_fingerprint",
+    "check_reference": "packstore.torch.reference.provenance",
     "PackedDPOTrainer": "packstore.torch.integrations.trl_trainer",
     "PackedTrainer": "packstore.torch.training.trainer",
     "evaluate": "packstore.torch.training.evaluate",

@@ -56,8 +56,7 @@ from packstore.torch.logprobs.head import PackedPolicy
 from packstore.torch.metrics import distributed
 from packstore.torch.models.compatibility import check_ids, check_model
 from packstore.torch.models.unwrap import evaluating
-from packstore.torch.reference.arithmetic import Precision, lowered
-from packstore.torch.reference.reference_fingerprint import Provenance, describe_reference
+from packstore.torch.reference.provenance import Precision, Provenance, describe_reference, lowered
 
 T = TypeVar("T")
 log = logging.getLogger("packstore")
@@ -93,7 +92,7 @@ def write_ref_logps(
         url: destination of the side dataset: a local folder or an fsspec URL that all ranks reach.
         mixed_precision: as in training: ``bf16`` runs under bfloat16 autocast, ``none`` keeps the
             autocast around this call; ``auto``: see
-            :func:`~packstore.torch.reference.arithmetic.choose_precision`.
+            :func:`~packstore.torch.reference.provenance.choose_precision`.
         head: `backend` of :func:`~packstore.torch.segment_logps`.
         overwrite: replace an existing side dataset.
         storage_options: options of the fsspec filesystem of `url`.

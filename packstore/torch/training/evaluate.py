@@ -34,8 +34,7 @@ from packstore.torch.losses.loss import PreferenceLoss
 from packstore.torch.losses.step_loss import StepLoss
 from packstore.torch.models.compatibility import check_ids, check_model
 from packstore.torch.models.unwrap import evaluating, is_reward_model
-from packstore.torch.reference.arithmetic import Precision, lowered
-from packstore.torch.reference.reference_fingerprint import check_arithmetic
+from packstore.torch.reference.provenance import Precision, check_arithmetic, lowered
 
 logger = logging.getLogger("packstore")
 
@@ -71,7 +70,7 @@ def evaluate(
             carried columns; see :class:`~packstore.torch.losses.dataset_metrics.ExampleRows`.
         mixed_precision: for both models: ``bf16`` runs under bfloat16 autocast, ``none`` keeps the
             autocast that is active around this call, if any; ``auto``: see
-            :func:`~packstore.torch.reference.arithmetic.choose_precision`.
+            :func:`~packstore.torch.reference.provenance.choose_precision`.
         head: `backend` of :func:`~packstore.torch.segment_logps`.
         progress: called with stage, done, total and unit after each batch of this rank.
         batching: `packs_per_batch` or `tokens_per_batch`; default: 1 pack, on a CUDA device the

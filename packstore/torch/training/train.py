@@ -29,7 +29,7 @@ from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 from packstore.config.training import TrainConfig, TrainModelConfig
 from packstore.errors import ConfigError, PackstoreError, StorageError, quote, sentence
 from packstore.io.store.storage_errors import is_of_client
-from packstore.torch.reference.arithmetic import choose_precision
+from packstore.torch.reference.provenance import choose_precision
 from packstore.torch.training.checkpoints import newest_checkpoint, read_position
 from packstore.torch.training.trainer import PackedTrainer
 

@@ -40,8 +40,8 @@ from packstore.torch.models.load import is_adapter, load_model
 from packstore.torch.models.model import use_packed_attention
 from packstore.torch.models.probe import probe_model
 from packstore.torch.models.unwrap import REF_ADAPTER, adapted, unwrapped
+from packstore.torch.reference.provenance import check_arithmetic, check_reference
 from packstore.torch.reference.reference import run_on_rank_zero
-from packstore.torch.reference.reference_fingerprint import check_arithmetic, check_reference
 from packstore.torch.training.arguments import (
     OF_PACKS,
     check_arguments,
