@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import codecs
 import contextlib
+import functools
 import io
 import os
 import re
@@ -34,21 +35,26 @@ class Command:
     run: Callable[[argparse.Namespace], int]
 
 
+def command(
+    configure: Callable[[argparse.ArgumentParser], None], examples: str
+) -> Callable[[Callable[[argparse.Namespace], int]], Command]:
+    """Makes a sub-command of what returns its exit code."""
+    return functools.partial(Command, examples, configure)
+
+
 FILES = {
-    "append": "pack",
-    "concat": "pack",
-    "view": "show",
-    "ref-logps": "evaluate",
-    "doctor": "reports",
-    "estimate": "reports",
-    "check": "reports",
-    "clean": "maintenance",
-    "verify": "maintenance",
-    "inspect": "stats",
-    "run": "train",
-    "publish": "export",
+    "evaluate": "evaluate ref-logps",
+    "export": "export publish",
+    "maintenance": "clean verify",
+    "pack": "pack append concat",
+    "reports": "doctor estimate check",
+    "show": "show view",
+    "stats": "stats inspect",
+    "train": "train run",
 }
-"""Command -> its file here, if that has another name."""
+"""File here -> its commands; others have files of their own."""
+
+_FILE_OF = {name: file for file, names in FILES.items() for name in names.split()}
 
 TRAIN = {"accelerate", "huggingface_hub", "peft", "safetensors", "torch", "transformers"}
 """Packages of the extra `train`, which commands that need it import."""
@@ -56,7 +62,7 @@ TRAIN = {"accelerate", "huggingface_hub", "peft", "safetensors", "torch", "trans
 COMMANDS: Registry[Command] = Registry(
     "command",
     {
-        name: f"packstore.cli.{FILES.get(name, name)}:{name.replace('-', '_').upper()}"
+        name: f"packstore.cli.{_FILE_OF.get(name, name)}:_{name.replace('-', '_')}"
         for name in SUMMARIES
     },
 )
@@ -69,12 +75,12 @@ def parser(names: Iterable[str] = COMMANDS) -> Parser:
     top.set_defaults(debug=False, quiet=False, log_format="text")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name in names:
-        command = COMMANDS.load(name)
+        chosen = COMMANDS.load(name)
         text, example = SUMMARIES[name]
-        sub = add_command(commands, name, text, f"  {example}\n{command.examples}")
-        command.configure(sub)
+        sub = add_command(commands, name, text, f"  {example}\n{chosen.examples}")
+        chosen.configure(sub)
         add_message_options(sub)
-        sub.set_defaults(command=command, parser=sub)
+        sub.set_defaults(command=chosen, parser=sub)
     return top
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from packstore.cli import Command
+from packstore.cli import command
 from packstore.errors import MissingExtraError, sentence
 
 SHELLS = ("bash", "zsh", "fish")
@@ -14,7 +14,12 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("shell", choices=SHELLS, metavar="SHELL", help=", ".join(SHELLS))
 
 
-def _run(args: argparse.Namespace) -> int:
+@command(
+    _configure,
+    "  packstore completion bash > ~/.local/share/bash-completion/completions/packstore\n"
+    "  packstore completion fish > ~/.config/fish/completions/packstore.fish\n",
+)
+def _completion(args: argparse.Namespace) -> int:
     try:
         import shtab
     except ImportError as error:
@@ -24,11 +29,3 @@ def _run(args: argparse.Namespace) -> int:
 
     print(shtab.complete(parser(), args.shell))
     return 0
-
-
-COMPLETION = Command(
-    "  packstore completion bash > ~/.local/share/bash-completion/completions/packstore\n"
-    "  packstore completion fish > ~/.config/fish/completions/packstore.fish\n",
-    _configure,
-    _run,
-)

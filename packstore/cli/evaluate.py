@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow.parquet as pq
 
-from packstore.cli import Command, common
+from packstore.cli import command, common
 from packstore.cli._messages import progress_of
 from packstore.cli._model import add_model, inference_settings, is_main_rank, loaded, process_group
 from packstore.config.training import TrainModelConfig
@@ -34,6 +34,11 @@ def _configure_ref_logps(parser: argparse.ArgumentParser) -> None:
     common.add_json(parser)
 
 
+@command(
+    _configure_ref_logps,
+    "  torchrun --nproc-per-node 8 -m packstore ref-logps prefs-8k ref-8k --model my-sft-model\n"
+    "The same command again continues a run that was killed.\n",
+)
 def _ref_logps(args: argparse.Namespace) -> int:
     dataset = common.open_dataset(args)
     with process_group(args) as device:
@@ -74,6 +79,14 @@ def _configure_evaluate(parser: argparse.ArgumentParser) -> None:
     common.add_settings(parser, "loss", TrainModelConfig, ("loss_parameters",))
 
 
+@command(
+    _configure_evaluate,
+    "  packstore evaluate held-out-8k --model run --ref-logps held-out-ref\n"
+    "  packstore evaluate held-out-8k --model run --ref-logps ref --html evaluation.html\n"
+    "  packstore evaluate held-out-8k --model run --ref-logps ref --examples rows.parquet\n"
+    "  packstore evaluate chats-8k --model my-sft-model --json\n"
+    "  torchrun --nproc-per-node 8 -m packstore evaluate prefs-8k --model run --ref-logps ref\n",
+)
 def _evaluate(args: argparse.Namespace) -> int:
     dataset = common.open_dataset(args)
     kind = dataset.manifest.kind
@@ -150,20 +163,3 @@ def _text(name: str, value: float) -> str:
     if name == "examples":
         return f"{value:,.0f}"
     return f"{value:.2%}" if name == "rewards/accuracies" else f"{value:.6g}"
-
-
-EVALUATE = Command(
-    "  packstore evaluate held-out-8k --model run --ref-logps held-out-ref\n"
-    "  packstore evaluate held-out-8k --model run --ref-logps ref --html evaluation.html\n"
-    "  packstore evaluate held-out-8k --model run --ref-logps ref --examples rows.parquet\n"
-    "  packstore evaluate chats-8k --model my-sft-model --json\n"
-    "  torchrun --nproc-per-node 8 -m packstore evaluate prefs-8k --model run --ref-logps ref\n",
-    _configure_evaluate,
-    _evaluate,
-)
-REF_LOGPS = Command(
-    "  torchrun --nproc-per-node 8 -m packstore ref-logps prefs-8k ref-8k --model my-sft-model\n"
-    "The same command again continues a run that was killed.\n",
-    _configure_ref_logps,
-    _ref_logps,
-)

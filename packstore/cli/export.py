@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from packstore.cli import Command, common
+from packstore.cli import command, common
 from packstore.cli._messages import add_message_options, progress_of
 from packstore.cli._parser import add_command
 from packstore.errors import display
@@ -24,6 +24,12 @@ def _configure_export(parser: argparse.ArgumentParser) -> None:
         common.add_settings(sub, "format", exporter.options)
 
 
+@command(
+    _configure_export,
+    "  packstore export megatron chats-8k bridge-8k --context-parallel 2\n"
+    "  packstore export nemo prefs-8k packed_8192_seed0.npy\n"
+    "  packstore export megatron --help\n",
+)
 def _export(args: argparse.Namespace) -> int:
     with progress_of("export", args) as progress:
         exported = export(
@@ -52,6 +58,7 @@ def _configure_publish(parser: argparse.ArgumentParser) -> None:
     common.add_json(parser)
 
 
+@command(_configure_publish, "  packstore publish s3://bucket/prefs-8k me/prefs-8k --private\n")
 def _publish(args: argparse.Namespace) -> int:
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
@@ -63,15 +70,3 @@ def _publish(args: argparse.Namespace) -> int:
         done = publish(args.dataset, args.repo, private=args.private, **how)
     common.print_table(args, f"published {done.url}", done._asdict(), done._asdict())
     return 0
-
-
-EXPORT = Command(
-    "  packstore export megatron chats-8k bridge-8k --context-parallel 2\n"
-    "  packstore export nemo prefs-8k packed_8192_seed0.npy\n"
-    "  packstore export megatron --help\n",
-    _configure_export,
-    _export,
-)
-PUBLISH = Command(
-    "  packstore publish s3://bucket/prefs-8k me/prefs-8k --private\n", _configure_publish, _publish
-)

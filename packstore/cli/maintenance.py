@@ -7,7 +7,7 @@ import dataclasses
 import re
 from collections import Counter
 
-from packstore.cli import Command, common
+from packstore.cli import command, common
 from packstore.cli._messages import progress_of
 from packstore.errors import ConfigError, visible_line
 
@@ -28,6 +28,12 @@ def _configure_clean(parser: argparse.ArgumentParser) -> None:
     common.add_json(parser)
 
 
+@command(
+    _configure_clean,
+    "  packstore clean s3://bucket/prefs-8k --delete\n"
+    "  packstore clean prefs-8k --keep-versions 2 --delete\n"
+    "  packstore clean prefs-8k --older-than 0 --no-writers --delete\n",
+)
 def _clean(args: argparse.Namespace) -> int:
     from packstore.io.versions.clean import clean
 
@@ -77,6 +83,7 @@ def _configure_verify(parser: argparse.ArgumentParser) -> None:
     common.add_json(parser)
 
 
+@command(_configure_verify, "  packstore verify s3://bucket/prefs-8k && train\n")
 def _verify(args: argparse.Namespace) -> int:
     dataset = common.open_dataset(args)
     with progress_of("verify", args) as progress:
@@ -93,13 +100,3 @@ def _verify(args: argparse.Namespace) -> int:
         style="green" if report.ok else "red",
     )
     return 0 if report.ok else 1
-
-
-CLEAN = Command(
-    "  packstore clean s3://bucket/prefs-8k --delete\n"
-    "  packstore clean prefs-8k --keep-versions 2 --delete\n"
-    "  packstore clean prefs-8k --older-than 0 --no-writers --delete\n",
-    _configure_clean,
-    _clean,
-)
-VERIFY = Command("  packstore verify s3://bucket/prefs-8k && train\n", _configure_verify, _verify)

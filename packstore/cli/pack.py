@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from packstore.cli import Command, common
+from packstore.cli import command, common
 from packstore.cli._messages import progress_of
 from packstore.config import (
     PackConfig,
@@ -41,6 +41,14 @@ def _configure_pack(parser: argparse.ArgumentParser) -> None:
     common.add_settings(parser, "running", RunConfig)
 
 
+@command(
+    _configure_pack,
+    "  packstore pack 'raw/*.jsonl.gz' s3://bucket/prefs-8k --tokenizer Qwen3/\n"
+    "  packstore pack qa.csv qa-4k --tokenizer t.json --field prompt=question --pack-size 4096\n"
+    "  packstore pack prefs-8k prefs-32k --pack-size 32768 --layout shared_prefix\n"
+    "  packstore pack --config job.yaml --dry-run\n"
+    "  zcat raw.gz | packstore pack - prefs-8k --tokenizer tokenizer.json\n",
+)
 def _pack(args: argparse.Namespace) -> int:
     job = _job(args)
     if job["source"] == "-":
@@ -112,6 +120,10 @@ def _configure_append(parser: argparse.ArgumentParser) -> None:
     common.add_settings(parser, "running", RunConfig)
 
 
+@command(
+    _configure_append,
+    "  packstore append s3://bucket/prefs-8k 'new/*.jsonl.gz' --tokenizer Qwen3/\n",
+)
 def _append(args: argparse.Namespace) -> int:
     from packstore.etl.concat import append
 
@@ -139,6 +151,7 @@ def _configure_concat(parser: argparse.ArgumentParser) -> None:
     common.add_storage_options(parser)
 
 
+@command(_configure_concat, "  packstore concat s3://bucket/jan s3://bucket/feb s3://bucket/year\n")
 def _concat(args: argparse.Namespace) -> int:
     from packstore.etl.concat import concat
 
@@ -152,24 +165,3 @@ def _concat(args: argparse.Namespace) -> int:
         )
     common.print_table(args, *common.facts_of(dataset))
     return 0
-
-
-PACK = Command(
-    "  packstore pack 'raw/*.jsonl.gz' s3://bucket/prefs-8k --tokenizer Qwen3/\n"
-    "  packstore pack qa.csv qa-4k --tokenizer t.json --field prompt=question --pack-size 4096\n"
-    "  packstore pack prefs-8k prefs-32k --pack-size 32768 --layout shared_prefix\n"
-    "  packstore pack --config job.yaml --dry-run\n"
-    "  zcat raw.gz | packstore pack - prefs-8k --tokenizer tokenizer.json\n",
-    _configure_pack,
-    _pack,
-)
-APPEND = Command(
-    "  packstore append s3://bucket/prefs-8k 'new/*.jsonl.gz' --tokenizer Qwen3/\n",
-    _configure_append,
-    _append,
-)
-CONCAT = Command(
-    "  packstore concat s3://bucket/jan s3://bucket/feb s3://bucket/year\n",
-    _configure_concat,
-    _concat,
-)

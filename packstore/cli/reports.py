@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Column, Table
 
-from packstore.cli import Command, common
+from packstore.cli import command, common
 from packstore.cli._messages import progress_of
 from packstore.config import (
     CHECK_RETRIES,
@@ -82,6 +82,10 @@ def _configure_doctor(parser: argparse.ArgumentParser) -> None:
     _add_settings(parser)
 
 
+@command(
+    _configure_doctor,
+    "  packstore doctor chats.jsonl --tokenizer Qwen3/ --pack-size 4096 --strict\n",
+)
 def _doctor(args: argparse.Namespace) -> int:
     from packstore.etl.reports.records import doctor
 
@@ -116,6 +120,10 @@ def _configure_estimate(parser: argparse.ArgumentParser) -> None:
     _add_settings(parser)
 
 
+@command(
+    _configure_estimate,
+    "  packstore estimate prefs.jsonl --tokenizer Qwen3/ --ranks 8 --examples-per-step 64\n",
+)
 def _estimate(args: argparse.Namespace) -> int:
     from packstore.etl.reports.records import estimate
 
@@ -243,6 +251,10 @@ def _configure_check(parser: argparse.ArgumentParser) -> None:
     common.add_storage_options(parser)
 
 
+@command(
+    _configure_check,
+    "  packstore check s3://bucket/new --storage-option endpoint_url=https://s3.example:9000\n",
+)
 def _check(args: argparse.Namespace) -> int:
     from packstore.etl.reports.place import try_place
     from packstore.io.store.location import Location
@@ -266,20 +278,3 @@ def print_findings(findings: Iterable[Finding], records: int = 0) -> int:
         console.print("\n        ".join(lines), style=_STYLES[finding.level])
         failed = failed or not finding.ok
     return int(failed)
-
-
-DOCTOR = Command(
-    "  packstore doctor chats.jsonl --tokenizer Qwen3/ --pack-size 4096 --strict\n",
-    _configure_doctor,
-    _doctor,
-)
-ESTIMATE = Command(
-    "  packstore estimate prefs.jsonl --tokenizer Qwen3/ --ranks 8 --examples-per-step 64\n",
-    _configure_estimate,
-    _estimate,
-)
-CHECK = Command(
-    "  packstore check s3://bucket/new --storage-option endpoint_url=https://s3.example:9000\n",
-    _configure_check,
-    _check,
-)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from rich.text import Text
 
-from packstore.cli import Command, common
+from packstore.cli import command, common
 from packstore.errors import ConfigError, visible
 from packstore.format.arrays import IGNORE_INDEX, Packs, ids_of
 from packstore.pages import frame
@@ -61,6 +61,12 @@ def _configure_show(parser: argparse.ArgumentParser) -> None:
     common.add_flags(parser, {"--html FILE": f"write a page instead, {bound}"})
 
 
+@command(
+    _configure_show,
+    "  packstore show s3://bucket/prefs-8k --pack 17 --count 2 --tokenizer t.json\n"
+    "  packstore show prefs-8k --pack 100 --count 50 --html packs.html\n"
+    "  packstore show prefs-8k --json | jq '.packs[0].sequences'\n",
+)
 def _show(args: argparse.Namespace) -> int:
     dataset = common.open_dataset(args)
     if not 0 <= args.pack < len(dataset):
@@ -152,6 +158,7 @@ def _configure_view(parser: argparse.ArgumentParser) -> None:
     common.add_flags(parser, flags, port=0)
 
 
+@command(_configure_view, "  packstore view s3://bucket/prefs-8k --port 8765 --no-browser\n")
 def _view(args: argparse.Namespace) -> int:
     reader = _reader(args, common.open_dataset(args))
     with PackServer(reader, args.port) as server:
@@ -164,15 +171,3 @@ def _view(args: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             print("\nended")
     return 0
-
-
-SHOW = Command(
-    "  packstore show s3://bucket/prefs-8k --pack 17 --count 2 --tokenizer t.json\n"
-    "  packstore show prefs-8k --pack 100 --count 50 --html packs.html\n"
-    "  packstore show prefs-8k --json | jq '.packs[0].sequences'\n",
-    _configure_show,
-    _show,
-)
-VIEW = Command(
-    "  packstore view s3://bucket/prefs-8k --port 8765 --no-browser\n", _configure_view, _view
-)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from packstore.cli import Command, common
+from packstore.cli import command, common
 from packstore.cli._messages import progress_of
 from packstore.config.job import job_of, to_yaml
 from packstore.errors import ConfigError, quote
@@ -38,6 +38,11 @@ def _configure_inspect(parser: argparse.ArgumentParser) -> None:
     )
 
 
+@command(
+    _configure_inspect,
+    "  packstore inspect s3://bucket/prefs-8k --json > manifest.json\n"
+    "  packstore inspect prefs-8k --as-config > job.yaml\n",
+)
 def _inspect(args: argparse.Namespace) -> int:
     dataset = common.open_dataset(args)
     m = dataset.manifest
@@ -107,6 +112,10 @@ def _configure_stats(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--html", metavar="FILE", help="also write a page with charts")
 
 
+@command(
+    _configure_stats,
+    "  packstore stats prefs-8k --json\n  packstore stats prefs-8k --by lang --html stats.html\n",
+)
 def _stats(args: argparse.Namespace) -> int:
     dataset = common.open_dataset(args)
     known = [FILE, *dataset.manifest.carried]
@@ -243,16 +252,3 @@ def _page(dataset: Dataset, values: dict[str, Any], tables: Any) -> str:
         ],
         tables=tables,
     )
-
-
-INSPECT = Command(
-    "  packstore inspect s3://bucket/prefs-8k --json > manifest.json\n"
-    "  packstore inspect prefs-8k --as-config > job.yaml\n",
-    _configure_inspect,
-    _inspect,
-)
-STATS = Command(
-    "  packstore stats prefs-8k --json\n  packstore stats prefs-8k --by lang --html stats.html\n",
-    _configure_stats,
-    _stats,
-)

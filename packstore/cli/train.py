@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from importlib.resources import files
 from typing import Any
 
-from packstore.cli import Command, common
+from packstore.cli import command, common
 from packstore.cli._model import is_main_rank, join_logs
 from packstore.cli.pack import run_job, try_job
 from packstore.config.job import check_job, read_steps, read_yaml
@@ -60,6 +60,13 @@ def _configure_train(parser: argparse.ArgumentParser) -> None:
         group.add_argument(flag, type=common.json_or_text, metavar="VALUE", help=argparse.SUPPRESS)
 
 
+@command(
+    _configure_train,
+    "  packstore train dpo.yaml --learning-rate 5e-7 --loss ipo --output-dir run-2\n"
+    "  packstore train dpo.yaml --html run.html --report-to tensorboard\n"
+    "  packstore train --model Qwen3-0.6B --train-dataset chats-8k --loss sft --output-dir sft\n"
+    "  accelerate launch -m packstore train dpo.yaml        # several GPUs or nodes\n",
+)
 def _train(args: argparse.Namespace) -> int:
     if args.example:
         example = files("packstore.cli").joinpath("examples", f"{args.example}.yaml")
@@ -124,6 +131,11 @@ def _configure_run(parser: argparse.ArgumentParser) -> None:
     common.add_json(parser)
 
 
+@command(
+    _configure_run,
+    "  packstore run job.yaml --dry-run\n"
+    "  accelerate launch -m packstore run job.yaml        # several GPUs or nodes\n",
+)
 def _run(args: argparse.Namespace) -> int:
     steps = read_steps(args.config, STEPS)
     if not steps:
@@ -160,19 +172,3 @@ def _first_rank_first() -> AbstractContextManager[Any]:
     from accelerate import PartialState
 
     return PartialState().main_process_first()  # type: ignore[no-any-return]
-
-
-TRAIN = Command(
-    "  packstore train dpo.yaml --learning-rate 5e-7 --loss ipo --output-dir run-2\n"
-    "  packstore train dpo.yaml --html run.html --report-to tensorboard\n"
-    "  packstore train --model Qwen3-0.6B --train-dataset chats-8k --loss sft --output-dir sft\n"
-    "  accelerate launch -m packstore train dpo.yaml        # several GPUs or nodes\n",
-    _configure_train,
-    _train,
-)
-RUN = Command(
-    "  packstore run job.yaml --dry-run\n"
-    "  accelerate launch -m packstore run job.yaml        # several GPUs or nodes\n",
-    _configure_run,
-    _run,
-)
