@@ -22,10 +22,9 @@ from packstore.torch.losses.step_loss import (
     StepDivisor,
     StepLoss,
     above_zero,
-    check_weight,
     divide,
 )
-from packstore.torch.losses.terms import Names, make_terms
+from packstore.torch.losses.terms import Names, check_weight, make_terms
 from packstore.torch.metrics import SumAndCount
 
 logger = logging.getLogger(__name__)

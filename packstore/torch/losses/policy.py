@@ -22,11 +22,15 @@ from packstore.torch.losses.step_loss import (
     LossOutput,
     StepDivisor,
     StepLoss,
-    check_weight,
     divide,
     sequence_weights,
 )
-from packstore.torch.losses.terms import check_function, check_parameters, name_of
+from packstore.torch.losses.terms import (
+    check_function,
+    check_parameters,
+    check_weight,
+    name_of,
+)
 from packstore.torch.metrics import SumAndCount, wide_dtype
 
 Average = Literal["token", "sequence", "group"]

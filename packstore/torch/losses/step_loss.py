@@ -19,7 +19,7 @@ from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.batch.layout import segment_ids
 from packstore.torch.frameworks import check_steps
 from packstore.torch.logprobs.logprobs import segment_token_counts
-from packstore.torch.losses.terms import is_number
+from packstore.torch.losses.terms import check_weight
 from packstore.torch.metrics import SumAndCount, all_reduce_sums, distributed, wide_dtype
 from packstore.torch.models.routers import carried
 
@@ -322,9 +322,3 @@ def _router_term(
     sums = losses.values.new_zeros(len(responses)).index_add(0, example, losses.values)
     weights = batch.weights.to(sums)
     return coefficient, ((sums / responses * weights).sum(), weights.sum())
-
-
-def check_weight(name: str, weight: float) -> None:
-    """Refuses a weight of a term that is no number of at least 0."""
-    if not (is_number(weight) and weight >= 0):
-        raise ConfigError(f"{name} must be at least 0; found {quote(weight)}.")

@@ -22,7 +22,6 @@ Name = str | Callable[..., Tensor]
 Names = Name | Mapping[Any, float | Mapping[str, float]]
 """One loss; or name -> weight, or name -> ``weight`` (default 1) and parameters of that term."""
 
-
 _COUPLES = "it couples the pairs of a batch, so it would depend on which pairs share a pack"
 _TOKENS = "it needs more of each token than its log-prob summed over the sequence"
 
@@ -77,7 +76,7 @@ def make_terms(
     parameters: Mapping[str, float],
     average_logps: bool,
     reference: bool,
-    settings: Iterable[str] = (),
+    settings: Iterable[str],
 ) -> tuple[LossTerm, ...]:
     """Makes the terms of a loss; at least one of them must take each of the `parameters`.
 
@@ -100,10 +99,7 @@ def make_terms(
     for (name, variant), entry in zip(variants.items(), mix.values(), strict=True):
         special = dict(entry) if isinstance(entry, Mapping) else {"weight": entry}
         weight = special.pop("weight", 1.0)
-        if not is_number(weight) or weight < 0:
-            raise ConfigError(
-                f"loss {name!r}: its weight in a mix must be at least 0; found {quote(weight)}."
-            )
+        check_weight(f"loss {name!r}: its weight in a mix", weight)
         shared = {p: v for p, v in parameters.items() if p in variant.defaults}
         terms.append(_term(name, variant, weight, {**shared, **special}, average_logps))
     if len({term.variant.rows for term in terms}) > 1:
@@ -151,7 +147,7 @@ def check_parameters(
     """Returns all parameters of a loss; refuses unknown ones and what is no number."""
     _check_known(name, given, variant.defaults, settings)
     for parameter, value in given.items():
-        if not (is_number(value) or (isinstance(value, Tensor) and value.dim() == 0)):
+        if not (_is_number(value) or (isinstance(value, Tensor) and value.dim() == 0)):
             raise ConfigError(f"loss {name!r}: {parameter} must be a number; found {quote(value)}.")
         if parameter == "beta" and value <= 0:
             raise ConfigError(f"loss {name!r}: beta must be above 0; found {value}.")
@@ -191,6 +187,11 @@ def name_of(loss: Name) -> str:
     return loss if isinstance(loss, str) else getattr(loss, "__name__", type(loss).__name__)
 
 
-def is_number(value: Any) -> bool:
-    """Returns True for a finite number."""
+def check_weight(name: str, weight: Any) -> None:
+    """Refuses a weight of a term that is no number of at least 0."""
+    if not (_is_number(weight) and weight >= 0):
+        raise ConfigError(f"{name} must be at least 0; found {quote(weight)}.")
+
+
+def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -68,46 +68,52 @@ def rows(batch: PackedBatch, seed: int) -> Tensor:
     return values * (torch.arange(values.shape[1]) < counts[:, None])
 
 
+def trainer_with(**settings: Any) -> Any:
+    """What TRL's losses read of their trainer."""
+    accelerator = {"device": "cpu", **dict.fromkeys(("gather", "gather_for_metrics"), lambda x: x)}
+    common: dict[str, Any] = {
+        "model": SimpleNamespace(training=True),
+        "accelerator": SimpleNamespace(**accelerator),
+        "aux_loss_enabled": False,
+        "precompute_ref_logps": True,
+        "beta": BETA,
+        "_metrics": {"train": defaultdict(list)},
+        "_total_train_tokens": 0,
+        "_tp_size": 1,
+    }
+    return SimpleNamespace(**common | settings)
+
+
+def computed(trl: Any, trainer: Any, policy: Tensor, counts: Tensor, **inputs: Tensor) -> Tensor:
+    """The loss of a trainer on a model that answers with given log-probs."""
+    zeros, at = torch.zeros_like(policy), torch.arange(policy.shape[1] + 1)
+    mask = (at >= 1) & (at <= counts[:, None])
+    answer = SimpleNamespace(
+        log_probs=policy, entropy=zeros, mean_logits=zeros, is_top1=zeros.bool()
+    )
+    ids = {"input_ids": torch.zeros(mask.shape, dtype=torch.long)}
+    rest = {"attention_mask": torch.ones_like(mask), "completion_mask": mask, **inputs}
+    loss: Tensor = trl._compute_loss(trainer, lambda **_: answer, ids | rest, False)
+    return loss
+
+
 def theirs(
     trl: Any, batch: PackedBatch, policy: Tensor, ref: Tensor, kind: str, settings: dict[str, Any]
 ) -> Tensor:
-    """The loss as TRL's trainer computes it, on a model that answers with given log-probs."""
+    """The loss as TRL's trainer computes it."""
     apart = torch.cat([torch.arange(0, len(policy), 2), torch.arange(1, len(policy), 2)])
-    counts = token_counts(batch)[apart, None]
-    mask = (torch.arange(policy.shape[1] + 1) >= 1) & (torch.arange(policy.shape[1] + 1) <= counts)
-    zeros = torch.zeros_like(policy)
-    answer = SimpleNamespace(
-        log_probs=policy[apart], entropy=zeros, mean_logits=zeros, is_top1=zeros.bool()
-    )
-    trainer = SimpleNamespace(
-        model=SimpleNamespace(training=True),
-        accelerator=SimpleNamespace(
-            device="cpu", gather=lambda x: x, gather_for_metrics=lambda x: x
-        ),
-        aux_loss_enabled=False,
-        ld_alpha=None,
-        precompute_ref_logps=True,
-        f_divergence_type="reverse_kl",
-        loss_types=[kind if kind in LOSS_TYPES else "sigmoid"],
-        loss_weights=[1.0],
-        beta=BETA,
-        label_smoothing=0.0,
-        use_weighting=False,
-        _metrics={"train": defaultdict(list)},
-        _total_train_tokens=0,
-        _tp_size=1,
-    )
-    vars(trainer).update(settings)
-    sums = ref.sum(1)
-    inputs = {
-        "input_ids": torch.zeros(mask.shape, dtype=torch.long),
-        "attention_mask": torch.ones_like(mask),
-        "completion_mask": mask,
-        "ref_chosen_logps": sums[0::2],
-        "ref_rejected_logps": sums[1::2],
+    common = {
+        "ld_alpha": None,
+        "f_divergence_type": "reverse_kl",
+        "loss_types": [kind if kind in LOSS_TYPES else "sigmoid"],
+        "loss_weights": [1.0],
+        "label_smoothing": 0.0,
+        "use_weighting": False,
     }
-    loss: Tensor = trl._compute_loss(trainer, lambda **_: answer, inputs, False)
-    return loss
+    sums = ref.sum(1)
+    reference = {"ref_chosen_logps": sums[0::2], "ref_rejected_logps": sums[1::2]}
+    trainer, counts = trainer_with(**common | settings), token_counts(batch)[apart]
+    return computed(trl, trainer, policy[apart], counts, **reference)
 
 
 LOSS_TYPES = set(SAME) - {"forward_kl", "js_divergence", "alpha_divergence", "mpo"}
@@ -176,34 +182,16 @@ def test_trl_of_single_answers(kit: SimpleNamespace, name: str, kl: float) -> No
     examples.reward[:] = [1, 0, 0, 1, 0, 1, 0]
     batch = collate(kit.packed(examples, [4, 3], "concat"), "scored")
     policy, ref = rows(batch, 0).requires_grad_(), rows(batch, 1)
-    counts = token_counts(batch)[:, None]
-    mask = (torch.arange(policy.shape[1] + 1) >= 1) & (torch.arange(policy.shape[1] + 1) <= counts)
-    zeros = torch.zeros_like(policy)
-    answer = SimpleNamespace(log_probs=policy, entropy=zeros, mean_logits=zeros)
-    trainer = SimpleNamespace(
-        model=SimpleNamespace(training=True),
-        accelerator=SimpleNamespace(device="cpu", gather_for_metrics=lambda x: x),
-        aux_loss_enabled=False,
-        precompute_ref_logps=True,
+    trainer = trainer_with(
         calculate_KL=name == "kto",
         _compute_kl_logps=lambda *_: torch.full((7,), kl),
         loss_type=name,
-        beta=BETA,
         desirable_weight=1.0,
         undesirable_weight=1.4,
-        _metrics={"train": defaultdict(list)},
-        _total_train_tokens=0,
-        _tp_size=1,
     )
-    inputs = {
-        "input_ids": torch.zeros(mask.shape, dtype=torch.long),
-        "attention_mask": torch.ones_like(mask),
-        "completion_mask": mask,
-        "label": batch.rewards > 0,
-        "ref_logps": ref.sum(1),
-        "ref_KL_logps": torch.zeros(7),
-    }
-    expected = module.KTOTrainer._compute_loss(trainer, lambda **_: answer, inputs, False)
+    inputs = {"label": batch.rewards > 0, "ref_logps": ref.sum(1), "ref_KL_logps": torch.zeros(7)}
+    counts = token_counts(batch)
+    expected = computed(module.KTOTrainer, trainer, policy, counts, **inputs)
     parameters = {"baseline": kl} if name == "kto" else {}
     found = ours(batch, policy, ref, name, undesirable_weight=1.4, **parameters)
     assert abs(float((found - expected).detach())) < 1e-6  # TRL's KL is float32
