@@ -121,7 +121,7 @@ class PackedBatch:
     step: StepInfo | None
     cu_seqlens_unpadded: Tensor | None
     _signed_ids: Tensor  # int32 `[T]`, ids, ~id where unsupervised
-    _logical_tokens: int  # sum of the lengths
+    _shared_tokens: int  # tokens that segments leave out, as the first of their example has them
     _pack_examples: Int64  # int64 `[P]`, examples of each pack
     _unweighted_packs: list[int]  # indices of the packs of weight 0
     _pack_sources: Int64 | None  # int64 `[P]`, of each pack in a mix; None: 0
@@ -172,7 +172,7 @@ class PackedBatch:
     @cached_outside_inference_mode
     def position_ids(self) -> Tensor:
         """int64 `[T]`, of each token in its logical sequence."""
-        ends, lengths = self.cu_seqlens[1:], self.lengths
+        ends, lengths = self._ends, self.lengths
         if ends.device.type == "cpu":
             places, shifts = np.arange(self.num_tokens), lengths.numpy() - ends.numpy()
             places += np.repeat(shifts.astype(np.int64), np.diff(self.cu_seqlens.numpy()))
@@ -211,25 +211,26 @@ class PackedBatch:
         Without shared prefixes it is `cu_seqlens`, the same tensor: torch looks for that identity
         when it selects a kernel.
         """
-        if self._logical_tokens == self.num_tokens:
+        if not self._shared_tokens:
             return self.cu_seqlens
-        return torch.nn.functional.pad(self.lengths.cumsum(0, dtype=torch.int32), (1, 0))
+        keys = self.lengths + self.cu_seqlens[1:] - self._ends
+        return torch.nn.functional.pad(keys.cumsum(0, dtype=torch.int32), (1, 0))
 
     @cached_outside_inference_mode
     def kv_index(self) -> Tensor | None:
-        """int64 `[sum of lengths]`, the token of the row at each place of the logical sequences.
+        """int64 `[last of cu_seqlens_k]`, the token at each place of the logical sequences.
 
         None if no segment leaves out a shared prefix.
         """
-        size = self._logical_tokens
-        if size == self.num_tokens:
+        if not self._shared_tokens:
             return None
+        size = self.num_tokens + self._shared_tokens
         starts, keys = self.cu_seqlens.long(), self.cu_seqlens_k.long()
-        shared_tokens = self.lengths - starts.diff()
+        shared_tokens = keys.diff() - starts.diff()
         responses = self.num_responses.long()
         firsts = starts[responses.cumsum(0) - responses]
         first = firsts.repeat_interleave(responses, output_size=self.num_segments)
-        sequence = segment_ids(self.lengths, size)
+        sequence = segment_ids(keys.diff(), size)
         place = torch.arange(size, device=starts.device) - keys[sequence]
         physical = place - shared_tokens[sequence]
         return torch.where(physical < 0, first[sequence] + place, starts[sequence] + physical)
@@ -253,6 +254,13 @@ class PackedBatch:
         if self._pack_sources is None:
             return torch.zeros_like(self.pack_ids)
         return torch.from_numpy(self._pack_sources[self.pack_ids.numpy()])
+
+    @property
+    def _ends(self) -> Tensor:
+        """int32 `[S]`, where the tokens of each segment end, and its padding begins."""
+        if self.cu_seqlens_unpadded is None:
+            return self.cu_seqlens[1:]
+        return self.cu_seqlens[:-1] + self.cu_seqlens_unpadded.diff()
 
     @property
     def num_tokens(self) -> int:
@@ -303,14 +311,20 @@ class PackedBatch:
         )
 
     def replace(self, **changes: Any) -> Self:
-        """Returns the batch with other values of these fields; all others are computed first."""
-        batch = copy.copy(self)
-        vars(batch).update({name: getattr(self, name) for name in _DERIVED} | changes)
+        """Returns the batch with other values of these fields; all others are computed first.
+
+        But for positions and keys, which follow other offsets of segments.
+        """
         outdated = {"layout", "_signed_ids"}
+        if "cu_seqlens" in changes:
+            outdated |= {"position_ids", "segment_ids", "cu_seqlens_k", "kv_index"}
         if changes.keys() & {"rewards", "num_responses"}:
             outdated.add("cpu_rewards_and_counts")
+        batch = copy.copy(self)
+        vars(batch).update({name: getattr(self, name) for name in _DERIVED if name not in outdated})
         for name in outdated:
             vars(batch).pop(name, None)
+        vars(batch).update(changes)
         return batch
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Self:
@@ -421,7 +435,7 @@ def collate(
     columns, values = [p.columns for p in parts], [p.sequence_columns for p in parts]
     return PackedBatch(
         _signed_ids=_joined([p.signed_ids for p in parts], np.int32),
-        _logical_tokens=logical,
+        _shared_tokens=logical - int(starts[-1]),
         _pack_examples=pack_examples,
         _unweighted_packs=unweighted,
         _pack_sources=sources,

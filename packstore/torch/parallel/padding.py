@@ -24,7 +24,7 @@ from packstore.format.arrays import IGNORE_INDEX, Column
 from packstore.format.schema import KINDS
 from packstore.io.manifest.manifest import Manifest
 from packstore.torch.batch.batch import PackedBatch
-from packstore.torch.batch.layout import offsets, segment_ids
+from packstore.torch.batch.layout import offsets
 
 Size = TypeVar("Size", int, Tensor)
 
@@ -71,37 +71,23 @@ def pad_segments(batch: PackedBatch, multiple: int) -> PackedBatch:
         raise ConfigError(f"the multiple of pad_segments must be at least 1; found {multiple}.")
     if multiple == 1:
         return batch
-    before, keys_before = batch.cu_seqlens.long(), batch.cu_seqlens_k.long()
-    shared_tokens = keys_before.diff() - before.diff()
+    before, unpadded = batch.cu_seqlens.long(), batch.cu_seqlens_unpadded
     padded = round_up(before.diff(), multiple)
-    starts, keys = offsets(padded), offsets(shared_tokens + padded)
-    segment = segment_ids(padded)
-    tokens = torch.arange(len(segment), device=segment.device)
-    moved = torch.arange(batch.num_tokens, device=segment.device)
+    starts, keys = offsets(padded), batch.cu_seqlens_k.diff() + padded - before.diff()
+    size = int(starts[-1])
+    moved = torch.arange(batch.num_tokens, device=starts.device)
     moved += (starts - before)[batch.segment_ids]
-    kv_index = None
-    if batch.kv_index is not None:
-        run = segment_ids(shared_tokens + padded)
-        place = torch.arange(len(run), device=run.device) - keys[run]
-        offset = place - shared_tokens[run]
-        shared = moved[batch.kv_index[(keys_before[run] + place).clamp(max=keys_before[-1] - 1)]]
-        kv_index = torch.where(offset < 0, shared, starts[run] + offset)
-    unpadded, cu_seqlens = batch.cu_seqlens_unpadded, starts.int()
 
     def spread(values: Tensor, fill: int) -> Tensor:
-        return values.new_full((len(segment),), fill).index_copy(0, moved, values)
+        return values.new_full((size,), fill).index_copy(0, moved, values)
 
     return batch.replace(
         input_ids=spread(batch.input_ids, 0),
         labels=spread(batch.labels, IGNORE_INDEX),
-        position_ids=tokens - starts[segment] + shared_tokens[segment],
-        segment_ids=segment,
         target_index=moved[batch.target_index],
-        cu_seqlens=cu_seqlens,
-        cu_seqlens_k=cu_seqlens if kv_index is None else keys.int(),
-        kv_index=kv_index,
+        cu_seqlens=starts.int(),
         max_seqlen=round_up(batch.max_seqlen, multiple),
-        max_seqlen_k=int((shared_tokens + padded).max()),
+        max_seqlen_k=int(keys.max()),
         cu_seqlens_unpadded=batch.cu_seqlens if unpadded is None else unpadded,
     )
 
@@ -191,27 +177,18 @@ def _add_segments(batch: PackedBatch, lengths: Tensor, tail: int) -> PackedBatch
     if not len(lengths):
         return batch
     T, S = batch.num_tokens + tail, batch.num_segments + len(lengths)
-    segment, bounds = segment_ids(lengths, tail), offsets(lengths)
-    place = torch.arange(tail, device=lengths.device) - bounds[segment]
     k = _responses(batch) if batch.kind != "scored" else len(lengths)
     E = batch.num_examples + len(lengths) // k
 
     def ended(starts: Tensor) -> Tensor:
-        return torch.cat([starts, (starts[-1] + bounds[1:]).int()])
+        return torch.cat([starts, (starts[-1] + lengths.cumsum(0)).int()])
 
-    unpadded, cu_seqlens = batch.cu_seqlens_unpadded, ended(batch.cu_seqlens)
-    kv_index = batch.kv_index
-    if kv_index is not None:
-        kv_index = torch.cat([kv_index, torch.arange(batch.num_tokens, T, device=place.device)])
+    unpadded = batch.cu_seqlens_unpadded
     return batch.replace(
         input_ids=_filled(batch.input_ids, T, 0),
         labels=_filled(batch.labels, T, IGNORE_INDEX),
-        position_ids=torch.cat([batch.position_ids, place]),
-        segment_ids=torch.cat([batch.segment_ids, segment + batch.num_segments]),
-        cu_seqlens=cu_seqlens,
-        cu_seqlens_k=cu_seqlens if batch.kv_index is None else ended(batch.cu_seqlens_k),
+        cu_seqlens=ended(batch.cu_seqlens),
         cu_seqlens_unpadded=None if unpadded is None else ended(unpadded),
-        kv_index=kv_index,
         lengths=torch.cat([batch.lengths, lengths]),
         rewards=_filled(batch.rewards, S, 0),
         ref_logps=None if batch.ref_logps is None else _filled(batch.ref_logps, S, 0),
