@@ -67,7 +67,7 @@ def test_a_masked_vocabulary(kit: SimpleNamespace) -> None:
 
 @pytest.mark.parametrize(
     ("biased", "softcap", "chunk_size"),
-    [(False, None, 1), (True, None, 90), (False, 1.5, 7), (True, 1.5, 100_000)],
+    [(False, None, 2), (True, None, 90), (False, 1.5, 7), (True, 1.5, 100_000)],
 )
 def test_from_hidden(
     kit: SimpleNamespace, batch: PackedBatch, biased: bool, softcap: float | None, chunk_size: int
