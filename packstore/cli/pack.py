@@ -28,6 +28,7 @@ def _configure_pack(parser: argparse.ArgumentParser) -> None:
     )
     flags = {
         "--config FILE": "YAML file of SOURCE, OUT, settings; flags override",
+        "--out OUT": "in place of the job file's",
         "--tokenizer PATH": "tokenizer.json, .model, Hugging Face folder or name",
         "--dry-run": "only lint and plan a sample, and try OUT",
     }
@@ -75,6 +76,10 @@ def _job(args: argparse.Namespace) -> dict[str, Any]:
         from packstore.config.job import read_job
 
         job = read_job(args.config)
+    if args.places and args.out:
+        args.parser.error("OUT must be given once: behind SOURCE, or by --out beside a job file")
+    if args.out:
+        job["out"] = args.out
     if len(args.places) > 1:
         job |= {"source": common.source_of(args.places[:-1]), "out": args.places[-1]}
     elif args.places or not {"source", "out"} <= job.keys():

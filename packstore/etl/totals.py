@@ -184,8 +184,11 @@ def log_shapes(tally: Tally, kind: str) -> None:
     details = f", {tally.chats:,} as chats" if tally.chats else ""
     if ties := tally.dropped["tie"]:
         details += f", {ties:,} ties dropped"
+    several = len(tally.shapes) > 1
     for shape, count in tally.shapes.most_common():
-        log.info("records: %s: %s %s%s", shape, f"{count:,}", noun, details)
+        log.info("records: %s: %s %s%s", shape, f"{count:,}", noun, "" if several else details)
+    if several and details:
+        log.info("records of all shapes: %s%s", f"{tally.kept:,}", details)
 
 
 def count_unrequested_drops(tally: Tally) -> int:

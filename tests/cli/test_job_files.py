@@ -65,6 +65,15 @@ def test_flags_override_the_file(folder: Path) -> None:
     assert not Path("packed").exists()
 
 
+def test_the_same_job_goes_to_another_place(folder: Path, capsys: Any) -> None:
+    assert main(["pack", "--config", job(), "--out", "elsewhere"]) == 0
+    assert Path("elsewhere").exists()
+    assert not Path("packed").exists()
+    with pytest.raises(SystemExit):
+        main(["pack", "--config", job(), "pairs.jsonl", "mine", "--out", "elsewhere"])
+    assert "OUT must be given once" in capsys.readouterr().err
+
+
 def test_the_config_of_a_dataset_makes_it_again(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

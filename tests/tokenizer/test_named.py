@@ -356,6 +356,38 @@ def test_votes_that_are_even_are_a_tie(pack, byte_level):
     assert packed.marked[0] == "[u]Q<e>[a]«x<e>»"
 
 
+def test_totals_of_several_shapes_are_said_once(pack, byte_level, caplog):
+    caplog.set_level("INFO", "packstore")
+    context = {"context": Q, "response1": "x", "response2": "y"}
+    ties = [{**context, "overall_preference": i} for i in (-1, 0, 2)]
+    pack(byte_level(template=TEMPLATE), {"prompt": Q, "chosen": "x", "rejected": "y"}, *ties)
+    told = [text for text in caplog.messages if text.startswith("records")]
+    assert told[0].endswith("): 2 pairs")
+    assert told[1].endswith("): 1 pairs")
+    assert told[2:] == ["records of all shapes: 3, 3 as chats, 1 ties dropped"]
+
+
+def test_keys_and_roles_of_ones_own(tmp_path, pack, byte_level):
+    """As the tags of LLaMA-Factory's dataset_info.json say them."""
+    own, chat = tmp_path / "own.yaml", byte_level(template=TEMPLATE)
+    entry = {"kind": "preference", "fields": {"talk": "messages", "best": "any", "worst": "any"}}
+    entry |= {"reads": {"prompt": "talk", "chosen": "best", "rejected": "worst"}}
+    own.write_text(
+        json.dumps({"mine": {**entry, "turns": {"who": "role", "says": "content"},
+                             "roles": {"USER": "user", "BOT": "assistant"}}}),
+        encoding="utf-8",
+    )  # fmt: skip
+    turns = [
+        {"who": who, "says": said} for who, said in [("USER", "Q"), ("BOT", "x"), ("BOT", "y")]
+    ]
+    record = {"talk": turns[:1], "best": turns[1], "worst": turns[2]}
+    packed = pack(chat, record, shape=str(own))
+    assert packed.marked == ["[u]Q<e>[a]«x<e>»", "[u]Q<e>[a]«y<e>»"]
+    unknown = {"messages": [{"role": "USER", "content": "Q"}, {"role": "BOT", "content": "x"}]}
+    with pytest.raises(RecordError, match=r"unknown role 'BOT'.*roles: \{NAME: assistant\}"):
+        pack(chat, unknown, on={"bad_role": "error"})
+
+
 def test_a_shape_of_ones_own(tmp_path, pack, byte_level):
     own = tmp_path / "own.yaml"
     own.write_text(

@@ -302,7 +302,8 @@ def _normalize(raw: object, unknown: set[str]) -> tuple[str, Message]:
         remedy = "Give the list of messages itself" if "messages" in raw else ""
         raise Refused("bad_role", f"a message without a role, {quote(raw)}", remedy)
     if role is None:
-        raise Refused("bad_role", f"unknown role {quote(written)}")
+        remedy = "Say what it means in a shape of your own (roles: {NAME: assistant})"
+        raise Refused("bad_role", f"unknown role {quote(written)}", remedy)
     message: Message = {"role": role}
     thoughts, calls = _one_of(raw, REASONING), _one_of(raw, CALLS)
     if (thoughts or calls) and role != "assistant":

@@ -40,6 +40,7 @@ class Entry(msgspec.Struct, forbid_unknown_fields=True):
     passes: list[str] = []
     drops: dict[str, list[Any]] = {}
     turns: dict[str, str | None] = {}
+    roles: dict[str, str] = {}
     rounds: list[str | int] = []
     splits: str = ""
     role: str = ""

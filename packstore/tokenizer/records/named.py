@@ -71,8 +71,8 @@ def _read(
     found = {n: v for n, v in record.items() if n in known().beside and not shape.passes(n)}
     for name, paths in shape.reads.items():
         parts = [v for path in paths if (v := follow(record, path)) is not None]
-        if keys := shape.entry.get("turns"):
-            parts = [_with_keys(part, keys) for part in parts]
+        if (keys := shape.entry.get("turns")) or shape.entry.get("roles"):
+            parts = [_with_keys(part, keys or {}, shape.entry.get("roles", {})) for part in parts]
         if parts:
             is_list = name == "votes"
             found[name] = parts if is_list else parts[0] if len(parts) == 1 else _joined(parts)
@@ -209,13 +209,17 @@ def _dialogue(questions: Any, answers: Any) -> list[dict[str, Any]]:
         raise wrong_type(rule, [questions, answers]) from None
 
 
-def _with_keys(value: Any, keys: Mapping[str, str | None]) -> Any:
-    """Returns turns with other keys; null: without this key."""
+def _with_keys(value: Any, keys: Mapping[str, str | None], roles: Mapping[str, str]) -> Any:
+    """Returns turns with other keys, null: without this key, and other names of roles."""
     if isinstance(value, list):
-        return [_with_keys(item, keys) for item in value]
+        return [_with_keys(item, keys, roles) for item in value]
     if not isinstance(value, dict):
         return value
-    return {new: item for key, item in value.items() if (new := keys.get(key, key)) is not None}
+    turn = {new: item for key, item in value.items() if (new := keys.get(key, key)) is not None}
+    return {
+        key: roles.get(item, item) if key in ("role", "from") and is_text(item) else item
+        for key, item in turn.items()
+    }
 
 
 def _render(shape: Shape, found: dict[str, Any], earlier: list[dict[str, Any]]) -> None:
