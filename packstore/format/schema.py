@@ -126,9 +126,9 @@ def require_kind(kind: str) -> None:
         raise UnknownNameError(f"unknown kind {quote(kind)}; choose from: {', '.join(KINDS)}.")
 
 
-def check_features(version: object, features: list[str], where: str) -> None:
+def check_features(version: int, features: list[str], where: str) -> None:
     """Raises UnsupportedFormatError for a higher version, or an unknown required feature."""
-    if not isinstance(version, int) or version < 1 or version > FORMAT_VERSION:
+    if not 1 <= version <= FORMAT_VERSION:
         rule = f"the format version must be 1 to {FORMAT_VERSION}"
         raise UnsupportedFormatError(sentence(where, rule, repr(version), UPGRADE))
     for name in features:

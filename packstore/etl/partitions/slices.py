@@ -83,21 +83,16 @@ def split(inputs: Sequence[tuple[Input, int]], partitions: int) -> list[list[Sli
     return slices
 
 
-@dataclass(frozen=True)
-class ReadFile:
-    """A file, read to its end."""
-
-    ordinal: int
-    source: dict[str, Any]  # its `path`, `bytes`, `sha256` and `records`
-    version: str  # in the store before it was read; empty if the store has none
-
-
 def read_blocks(
     partitions: Iterable[tuple[Owner, Sequence[Slice]]],
     config: PackConfig,
-    on_file: Callable[[Owner, ReadFile], None] = lambda *_: None,
+    on_file: Callable[[Owner, int, dict[str, Any], str], None] = lambda *_: None,
 ) -> Iterator[tuple[Owner, Block]]:
-    """Yields blocks with their owners; each file is read once for all, then `on_file` called."""
+    """Yields blocks with their owners; each file is read once for all.
+
+    Then `on_file` gets each owner, the ordinal of the file, its entry of `sources`, and its version
+    in the store before it was read; empty if the store has none.
+    """
     takers: dict[int, list[tuple[Owner, Slice]]] = {}
     for owner, slices in partitions:
         for part in slices:
@@ -110,9 +105,8 @@ def read_blocks(
             for owner, part in takers[ordinal]:
                 if number % part.step == part.first:
                     yield owner, block
-        read = ReadFile(ordinal, reader.sources[-1], version)
         for owner, _ in takers[ordinal]:
-            on_file(owner, read)
+            on_file(owner, ordinal, reader.sources[-1], version)
 
 
 def parts_with_owners(

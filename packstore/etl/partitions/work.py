@@ -23,7 +23,7 @@ from packstore.config import PackConfig
 from packstore.etl.dedup_and_split import Selection, split_names
 from packstore.etl.engines import Run
 from packstore.etl.partitions.resume import Partition, Written, reuse_finished_partition
-from packstore.etl.partitions.slices import Item, ReadFile, parts_with_owners, read_blocks
+from packstore.etl.partitions.slices import Item, parts_with_owners, read_blocks
 from packstore.etl.rejects import compressed
 from packstore.etl.spill import Spill
 from packstore.etl.tokenize import Part, Tokenize
@@ -71,10 +71,10 @@ class Spilled:
             self._rejects.append(compressed(tally.rejected))
         self._tally.add(tally)
 
-    def record_file(self, file: ReadFile) -> None:
+    def record_file(self, ordinal: int, source: dict[str, Any], version: str) -> None:
         """Records a file that was read to its end."""
-        self._sources[file.ordinal] = file.source
-        self.versions[file.ordinal] = file.version
+        self._sources[ordinal] = source
+        self.versions[ordinal] = version
 
     def contents(self) -> Contents:
         """Returns the counts of its records, after the last block."""

@@ -8,13 +8,12 @@ import io
 import os
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from packstore.errors import IntegrityError
 from packstore.format.arrays import Int64, Packs, PackSizes, count_packs
 from packstore.format.typed_json import Checksums, Count, Positive, Real, Sha256, Share
 
@@ -76,33 +75,25 @@ class ShardInfo:
     further: Any = field(default_factory=dict)  # members of a later release, name to JSON value
 
 
-@dataclass(frozen=True)
-class FileHashes:
-    """Hashes of a shard file and its footer; see :class:`ShardInfo`."""
+def file_hashes(file: io.BufferedIOBase) -> dict[str, Any]:
+    """Returns sizes and hashes of a file and its footer, named as in :class:`ShardInfo`.
 
-    bytes: int
-    sha256: str
-    footer_bytes: int
-    footer_sha256: str
-
-    @classmethod
-    def of(cls, file: io.BufferedIOBase) -> FileHashes:
-        """Hashes a file, which ends with a footer, its length in four bytes, and a magic word."""
-        file.seek(0)
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(size - 10, 0))
-        end = file.read()
-        magic = next((m for m in (b"PAR1", b"ARROW1") if end.endswith(m)), b"")
-        footer = int.from_bytes(end.removesuffix(magic)[-4:], "little") + 4 + len(magic)
-        if not magic or footer > size:
-            raise IntegrityError("a shard must end with the footer of a Parquet or Arrow file.")
-        file.seek(size - footer)
-        return cls(size, digest, footer, hashlib.sha256(file.read()).hexdigest())
+    It ends with the footer, the footer's length in four bytes, and a magic word.
+    """
+    digest = hashlib.file_digest(file, "sha256").hexdigest()
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(size - 10, 0))
+    end = file.read()
+    magic = 6 if end.endswith(b"ARROW1") else 4
+    footer = int.from_bytes(end[-magic - 4 : -magic], "little") + 4 + magic
+    file.seek(size - footer)
+    of_footer = hashlib.sha256(file.read()).hexdigest()
+    sizes = {"bytes": size, "footer_bytes": footer}
+    return {**sizes, "sha256": digest, "footer_sha256": of_footer}
 
 
 def describe_shard(
-    path: str, figures: Sequence[Int64], hashes: FileHashes, crc32: Int64 | Checksums
+    path: str, figures: Sequence[Int64], hashes: Mapping[str, Any], crc32: Int64
 ) -> ShardInfo:
     """Builds the manifest's entry of a shard from `pack_figures` and crc32 of each row group."""
     groups = [[len(f), *f[:, :4].sum(axis=0), f[:, 4].max()] for f in figures]
@@ -111,7 +102,7 @@ def describe_shard(
     sums: dict[str, Any] = {name: int(columns[name].sum()) for name in _GROUP_SUMS}
     stored = {name: columns[name] for name in ("rows", "examples", "tokens", "longest")}
     row_groups = RowGroups(**stored, crc32=crc32.astype(np.uint32))
-    return ShardInfo(path=path, **sums, **asdict(hashes), example_id_base=0, row_groups=row_groups)
+    return ShardInfo(path=path, **sums, **hashes, example_id_base=0, row_groups=row_groups)
 
 
 _GROUP_SUMS = ("rows", "examples", "sequences", "tokens", "supervised_tokens")
@@ -206,8 +197,6 @@ class PackCounter:
 
     def add(self, figures: Int64, lengths: npt.NDArray[np.integer]) -> None:
         """Adds packs: their :func:`pack_figures`, and logical lengths `[S]` of their sequences."""
-        if not len(figures):
-            return
         examples, segments, tokens, _ = figures[:, :4].T
         sums = len(figures), *figures[:, :4].sum(axis=0), lengths.sum(dtype=np.int64)
         histogram = np.bincount(np.frexp(lengths)[1] - 1, minlength=32)

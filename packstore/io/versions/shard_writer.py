@@ -14,7 +14,7 @@ import os
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
@@ -54,15 +54,15 @@ class ShardFile:
         # One batch is copied, too: the bytes of a slice depend on where it was taken from.
         table = pa.Table.from_batches([pa.concat_batches(batches)])
         with as_storage_errors("write", self.path, {}):
-            self._writer.write_table(table, max(table.num_rows, 1))
+            self._writer.write_table(table, table.num_rows)
 
-    def finish(self, durable: bool) -> tuple[facts.FileHashes, Int64]:
+    def finish(self, durable: bool) -> tuple[dict[str, Any], Int64]:
         """Closes the file, if `durable` synced; returns its hashes and row groups' crc32, `[G]`."""
         with as_storage_errors("write", self.path, {}):
             self._writer.close()
             local.finish_file(self._file, durable)
             with open(self.path, "rb") as file:
-                return facts.FileHashes.of(file), row_group_crc32(self.path)
+                return facts.file_hashes(file), row_group_crc32(self.path)
 
     def discard(self) -> None:
         """Closes the file and ignores errors: it is going to be removed."""
@@ -179,7 +179,7 @@ class ShardWriter:
         self._wait(0)
         hashes, crc32 = shard.finish(durable=self._staging.durable)
         number = len(self._finished)
-        name = f"{self._run}-{number:05d}-{hashes.sha256[:16]}.{self._config.format}"
+        name = f"{self._run}-{number:05d}-{hashes['sha256'][:16]}.{self._config.format}"
         info = facts.describe_shard(f"{DATA}/{name}", shard.figures, hashes, crc32)
         self._staging.store(shard.path, info.path)
         self._shard = None
