@@ -73,7 +73,7 @@ def by_id(dataset: packstore.Dataset) -> dict[int, tuple[Any, ...]]:
     return found
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES.names())
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
 def test_what_goes_in_comes_out(
     do_pack: Pack, tmp_path: Path, strategy: str, layout: str, monkeypatch: pytest.MonkeyPatch

@@ -100,7 +100,7 @@ cases = st.tuples(
 
 
 @settings(deadline=None, max_examples=150)
-@given(case=cases, layout=st.sampled_from(LAYOUTS), strategy=st.sampled_from(STRATEGIES.names()))
+@given(case=cases, layout=st.sampled_from(LAYOUTS), strategy=st.sampled_from([*STRATEGIES]))
 def test_packs_are_those_of_the_definition_and_give_the_examples_back(
     case: tuple[int, int, str, int], layout: str, strategy: str
 ) -> None:

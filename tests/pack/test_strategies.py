@@ -15,7 +15,7 @@ from packstore.format.arrays import Int32, Int64
 from packstore.pack.algorithms import STRATEGIES
 from packstore.pack.algorithms.pool import SPAN
 
-ALL = pytest.mark.parametrize("name", STRATEGIES.names())
+ALL = pytest.mark.parametrize("name", STRATEGIES)
 
 
 def run(name: str, lengths: list[int] | Int32, capacity: int, seed: int = 0) -> tuple[Int32, Int64]:
