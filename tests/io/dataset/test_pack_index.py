@@ -193,6 +193,13 @@ def test_a_pack_without_segments_has_no_size(kit, tmp_path):
         _ = open_dataset(ds.url).pack_index
 
 
+@pytest.mark.parametrize("change", [lambda t: t.drop_columns("squares"), lambda t: t.slice(0, 7)])
+def test_another_shape_is_refused(ds, change):
+    wrong = lying(ds, change)
+    with pytest.raises(IntegrityError, match=r"have columns tokens, .* a row group for each shard"):
+        _ = wrong.pack_index
+
+
 def test_sizes_are_looked_up_shard_by_shard(kit, tmp_path):
     ds = kit.made(tmp_path / "ds", 400, row_group_tokens=1, shard_tokens=1)
     assert len(ds.manifest.shards) == 400  # more than are kept
