@@ -281,6 +281,16 @@ class PackSizes:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    @classmethod
+    def concat(cls, parts: Sequence[PackSizes]) -> PackSizes:
+        """Concatenates sizes; if the counts of a part are unknown, all are."""
+        none, names = np.empty(0, np.int64), ("tokens", "examples", "squares")
+        counts = [part.counts for part in parts if part.counts is not None]
+        return cls(
+            *(np.concatenate([none, *(getattr(part, name) for part in parts)]) for name in names),
+            counts=np.concatenate(counts) if len(counts) == len(parts) > 0 else None,
+        )
+
     def take(self, indices: Int64 | slice) -> PackSizes:
         """Returns the sizes of the packs at `indices`."""
         columns = self.tokens, self.examples, self.squares

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -132,7 +132,7 @@ class SizeTable:
             self.shard(shard).take(numbers - self._starts[shard])
             for shard, numbers in zip(distinct.tolist(), members, strict=False)
         ]
-        return _joined(parts).take(np.argsort(order, kind="stable"))
+        return PackSizes.concat(parts).take(np.argsort(order, kind="stable"))
 
     def require_same(self, first: int, packs: Packs, where: str) -> None:
         """Refuses packs, number `first` and on, whose sizes are not those of the index."""
@@ -147,9 +147,9 @@ class SizeTable:
         """Returns the sizes of all packs in file order, 56 bytes each."""
         numbers = range(len(self._manifest.shards))
         if self._index is not None:
-            return _joined(list(map(self._load, numbers)))
+            return PackSizes.concat(list(map(self._load, numbers)))
         with ThreadPoolExecutor(THREADS) as pool:
-            return _joined(list(pool.map(self._load, numbers)))
+            return PackSizes.concat(list(pool.map(self._load, numbers)))
 
     @functools.cached_property
     def _index(self) -> PackIndex | None:
@@ -172,7 +172,7 @@ class SizeTable:
                 steps[first[1:] - 1] = 0  # from the end of one pack to the start of the next
                 tokens, squares = (np.add.reduceat(x, first) for x in (steps, steps**2))
             parts.append(PackSizes(tokens, np.diff(examples), squares))
-        sizes = _joined(parts)
+        sizes = PackSizes.concat(parts)
         _check(sizes, number, self._manifest, reader.where)
         return sizes
 
@@ -201,15 +201,6 @@ def check_counts(columns: Mapping[str, tuple[Any, Int64]], rows: int) -> None:
         steps[offsets[1:-1] - 1] = 1  # from the end of one pack to the start of the next
         if np.any(np.diff(offsets) < 2) or np.any(bounds[offsets[:-1]]) or np.any(steps < 1):
             raise IntegrityError("column seq_boundaries must rise from 0 in each pack")
-
-
-def _joined(parts: Sequence[PackSizes]) -> PackSizes:
-    none = np.empty(0, np.int64)
-    counts = [part.counts for part in parts if part.counts is not None]
-    return PackSizes(
-        *(np.concatenate([none, *(getattr(part, name) for part in parts)]) for name in _SIZES),
-        counts=np.concatenate(counts) if len(counts) == len(parts) > 0 else None,
-    )
 
 
 def _check(sizes: PackSizes, number: int, manifest: Manifest, where: str) -> None:

@@ -111,11 +111,8 @@ class MixedPacks:
         """Returns the sizes of the packs at positions `indices`; see :class:`PackStream`."""
         parts = next(self._split(iter([indices])))
         sizes = [self._pass(*key).sizes(np.array(at)) for key, (_, at) in parts.items()]
-        counts = [part.counts for part in sizes if part.counts is not None]
-        columns = zip(*((part.tokens, part.examples, part.squares) for part in sizes), strict=True)
-        joined = np.concatenate(counts) if len(counts) == len(sizes) else None
-        whole = PackSizes(*map(np.concatenate, columns), counts=joined)
-        return whole.take(np.argsort(np.concatenate([rows for rows, _ in parts.values()])))
+        order = np.argsort(np.concatenate([rows for rows, _ in parts.values()]))
+        return PackSizes.concat(sizes).take(order)
 
     def read(self, batches: Iterable[Int64]) -> Iterator[list[Packs]]:
         """Yields the packs at each array of positions; every source has its own read-ahead."""
