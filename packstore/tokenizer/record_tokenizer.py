@@ -126,15 +126,16 @@ class RecordTokenizer:
         the records with indices `sampled` were encoded to."""
         block, config = _Block(), self.config
         given, values = self._canonical(rows.values, block)
+        for i, fields in enumerate(given):
+            shape, own = block.shapes.get(i), self._own_names
+            if shape is not None:
+                own = (own | shape.known) - shape.opens
+            if type(fields) is dict and (others := fields.keys() - own):
+                (fields,) = opened([fields], others)
+                if shape is not None:
+                    fields = {k: v for k, v in fields.items() if not self._leaves(shape, k)}
+                given[i] = fields
         names = names_of(given)
-        shapes = {*block.shapes.values()}
-        opens = {name for shape in shapes for name in shape.opens}
-        if others := names - (self._own_names.union(*(s.known for s in shapes)) - opens):
-            given = opened(given, others)
-            for i, shape in block.shapes.items():
-                if shape.opens:
-                    given[i] = {k: v for k, v in given[i].items() if not self._leaves(shape, k)}
-            names = names_of(given)
         groups = {n: known().group(n) for n in sorted(names - self._mapped)}
         groups = {
             name: group

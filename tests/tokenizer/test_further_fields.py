@@ -197,6 +197,14 @@ def test_a_mask_is_of_zeros_and_ones(mask, said):
     assert said("sft", {"input_ids": [81, 87, 88], "mask": mask})[0] == {"wrong_type": 1}
 
 
+def test_an_object_is_looked_into_whatever_stands_beside_its_record(said):
+    """The name of its field may be one that the named shape of another record reads."""
+    alpaca = {"instruction": "Q", "input": "R", "output": "x"}
+    judged = {"prompt": "Q", "completion": "x", "input": {"quality": 0.5}}
+    assert said("sft", judged)[0] == {"unpaired_feedback": 1}
+    assert said("sft", alpaca, judged)[0] == {"unpaired_feedback": 1}
+
+
 def test_names_are_compared_by_their_words():
     groups = {"ratings": "judges", "a.b[].passRate": "judges", "generation": "adds", "ID": HARMLESS}
     assert {name: known().group(name) for name in groups} == groups

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -399,6 +400,18 @@ def test_a_shape_of_ones_own(tmp_path, pack, byte_level):
     assert pack(byte_level(), record, shape=str(own)).marked == ["Q«y</s>»", "Q«x</s>»"]
     with pytest.raises(ConfigError, match=r"none\.yaml: it must be a .* found No such file"):
         pack(byte_level(), record, shape=str(tmp_path / "none.yaml"))
+
+
+def test_a_part_that_a_shape_passes_over_as_the_refusal_says(tmp_path, pack, byte_level):
+    """Also where the shape reads no parts itself."""
+    own, record = tmp_path / "own.yaml", {"q": "Q", "a": "x", "meta": {"grade": 0.5}}
+    entry = {"kind": "sft", "fields": {"q": "text", "a": "text"}}
+    entry["reads"] = {"prompt": "q", "response": "a"}
+    own.write_text(json.dumps({"mine": entry}), encoding="utf-8")
+    with pytest.raises(RecordError, match=re.escape('passes: ["meta.grade"]')):
+        pack(byte_level(), record, shape=str(own))
+    own.write_text(json.dumps({"mine": {**entry, "passes": ["meta.grade"]}}), encoding="utf-8")
+    assert pack(byte_level(), record, shape=str(own)).marked == ["Q«x</s>»"]
 
 
 VERDICT = {
