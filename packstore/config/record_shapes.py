@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from importlib.resources import files
 from typing import Any
@@ -43,6 +44,7 @@ class Known:
         field_names: our own names of fields; the setting ``fields`` maps them to other names.
         spellings: our name -> accepted names, in order of precedence, unless `fields` maps it.
         id_spellings: the same of fields that hold ids: a record may have its texts as well.
+        accepted: all of these names.
         not_text: fields whose values are never text: their CSV cells are parsed as JSON.
         turns: fields that may be JSON text of messages.
         lists: fields with one value for each response.
@@ -72,6 +74,8 @@ class Known:
             name: tuple(s + end for end in ("_ids", "_input_ids", "") for s in self.spellings[name])
             for name in ("prompt", "chosen", "rejected", "response")
         }
+        spelled = (*self.spellings.values(), *self.id_spellings.values())
+        self.accepted = frozenset(itertools.chain.from_iterable(spelled))
         self.beside = {name for field in names["beside"] for name in self.spellings[field]}
         further = names["further"]
         self.remedies = {group: entry["remedy"] for group, entry in further.items()}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -14,13 +16,16 @@ from packstore.tokenizer.control import free_characters, holds
 from packstore.tokenizer.dialogue.dialogue import Dialogue
 from packstore.tokenizer.dialogue.messages import has_content, map_strings, without_thinking
 from packstore.tokenizer.dialogue.sandbox import as_json
-from packstore.tokenizer.dialogue.template import ChatTemplate
+from packstore.tokenizer.dialogue.template import ChatTemplate, Message
 from packstore.tokenizer.records.parse import Parsed
 from packstore.tokenizer.records.sequences import Draft, Mode
 from packstore.tokenizer.refusals import Refused
 from packstore.tokenizer.tokenizer import Tokenizer
 
 _SURROGATES = re.compile("[\ud800-\udfff]")
+
+_OPENS = re.compile(r"\s*(<[\w-]+>|\[[\w-]+\])\s?")
+"""A tag at the beginning of a text."""
 
 
 def check_responses(parsed: Parsed, config: TokenizeConfig) -> Parsed:
@@ -35,13 +40,33 @@ def check_responses(parsed: Parsed, config: TokenizeConfig) -> Parsed:
             if _is_empty(response):
                 raise Refused("empty_side", f"response {i + 1} of {len(parsed.responses)} empty")
     first, *others = parsed.responses
-    alike = others and all(_is_same(first, other) for other in others)
-    if alike and config.on["identical_sides"] != "keep":
-        raise Refused("identical_sides", "all responses are alike")
+    if others and config.on["identical_sides"] != "keep":
+        same: Any = np.array_equal if isinstance(first, np.ndarray) else operator.eq
+        if all(same(first, other) for other in others):
+            raise Refused("identical_sides", "all responses are alike")
     return parsed
 
 
 def draft_record(
+    parsed: Parsed, tokenizer: Tokenizer, config: TokenizeConfig
+) -> tuple[Parsed, list[Draft], list[str]]:
+    """Returns a record as it was rendered, the texts of its sequences, and events to note.
+
+    Tags that the template writes around text which stands in them already are written once.
+    """
+    drafts, events = _draft(parsed, tokenizer, config)
+    if parsed.is_chat:
+        texts = [draft.text.replace(draft.guard, "") for draft in drafts]
+        prompt = _without_tags(parsed.prompt, texts[0])
+        responses = [*map(_without_tags, parsed.responses, texts)]
+        if [prompt, *responses] != [parsed.prompt, *parsed.responses]:
+            parsed = parsed._replace(prompt=prompt, responses=responses)
+            drafts, events = _draft(parsed, tokenizer, config)
+            events.append("tags_once")
+    return parsed, drafts, events
+
+
+def _draft(
     parsed: Parsed, tokenizer: Tokenizer, config: TokenizeConfig
 ) -> tuple[list[Draft], list[str]]:
     """Returns the texts of a record's sequences, and events to note."""
@@ -102,6 +127,26 @@ def _is_rendered(parsed: Parsed, tokenizer: Tokenizer, config: TokenizeConfig) -
     if begins or not eos or tokenizer.controls.search(prompt):  # a prompt may quote some
         return bool(begins)
     return all(response.rstrip().endswith(eos) for response in responses)
+
+
+def _without_tags(messages: Any, text: str) -> list[Message]:
+    """Returns messages without the tags that stand twice around their contents in a rendering.
+
+    Sets for Hermes have results in ``<tool_response>``, which Qwen's templates write around them.
+    """
+    bare: list[Message] = []
+    for message in messages:
+        content = (message["content"] or "").rstrip()
+        begins = _OPENS.match(content)
+        opens = begins[1] if begins else ""
+        closes = f"{opens[:1]}/{opens[1:]}"
+        if begins and content.endswith(closes):
+            around = itertools.pairwise(text.split(content.lstrip()))
+            if any(a.rstrip().endswith(opens) and b.lstrip().startswith(closes) for a, b in around):
+                inner = content[begins.end() :].removesuffix(closes)
+                message = {**message, "content": inner[: len(inner) - inner[-1:].isspace()]}
+        bare.append(message)
+    return bare
 
 
 def _check_separable(drafts: list[Draft], tokenizer: Tokenizer) -> None:
@@ -186,10 +231,6 @@ def _check_unicode(draft: Draft, config: TokenizeConfig, events: list[str]) -> D
     if "unicode_replaced" not in events:
         events.append("unicode_replaced")
     return draft._replace(text=_SURROGATES.sub("�", draft.text))
-
-
-def _is_same(a: Any, b: Any) -> bool:
-    return bool(np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b)
 
 
 def _is_empty(response: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ import numpy as np
 from packstore.config import RunConfig, SelectConfig, TokenizeConfig
 from packstore.config.record_shapes import known
 from packstore.errors import TokenizerError, sentence
-from packstore.format.arrays import Examples, Int64, Rows, Tally, example_id, to_offsets
+from packstore.format.arrays import Column, Examples, Rows, Tally, example_id, to_offsets
 from packstore.tokenizer.control import holds
 from packstore.tokenizer.dialogue.limits import limited, restart_clock
 from packstore.tokenizer.dialogue.messages import is_empty
@@ -22,43 +22,42 @@ from packstore.tokenizer.drafts import begins_rendered, check_responses, draft_r
 from packstore.tokenizer.encode import assemble
 from packstore.tokenizer.records.fast_path import parse_plain_texts
 from packstore.tokenizer.records.fields import (
-    carried,
+    TYPES,
+    check_carried,
     check_placeholders,
     check_read,
     count_unused,
-    names_of,
-    opened,
     parse_carry,
     parts_beside,
-    to_columns,
+    parts_of,
 )
 from packstore.tokenizer.records.named import canonical, used_fields
 from packstore.tokenizer.records.overlong import fit
 from packstore.tokenizer.records.parse import Parsed, parse_canonical, prompt_key
-from packstore.tokenizer.records.paths import parse_path, with_paths
+from packstore.tokenizer.records.paths import is_path, parse_path, with_paths
 from packstore.tokenizer.records.sequences import Draft, Sequences, Tokens, id_sequences
 from packstore.tokenizer.records.shapes import NONE, Shape, written
-from packstore.tokenizer.records.tags import without_tags
-from packstore.tokenizer.refusals import Refused, raise_if_error
+from packstore.tokenizer.refusals import Refused
 from packstore.tokenizer.tokenizer import Tokenizer
 
 Lint = Callable[[Parsed], Iterable[tuple[str, str]]]
 """Returns the events of a record, each with a detail. Picklable."""
 
 
-@dataclass
-class _Block:
-    """The records of a block that are not refused so far, with their sequences."""
+@dataclass(slots=True)
+class _Record:
+    """A record of a block, and what has become of it so far."""
 
-    records: list[int] = field(default_factory=list)  # in the block
-    parsed: list[Parsed] = field(default_factory=list)
-    carried: list[list[Any]] = field(default_factory=list)
-    drafts: list[Draft] = field(default_factory=list)  # the sequences that are text
-    drafts_of: dict[int, range] = field(default_factory=dict)  # of sampled ones, by index
-    ids: dict[int, Tokens] = field(default_factory=dict)  # the others, by number
-    refused: dict[int, Refused] = field(default_factory=dict)  # by index in the block
-    shapes: dict[int, Shape] = field(default_factory=dict)  # by index in the block
-    events: dict[int, list[str]] = field(default_factory=dict)  # by index in the block
+    place: int  # in the block
+    value: Any
+    given: Any = None  # with its paths, and without what its named shape passes over
+    ours: Any = None  # with our own field names
+    shape: Shape | None = None  # the named one
+    plain: Parsed | None = None  # of text that only has to be encoded
+    parsed: Parsed = field(init=False)
+    sequences: Sequence[Draft | Tokens] = ()  # text, or ids
+    events: list[str] = field(default_factory=list)
+    refused: Refused | None = None
 
 
 SCORES = ("score", "scores", "chosen_reward", "rejected_reward", "margin")
@@ -95,23 +94,21 @@ class RecordTokenizer:
         self._keeps_rejects = isinstance(config, RunConfig) and config.rejects is not None
         self._wants_keys = isinstance(config, SelectConfig) and config.selects
         names = known()
-        feedback = names.feedback if kind == "sft" else frozenset[str]()
-        checked = {*feedback} if config.on["unpaired_feedback"] != "keep" else set[str]()
-        if config.on["unread_field"] != "keep":
-            checked |= names.remedies.keys() - feedback
+        self._feedback = names.feedback if kind == "sft" else frozenset[str]()
+        reasons = dict.fromkeys(names.remedies, "unread_field")
+        reasons |= dict.fromkeys(self._feedback, "unpaired_feedback")
+        self._checked = {group for group, why in reasons.items() if config.on[why] != "keep"}
         says_answer = not config.fields.keys().isdisjoint(("response", "messages"))
-        says_answer |= config.shape not in (None, NONE)
-        self._checked = checked - ({"adds"} if kind == "sft" and says_answer else set())
-        marked = [name for name in config.fields.values() if any(m in name for m in '.["')]
-        paths = [parse_path(name) for name in marked]
+        if kind == "sft" and (says_answer or config.shape not in (None, NONE)):
+            self._checked.discard("adds")
+        paths = [parse_path(name) for name in config.fields.values() if is_path(name)]
         self._paths = set(map(written, paths))
         # Who maps the score of an answer has chosen it among those beside it.
         roots = paths if not config.fields.keys().isdisjoint(SCORES) else []
         self._beside = tuple(f"{root}{mark}" for root, *_ in roots for mark in ".[")
         self._mapped = {*self.carry, *config.fields.values()}
         self._mapped.update(*(names.spellings[name] for name in config.fields))
-        spelled = itertools.chain(names.spellings.values(), names.id_spellings.values())
-        self._own_names = self._mapped.union(*spelled)
+        self._own_names = self._mapped | names.accepted
         templated = tokenizer is not None and tokenizer.chat_template is not None
         self._is_raw = templated and config.as_chat is None
         for role, asked in (("bos", config.add_bos), ("eos", config.append_eos)):
@@ -124,103 +121,67 @@ class RecordTokenizer:
     ) -> tuple[Examples, Tally, list[Encoded]]:
         """Returns the examples of `rows`, in order, the tally of all records, and what the texts of
         the records with indices `sampled` were encoded to."""
-        block, config = _Block(), self.config
-        given, values = self._canonical(rows.values, block)
-        for i, fields in enumerate(given):
-            shape, own = block.shapes.get(i), self._own_names
-            if shape is not None:
-                own = (own | shape.known) - shape.opens
-            if type(fields) is dict and (others := fields.keys() - own):
-                (fields,) = opened([fields], others)
-                if shape is not None:
-                    fields = {k: v for k, v in fields.items() if not self._leaves(shape, k)}
-                given[i] = fields
-        names = names_of(given)
+        config = self.config
+        records = [_Record(i, value) for i, value in enumerate(rows.values)]
+        left = _each(records, self._read)
+        names = set[str]().union(*(r.given for r in left if type(r.given) is dict))
         groups = {n: known().group(n) for n in sorted(names - self._mapped)}
         groups = {
             name: group
             for name, group in groups.items()
             if group in self._checked and not (group == "judges" and name.startswith(self._beside))
         }
-        parsed: dict[int, Parsed] = {}
         if self.tokenizer is not None:
             hint = self.tokenizer.control_hint
-            parsed = parse_plain_texts(values, self.kind, config, hint)
-        for i, value in enumerate(values):
-            try:
-                if i in parsed or i in block.refused:
-                    continue
-                record = parse_canonical(value, self.kind, config, ids=self.tokenizer is None)
-                parsed[i] = check_responses(record, config)
-            except Refused as error:
-                # Its traceback references the block: a cycle that would leak memory in long jobs.
-                block.refused[i] = error.with_traceback(None)
-        for i, shape in block.shapes.items():
-            if i in parsed:
-                fields = used_fields(shape, parsed[i].fields, (*given[i],), config.fields)
-                parsed[i] = parsed[i]._replace(fields=fields)
-        unread: dict[tuple[str, ...], dict[str, str]] = {}
-        for i, record in [*parsed.items()]:
-            if (left := unread.get(record.fields)) is None:
-                left = {n: group for n, group in groups.items() if n not in record.fields}
-                unread[record.fields] = left
-            try:
-                if left:
-                    is_ids, own = isinstance(record.prompt, np.ndarray), i in block.shapes
-                    passes = own and (config.shape or "").endswith((".yaml", ".yml"))
-                    check_read(given[i], left, self.kind, is_ids, passes)
-                if "media" in self._checked:
-                    check_placeholders(record.questions)
-            except Refused as error:
-                block.refused[i] = error.with_traceback(None)
-                del parsed[i]
-        renders = any(record.is_chat for record in parsed.values())
+            plain = parse_plain_texts([r.ours for r in left], self.kind, config, hint)
+            for i, parsed in plain.items():
+                left[i].plain = parsed
+        left = _each(left, lambda record: self._parse(record, groups))
+        renders = any(record.parsed.is_chat for record in left)
         if renders:
             self._needed()  # else a process would be started only to say so
         with limited() if renders else contextlib.nullcontext():
-            for i, record in sorted(parsed.items()):
-                try:
-                    self._add(block, i, rows.values[i], record, i in sampled)
-                except Refused as error:
-                    block.refused[i] = error.with_traceback(None)
-        sequences = Sequences.of([])
-        if self.tokenizer is not None and block.drafts:
-            sequences = assemble(self.tokenizer, block.drafts, config)
+            left = _each(left, self._draft)
+        numbered = [(record, sequence) for record in left for sequence in record.sequences]
+        drafts = [sequence for _, sequence in numbered if isinstance(sequence, Draft)]
+        of_ids = {j: s for j, (_, s) in enumerate(numbered) if isinstance(s, Tokens)}
+        sequences = assemble(self._needed(), drafts, config) if drafts else Sequences.of([])
+        sequences = sequences.with_rows(of_ids, insert=True)
         encoded = [
-            Encoded(rows.where(i), block.drafts[j], sequences.row(j))
-            for i in sampled
-            for j in block.drafts_of.get(i, ())
+            Encoded(rows.where(record.place), sequence, sequences.row(j))
+            for j, (record, sequence) in enumerate(numbered)
+            if isinstance(sequence, Draft) and record.place in sampled
         ]
-        for j in _rounded([record.rewards for record in block.parsed]):
-            block.events.setdefault(block.records[j], []).append("reward_rounded")
-        counts = np.array([len(record.responses) for record in block.parsed], np.int64)
-        firsts = to_offsets(counts)
-        sequences = self._judge(block, sequences.with_rows(block.ids, insert=True), firsts)
-        judged = {n for n, g in groups.items() if self.kind == "sft" and g in known().feedback}
-        tally = self._tally(rows, given, block, names - judged)
-        return self._examples(rows, block, sequences, counts), tally, encoded
+        for i in _rounded([record.parsed.rewards for record in left]):
+            left[i].events.append("reward_rounded")
+        sequences = self._judge(left, sequences)
+        judged = {name for name, group in groups.items() if group in self._feedback}
+        tally = self._tally(rows, records, left, names - judged)
+        return self._examples(rows, left, sequences), tally, encoded
 
-    def _canonical(self, values: Sequence[Any], block: _Block) -> tuple[list[Any], list[Any]]:
-        """Returns the records without the fields that their named shapes pass over, and the records
-        with our own field names."""
-        given, found = [], []
-        for i, value in enumerate(values):
-            record = shown = with_paths(value, self.config)
-            try:
-                ids = self.tokenizer is None
-                record, shape = canonical(shown, self.config, self.kind, self._is_turn, ids)
-                if shape is not None:
-                    block.shapes[i] = shape
-                    shown = {k: v for k, v in shown.items() if not self._leaves(shape, k)}
-            except Refused as error:
-                block.refused[i] = error.with_traceback(None)
-                record = None
-            if self._paths and type(value) is dict and i not in block.shapes:
-                gone = [name for name in value if name not in shown]
-                shown = {**shown, **parts_beside(value, gone, self._paths)}
-            given.append(shown)
-            found.append(record)
-        return given, found
+    def _read(self, record: _Record) -> None:
+        """Finds the named shape of a record, and its fields under our own names."""
+        given = record.given = with_paths(record.value, self.config)
+        ids = self.tokenizer is None
+        record.ours, shape = canonical(given, self.config, self.kind, self._is_turn, ids)
+        record.shape = shape
+        if type(given) is not dict:
+            return
+        if self._paths and shape is None:
+            gone = [name for name in record.value if name not in given]
+            given = given | parts_beside(record.value, gone, self._paths)
+        if others := [name for name in given if self._is_opened(name, shape)]:
+            given = given | parts_of(given, others)
+        if shape is not None:
+            given = {name: value for name, value in given.items() if not self._leaves(shape, name)}
+        record.given = given
+
+    def _is_opened(self, name: str, shape: Shape | None) -> bool:
+        """Returns True for a field of which parts may change the meaning of a record."""
+        if shape is None:
+            return name not in self._own_names
+        is_known = name in self._own_names or name in shape.known
+        return (name in shape.opens or not is_known) and not self._leaves(shape, name)
 
     def _leaves(self, shape: Shape, name: str) -> bool:
         """Returns True if a shape rightly leaves a field, or a mapped one takes its place."""
@@ -239,37 +200,107 @@ class RecordTokenizer:
         tokenizer = self._needed()
         return not (holds(text, tokenizer.control_hint) and begins_rendered(text, tokenizer))
 
-    def _tally(self, rows: Rows, given: list[Any], block: _Block, names: set[str]) -> Tally:
-        """The tally of a block; of its fields, `names` are counted."""
-        tally = Tally(read=len(rows.values), rejected=[] if self._keeps_rejects else None)
-        for i in sorted({*block.refused, *block.events}):
-            if refused := block.refused.get(i):
-                raise_if_error(refused, rows.where(i), self.config)
-                tally.drop(refused.reason, rows.where(i), refused.detail)
+    def _parse(self, record: _Record, groups: Mapping[str, str]) -> None:
+        """Parses a record, unless it was plain text; checks that it has no field that is unread."""
+        parsed, config = record.plain, self.config
+        if parsed is None:
+            ids = self.tokenizer is None
+            parsed = parse_canonical(record.ours, self.kind, config, ids=ids)
+            parsed = check_responses(parsed, config)
+        if record.shape is not None:
+            fields = used_fields(record.shape, parsed.fields, (*record.given,), config.fields)
+            parsed = parsed._replace(fields=fields)
+        record.parsed = parsed
+        if unread := {name: g for name, g in groups.items() if name not in parsed.fields}:
+            is_ids = isinstance(parsed.prompt, np.ndarray)
+            own = record.shape is not None and (config.shape or "").endswith((".yaml", ".yml"))
+            check_read(record.given, unread, self.kind, is_ids, own)
+        if "media" in self._checked:
+            check_placeholders(parsed.questions)
+
+    def _draft(self, record: _Record) -> None:
+        """Makes the sequences of a record: drafts of text, or ids."""
+        parsed = record.parsed
+        check_carried(record.value, self.carry)
+        events: list[str] = []
+        if isinstance(parsed.prompt, np.ndarray):
+            sides = (parsed.prompt, parsed.responses, parsed.supervised)
+            record.sequences = id_sequences(*sides, self.tokenizer)
+        else:
+            if parsed.is_chat:
+                restart_clock()
+            found = draft_record(parsed, self._needed(), self.config)
+            record.parsed, record.sequences, events = found
+        record.events = [*parsed.events, *events]
+
+    def _judge(self, left: list[_Record], sequences: Sequences) -> Sequences:
+        """Refuses records by the policies, and truncates overlong ones if set."""
+        if not left:
+            return sequences
+        owners = [(record, i + 1) for record in left for i in range(len(record.sequences))]
+        for j, refused in sorted(sequences.refused.items()):
+            owners[j][0].refused = owners[j][0].refused or refused
+        lengths = np.diff(sequences.offsets)
+        learned = np.diff(np.append(0, np.cumsum(sequences.supervised))[sequences.offsets])
+        for j in np.flatnonzero(learned == 0).tolist():
+            record, number = owners[j]
+            detail = f"response {number} has no supervised token"
+            record.refused = record.refused or Refused("unsupervised", detail)
+        # Shared prefixes only shorten an example: one that fits without them needs no check.
+        firsts = to_offsets(np.array([len(record.sequences) for record in left]))
+        multiple = self.config.pad_to_multiple
+        total = np.add.reduceat(-(-lengths // multiple) * multiple, firsts[:-1])
+        longest = np.maximum.reduceat(lengths, firsts[:-1])
+        large = (total > self.config.pack_size) | (longest > self.config.sequence_limit)
+        specials = self.tokenizer.special_ids if self.tokenizer else frozenset()
+        changed: dict[int, Tokens] = {}
+        for i in np.flatnonzero(large).tolist():
+            record, rows = left[i], range(*firsts[i : i + 2].tolist())
+            if record.refused:
                 continue
-            for event in dict.fromkeys(block.events[i]):
-                tally.note(event, rows.where(i))
-        for fields, number in Counter(parsed.fields for parsed in block.parsed).items():
+            try:
+                fitted = fit([sequences.row(j) for j in rows], self.config, specials)
+            except Refused as error:
+                record.refused = error.with_traceback(None)
+                continue
+            changed |= {j: t for j, t in zip(rows, fitted, strict=True) if len(t.ids) != lengths[j]}
+        sequences = sequences.with_rows(changed)
+        for j, events in sorted(sequences.events.items()):
+            owners[j][0].events += events
+        return sequences
+
+    def _tally(
+        self, rows: Rows, records: list[_Record], left: list[_Record], names: set[str]
+    ) -> Tally:
+        """The tally of a block; of its fields, `names` are counted, in the records `left`."""
+        tally = Tally(read=len(records), rejected=[] if self._keeps_rejects else None)
+        for record in records:
+            if refused := record.refused:
+                where = rows.where(record.place)
+                if self.config.on[refused.reason] == "error":
+                    raise refused.as_error(where) from None
+                tally.drop(refused.reason, where, refused.detail)
+                continue
+            for event in dict.fromkeys(record.events):
+                tally.note(event, rows.where(record.place))
+        for fields, number in Counter(record.parsed.fields for record in left).items():
             tally.used.update(dict.fromkeys((*fields, *self.carry), number))
-        count_unused(tally, [given[i] for i in block.records], names)
-        for i, shape in block.shapes.items():  # also what judges, where the table says so
-            full: Any = rows.values[i] if i not in block.refused else {}
-            left = (n for n in full if self._leaves(shape, n) and not is_empty(full[n]))
-            tally.unused.update(left)
-        pairs = zip(block.records, block.parsed, strict=True)
-        records = {i: parsed for i, parsed in pairs if i not in block.refused}
-        for i, parsed in records.items():
-            for event, detail in self._lint(parsed) if self._lint else ():
-                tally.note(event, rows.where(i), detail)
-        kept = [*records.values()]
-        shapes = (block.shapes.get(i) for i in block.records if i not in block.refused)
-        tally.shapes.update(str(s or p.shape) for s, p in zip(shapes, kept, strict=True))
-        tally.chats = sum(parsed.is_chat for parsed in kept)
-        tally.texts = sum(isinstance(parsed.prompt, str) for parsed in kept)
+        count_unused(tally, [record.given for record in left], names)
+        kept = [record for record in left if not record.refused]
+        for record in kept:
+            value, shape = record.value, record.shape
+            if shape is not None:  # also what judges, where the table says so
+                passed = (n for n in value if self._leaves(shape, n) and not is_empty(value[n]))
+                tally.unused.update(passed)
+            for event, detail in self._lint(record.parsed) if self._lint else ():
+                tally.note(event, rows.where(record.place), detail)
+        tally.shapes.update(str(record.shape or record.parsed.shape) for record in kept)
+        tally.chats = sum(record.parsed.is_chat for record in kept)
+        tally.texts = sum(isinstance(record.parsed.prompt, str) for record in kept)
         if self._is_raw and (raw := tally.texts - tally.noted["rendered_text"]):
             tally.noted["raw_text"] += raw
         if self.kind == "preference":
-            tally.scored = sum(parsed.scored for parsed in kept)
+            tally.scored = sum(record.parsed.scored for record in kept)
             tally.unscored = tally.kept - tally.scored
         return tally
 
@@ -281,97 +312,43 @@ class RecordTokenizer:
             raise TokenizerError(sentence("setting tokenizer", rule, "none", remedy))
         return self.tokenizer
 
-    def _add(self, block: _Block, i: int, value: Any, parsed: Parsed, is_sampled: bool) -> None:
-        """Adds record `i` to the block."""
-        values = [carried(value, name, type_name) for name, type_name in self.carry.items()]
-        if isinstance(parsed.prompt, np.ndarray):
-            events: list[str] = []
-            sides = (parsed.prompt, parsed.responses, parsed.supervised)
-            first = len(block.drafts) + len(block.ids)
-            block.ids.update(enumerate(id_sequences(*sides, self.tokenizer), first))
-        else:
-            if parsed.is_chat:
-                restart_clock()
-            drafts, events = draft_record(parsed, self._needed(), self.config)
-            if parsed.is_chat:
-                texts = [d.text.replace(d.guard, "") if d.guard else d.text for d in drafts]
-                if (bare := without_tags(parsed, texts)) is not parsed:
-                    drafts, events = draft_record(parsed := bare, self._needed(), self.config)
-                    events.append("tags_once")
-            if is_sampled:
-                first = len(block.drafts)
-                block.drafts_of[i] = range(first, first + len(drafts))
-            block.drafts += drafts
-        if events or parsed.events:
-            block.events[i] = [*parsed.events, *events]
-        block.records.append(i)
-        block.parsed.append(parsed)
-        block.carried.append(values)
-
-    def _judge(self, block: _Block, sequences: Sequences, firsts: Int64) -> Sequences:
-        """Refuses records by the policies, and truncates overlong ones if set."""
-        if not block.records:
-            return sequences
-        record = np.repeat(block.records, np.diff(firsts))
-        for i, refused in sorted(sequences.refused.items()):
-            block.refused.setdefault(int(record[i]), refused)
-        lengths = np.diff(sequences.offsets)
-        learned = np.diff(np.append(0, np.cumsum(sequences.supervised))[sequences.offsets])
-        for i in np.flatnonzero(learned == 0).tolist():
-            response = i - int(firsts[np.searchsorted(firsts, i, "right") - 1]) + 1
-            detail = f"response {response} has no supervised token"
-            block.refused.setdefault(int(record[i]), Refused("unsupervised", detail))
-        # Shared prefixes only shorten an example: one that fits without them needs no check.
-        multiple = self.config.pad_to_multiple
-        total = np.add.reduceat(-(-lengths // multiple) * multiple, firsts[:-1])
-        longest = np.maximum.reduceat(lengths, firsts[:-1])
-        large = (total > self.config.pack_size) | (longest > self.config.sequence_limit)
-        specials = self.tokenizer.special_ids if self.tokenizer else frozenset()
-        changed: dict[int, Tokens] = {}
-        for j in np.flatnonzero(large).tolist():
-            i, (first, last) = block.records[j], firsts[j : j + 2].tolist()
-            if i in block.refused:
-                continue
-            try:
-                tokens = fit([sequences.row(k) for k in range(first, last)], self.config, specials)
-            except Refused as error:
-                block.refused[i] = error.with_traceback(None)
-                continue
-            rows = dict(zip(range(first, last), tokens, strict=True))
-            changed |= {k: t for k, t in rows.items() if len(t.ids) != lengths[k]}
-        sequences = sequences.with_rows(changed)
-        noted = dict[int, list[str]]()
-        for k, events in sorted(sequences.events.items()):
-            noted.setdefault(int(record[k]), []).extend(events)
-        for i, events in noted.items():
-            block.events[i] = [*block.events.get(i, ()), *events]
-        return sequences
-
-    def _examples(self, rows: Rows, block: _Block, sequences: Sequences, counts: Int64) -> Examples:
-        """The examples of the records not refused."""
-        records = np.array(block.records, np.int64)
-        keep = np.ones(len(records), np.bool_)
-        if block.refused:
-            keep = ~np.isin(records, list(block.refused))
-        kept = np.flatnonzero(keep).tolist()
-        columns = to_columns([block.carried[j] for j in kept], self.carry)
+    def _examples(self, rows: Rows, left: list[_Record], sequences: Sequences) -> Examples:
+        """The examples of the records that are not refused."""
+        kept = [record for record in left if not record.refused]
+        columns: dict[str, Column] = {
+            name: np.array([record.value[name] for record in kept], TYPES[kind][1])
+            for name, kind in self.carry.items()
+        }
         if not kept:
             return Examples.empty(columns)
-        of_kept = np.repeat(keep, counts)
-        ids, supervised, lengths = sequences.kept(of_kept)
-        ordinals = np.array(rows.ordinals, np.int64)[records[keep]]
-        parsed = [block.parsed[j] for j in kept]
-        keys = np.array([*map(prompt_key, parsed)], np.uint64) if self._wants_keys else None
+        keep = [not record.refused for record in left for _ in record.sequences]
+        ids, supervised, lengths = sequences.kept(np.array(keep))
+        counts = np.array([len(record.sequences) for record in kept])
+        ordinals = np.array([rows.ordinals[record.place] for record in kept], np.int64)
+        keys = [prompt_key(record.parsed) for record in kept] if self._wants_keys else None
         return Examples(
             input_ids=ids,
             supervised=supervised,
             sequence_offsets=to_offsets(lengths),
-            example_offsets=to_offsets(counts[keep]),
-            reward=np.array([x for record in parsed for x in record.rewards], np.float32),
+            example_offsets=to_offsets(counts),
+            reward=np.array([x for record in kept for x in record.parsed.rewards], np.float32),
             example_ids=example_id(rows.source, 0) + ordinals,
             columns=columns,
-            keys=keys,
+            keys=None if keys is None else np.array(keys, np.uint64),
         )
+
+
+def _each(records: list[_Record], step: Callable[[_Record], None]) -> list[_Record]:
+    """Takes a step of each record; returns those that it does not refuse."""
+    left = []
+    for record in records:
+        try:
+            step(record)
+            left.append(record)
+        except Refused as error:
+            # Its traceback references the block: a cycle that would leak memory in long jobs.
+            record.refused = error.with_traceback(None)
+    return left
 
 
 def _rounded(rewards: Sequence[Sequence[float]]) -> list[int]:

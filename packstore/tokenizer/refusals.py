@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from packstore.config import REASONS, TokenizeConfig
+from packstore.config import REASONS
 from packstore.errors import RecordError, quote, sentence
 
 
@@ -23,12 +23,6 @@ class Refused(Exception):
         return RecordError(sentence(where, REASONS[reason].rule, self.detail, remedy))
 
 
-def wrong_type(rule: str, found: object) -> Refused:
+def wrong_type(rule: str, found: object, remedy: str = "Correct it") -> Refused:
     """Returns the refusal of a value that breaks a rule of its type."""
-    return Refused("wrong_type", f"{rule}, found {quote(found)}")
-
-
-def raise_if_error(refused: Refused, where: str, config: TokenizeConfig) -> None:
-    """Raises :class:`RecordError` if the settings answer the reason with ``error``."""
-    if config.on[refused.reason] == "error":
-        raise refused.as_error(where) from None
+    return Refused("wrong_type", f"{rule}, found {quote(found)}", remedy)

@@ -31,9 +31,8 @@ def parse_plain_texts(
     for i, value in enumerate(values):
         if type(value) is dict:
             alike[tuple(zip(value, map(type, value.values()), strict=True))].append(i)
-    spelled = (*known().spellings.values(), *known().id_spellings.values())
     mapped = {*config.fields.values()}
-    names, found = mapped.union(*spelled), {}
+    names, found = mapped | known().accepted, {}
     for types, records in alike.items():
         meant = {name: kind for name, kind in types if name in names and kind is not type(None)}
         if not {str, int, float}.issuperset(meant.values()) or config.thinking == "strip":

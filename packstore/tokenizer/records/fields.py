@@ -14,7 +14,7 @@ import numpy as np
 from packstore.config import TokenizeConfig
 from packstore.config.record_shapes import HARMLESS, known
 from packstore.errors import ConfigError, RecordError, quote, sentence
-from packstore.format.arrays import FEW_VALUES, MAX_FIELDS, Column, Tally
+from packstore.format.arrays import FEW_VALUES, MAX_FIELDS, Tally
 from packstore.format.schema import COLUMN_NAME, COLUMNS
 from packstore.tokenizer.dialogue.messages import is_empty, parsed_json
 from packstore.tokenizer.dialogue.sandbox import as_json
@@ -71,21 +71,16 @@ class Fields:
 
         A tensor is an array, JSON text of messages a list.
         """
-        found = self._found.get((name, ids))
-        if found is None:
-            at, *others = spellings = self.spellings(name, ids)
-            value = self.record.get(at)
-            if value is None and others:
-                at = next((n for n in spellings if self.record.get(n) is not None), at)
-                value = self.record.get(at)
-            if name in known().lists and isinstance(value := unwrapped(value), list | np.ndarray):
+        if (name, ids) not in self._found:
+            spellings = self.spellings(name, ids)
+            at = next((n for n in spellings if self.record.get(n) is not None), spellings[0])
+            value = unwrapped(self.record.get(at))
+            if name in known().lists and isinstance(value, list | np.ndarray):
                 value = [parsed_json(unwrapped(item)) for item in value]
-            elif name in known().turns and type(value) is str:
+            elif name in known().turns:
                 value = parsed_json(value)
-            elif value is not None:
-                value = unwrapped(value)
-            found = self._found[name, ids] = at, value
-        return found
+            self._found[name, ids] = at, value
+        return self._found[name, ids]
 
     def get(self, name: str, ids: bool = False) -> Any:
         """Returns the value, which is used, or None."""
@@ -138,32 +133,21 @@ def number(value: object, name: str) -> float:
     return value  # type: ignore[return-value]
 
 
-def names_of(values: Iterable[object]) -> set[str]:
-    """Returns the field names of records."""
-    return set().union(*(value for value in values if type(value) is dict))
+def parts_of(record: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Returns what stands in the objects of the fields `names` of a record, by its paths."""
+    inner: dict[str, list[Any]] = {}
+    for name in names:
+        _open(record[name], name, inner)
+    return {at: values[0] if len(values) == 1 else values for at, values in inner.items()}
 
 
-def opened(records: Sequence[Any], names: Iterable[str]) -> list[Any]:
-    """Returns records with what stands in the objects of the fields `names`, under its paths."""
-    found = []
-    for record in records:
-        inner: dict[str, list[Any]] = {}
-        for name in names if type(record) is dict else ():
-            _open(record.get(name), name, inner)
-        opens = {at: values[0] if len(values) == 1 else values for at, values in inner.items()}
-        found.append({**record, **opens} if opens else record)
-    return found
-
-
-def parts_beside(record: dict[str, Any], gone: Iterable[str], read: Collection[str]) -> Any:
+def parts_beside(
+    record: Mapping[str, Any], gone: Iterable[str], read: Collection[str]
+) -> dict[str, Any]:
     """Returns what stands in the fields `gone` of a record beside the paths that are `read`."""
-    (parts,) = opened([{name: record[name] for name in gone}], gone)
     inside = tuple(path + mark for path in read for mark in ".[")
-    return {
-        name: value
-        for name, value in parts.items()
-        if name not in gone and name not in read and not name.startswith(inside)
-    }
+    parts = parts_of(record, gone).items()
+    return {at: v for at, v in parts if at not in read and not at.startswith(inside)}
 
 
 def _open(value: Any, path: str, inner: dict[str, list[Any]], depth: int = 9) -> None:
@@ -413,32 +397,22 @@ def parse_carry(config: TokenizeConfig, records: Sequence[object] = ()) -> dict[
     return types
 
 
-def to_columns(rows: Sequence[Sequence[Any]], types: Mapping[str, str]) -> dict[str, Column]:
-    """Converts the values of all records to columns."""
-    columns: dict[str, Column] = {}
-    for i, (name, type_name) in enumerate(types.items()):
-        column = np.empty(len(rows), TYPES[type_name][1])
-        column[:] = [row[i] for row in rows]
-        columns[name] = column
-    return columns
-
-
-def carried(record: Mapping[str, Any], name: str, type_name: str) -> Any:
-    """Returns a carried value of a record."""
-    value: Any = record.get(name)
-    if value is None:
-        raise Refused("missing_field", f"no field {name!r} to carry")
-    if type_name == "float64" and type(value) is int and abs(value) <= 1 << 53:  # all are exact
-        value = float(value)
-    if type(value) is not TYPES[type_name][0] or (
-        isinstance(value, int) and not -(1 << 63) <= value < 1 << 63
-    ):
-        detail = f"field {name!r} must be {type_name}, found {quote(value)}"
-        kinds = [t for t, (kind, _) in TYPES.items() if type(value) is kind and t != type_name]
-        raise Refused("wrong_type", detail + "".join(f" (carry {name}:{t})" for t in kinds))
-    if isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            raise Refused("invalid_unicode", f"field {name!r}: {error.reason}") from error
-    return value
+def check_carried(record: Mapping[str, Any], types: Mapping[str, str]) -> None:
+    """Refuses a record that lacks a value to carry, or has one of another type."""
+    for name, written in types.items():
+        value: Any = record.get(name)
+        if value is None:
+            raise Refused("missing_field", f"no field {name!r} to carry")
+        is_exact = written == "float64" and type(value) is int and abs(value) <= 1 << 53
+        fits = type(value) is TYPES[written][0]
+        if isinstance(value, int):
+            fits &= -(1 << 63) <= value < 1 << 63
+        if not (fits or is_exact):
+            detail = f"field {name!r} must be {written}, found {quote(value)}"
+            kinds = [t for t, (kind, _) in TYPES.items() if type(value) is kind and t != written]
+            raise Refused("wrong_type", detail + "".join(f" (carry {name}:{t})" for t in kinds))
+        if isinstance(value, str):
+            try:
+                value.encode()
+            except UnicodeEncodeError as error:
+                raise Refused("invalid_unicode", f"field {name!r}: {error.reason}") from error

@@ -79,13 +79,18 @@ def parse_json_text(value: Any) -> Any:
     return value
 
 
+def is_path(name: str) -> bool:
+    """Returns True for what the setting `fields` maps to that is more than a name."""
+    return any(mark in name for mark in '.["')
+
+
 def with_paths(record: Any, config: TokenizeConfig) -> Any:
     """Returns a record with what is at each path of the setting `fields`, under the path as a name.
 
     The field that a path begins with is then left out, unless it is mapped itself, a part of a path
     is missing, or a shape is named, which may read it, too.
     """
-    names = [name for name in config.fields.values() if any(mark in name for mark in '.["')]
+    names = [name for name in config.fields.values() if is_path(name)]
     if not names or type(record) is not dict:
         return record
     paths = {name: parse_path(name) for name in names if name not in record}
