@@ -6,7 +6,6 @@ sequences with events are handled one by one.
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,7 +15,7 @@ import numpy as np
 from packstore.config import TokenizeConfig
 from packstore.format.arrays import Bool, Int32, Int64, ragged_indices, range_indices, to_offsets
 from packstore.tokenizer.control import encode_around_controls, holds
-from packstore.tokenizer.records.sequences import NO_IDS, Draft, Mode, Sequences
+from packstore.tokenizer.records.sequences import Draft, Mode, Sequences
 from packstore.tokenizer.refusals import Refused
 from packstore.tokenizer.tokenizer import Tokenizer
 
@@ -27,94 +26,60 @@ def assemble(tokenizer: Tokenizer, drafts: Sequence[Draft], config: TokenizeConf
     A place maps to the length of the common prefix of the ids of the text before it and the ids of
     the whole text, so a token that merges both sides lies after the place.
     """
-    places = _Places(drafts)
-    texts, modes, before = places.texts()
-    all_ids, all_offsets = _encode(tokenizer, texts, modes)
+    # Places: start and end of each span, in turn, then the end of each system turn.
+    places = [(i, at) for i, draft in enumerate(drafts) for span in draft.spans for at in span]
+    number = len(places)
+    places += [(i, draft.system_end) for i, draft in enumerate(drafts)]
+    texts = [(draft.mode, draft.guard + draft.text) for draft in drafts]
+    prefixes: dict[tuple[Mode, str], int] = {}  # their numbers follow those of the texts
+    before = []  # number of the text before each place; of its own at its start and end
+    for i, at in places:
+        draft = drafts[i]
+        if 0 < at < len(draft.text):
+            prefix = draft.mode, draft.guard + draft.text[:at]
+            before.append(prefixes.setdefault(prefix, len(texts) + len(prefixes)))
+        else:
+            before.append(i)
+    all_ids, all_offsets = _encode(tokenizer, [*texts, *prefixes])
+    owner, characters = np.array(places, np.int64).T
+    common, merged = _common_prefixes(all_ids, all_offsets, np.array(before), owner)
+    tokens = np.where(characters > 0, common, 0)
     offsets = all_offsets[: len(drafts) + 1]
     ids = all_ids[: offsets[-1]]
-    tokens, merged = places.tokens(all_ids, all_offsets, before)
-    number = 2 * len(places.owner)  # places of spans come first, those of system turns last
     events: defaultdict[int, list[str]] = defaultdict(list)
     refused: dict[int, Refused] = {}
-    for i in np.unique(places.draft[:number][merged[:number]]).tolist():
+    owner, merged = owner[:number], merged[:number]
+    for i in np.unique(owner[merged]).tolist():
         events[i].append("boundary_merged")
         if config.on["boundary"] != "keep":
             refused[i] = Refused("boundary", "a token joins prompt and response")
     _check_literal(tokenizer, drafts, ids, offsets, refused)
-    first = offsets[:-1][places.owner]
-    supervised = _ranges(first + tokens[:number:2], first + tokens[1:number:2], len(ids))
-    heads = tokens[number:]
-    return _wrapped(
-        tokenizer, drafts, config, Sequences(ids, supervised, offsets, heads, events, refused)
-    )
+    starts, ends = (offsets[owner] + tokens[:number]).reshape(-1, 2).T
+    supervised = np.zeros(len(ids), np.bool_)
+    supervised[range_indices(starts, np.maximum(ends - starts, 0))] = True
+    bare = Sequences(ids, supervised, offsets, tokens[number:], events, refused)
+    return _wrapped(tokenizer, drafts, config, bare)
 
 
-class _Places:
-    """Places in texts: start and end of each span, in turn, then the end of each system turn.
-
-    `owner`, int64 `[S]`: the draft of each span; `draft` and `characters`, int64 `[P]`: the draft
-    of each place, and where in its text it is.
-    """
-
-    def __init__(self, drafts: Sequence[Draft]) -> None:
-        self._drafts = drafts
-        texts, spans, _, _, heads, _ = zip(*drafts, strict=True)
-        self._sizes = np.array([*map(len, texts)], np.int64)
-        ends = [*itertools.chain.from_iterable(itertools.chain.from_iterable(spans))]
-        self.owner = np.repeat(np.arange(len(drafts)), [*map(len, spans)])
-        self.draft = np.concatenate([np.repeat(self.owner, 2), np.arange(len(drafts))])
-        self.characters = np.array([*ends, *heads], np.int64)
-
-    def texts(self) -> tuple[list[str], list[Mode], Int64]:
-        """Returns the texts to encode, their modes, and which of them ends at each place.
-
-        The texts of the drafts come first. Others are distinct; a place at the start or end of its
-        text needs none: -1.
-        """
-        texts = [draft.guard + draft.text for draft in self._drafts]
-        modes = [draft.mode for draft in self._drafts]
-        known: dict[tuple[Mode, str], int] = {}
-        before = np.full(len(self.draft), -1, np.int64)
-        inside = (self.characters > 0) & (self.characters < self._sizes[self.draft])
-        numbers = []
-        of, ends = self.draft[inside].tolist(), self.characters[inside].tolist()
-        for draft, end in zip(map(self._drafts.__getitem__, of), ends, strict=True):
-            text = draft.guard + draft.text[:end]
-            number = known.setdefault((draft.mode, text), len(texts))
-            if number == len(texts):
-                texts.append(text)
-                modes.append(draft.mode)
-            numbers.append(number)
-        before[inside] = numbers
-        return texts, modes, before
-
-    def tokens(self, ids: Int32, offsets: Int64, before: Int64) -> tuple[Int64, Bool]:
-        """Returns the token of each place in its sequence, and whether one merges both sides."""
-        lengths = np.diff(offsets)
-        tokens: Int64 = np.where(self.characters > 0, lengths[self.draft], 0)
-        merged = np.zeros(len(tokens), np.bool_)
-        inside = np.flatnonzero(before >= 0)
-        prefix, whole = before[inside], self.draft[inside]
-        compared = np.minimum(lengths[prefix], lengths[whole])
-        starts = to_offsets(compared)
-        left = ids[range_indices(offsets[prefix], compared)]
-        differ = np.flatnonzero(left != ids[range_indices(offsets[whole], compared)])
-        rows, at = np.unique(np.searchsorted(starts, differ, "right") - 1, return_index=True)
-        common = compared.copy()
-        common[rows] = differ[at] - starts[rows]
-        tokens[inside] = common
-        merged[inside] = common < lengths[prefix]
-        return tokens, merged
+def _common_prefixes(ids: Int32, offsets: Int64, a: Int64, b: Int64) -> tuple[Int64, Bool]:
+    """Returns lengths of the common prefixes of rows `a` and `b`, and where `a` is longer."""
+    lengths = np.diff(offsets)
+    compared = np.where(a == b, 0, np.minimum(lengths[a], lengths[b]))
+    starts = to_offsets(compared)
+    left, right = (ids[range_indices(offsets[rows], compared)] for rows in (a, b))
+    differ = np.flatnonzero(left != right)
+    rows, at = np.unique(np.searchsorted(starts, differ, "right") - 1, return_index=True)
+    common = np.where(a == b, lengths[a], compared)
+    common[rows] = differ[at] - starts[rows]
+    return common, common < lengths[a]
 
 
-def _encode(tokenizer: Tokenizer, texts: list[str], modes: list[Mode]) -> tuple[Int32, Int64]:
+def _encode(tokenizer: Tokenizer, texts: Sequence[tuple[Mode, str]]) -> tuple[Int32, Int64]:
     """Encodes texts of several modes; returns flat ids and their offsets, in order."""
-    if not texts:
-        return NO_IDS, np.zeros(1, np.int64)
     ids, lengths, order = [], [], []
-    for mode in dict.fromkeys(modes):
-        rows = [i for i, other in enumerate(modes) if other == mode]
-        some, offsets = _encode_mode(tokenizer, [texts[i] for i in rows], mode)
+    for mode in dict.fromkeys(mode for mode, _ in texts):
+        rows = [i for i, (other, _) in enumerate(texts) if other == mode]
+        some, offsets = _encode_mode(tokenizer, [texts[i][1] for i in rows], mode)
         if len(rows) == len(texts):
             return some, offsets
         ids.append(some)
@@ -135,16 +100,6 @@ def _encode_mode(tokenizer: Tokenizer, texts: list[str], mode: Mode) -> tuple[In
     )
 
 
-def _ranges(starts: Int64, ends: Int64, size: int) -> Bool:
-    """True inside any of the ranges: bool `[size]`; a range that ends before its start is empty."""
-    some = starts < ends
-    steps = np.zeros(size + 1, np.int8)
-    np.add.at(steps, starts[some], 1)
-    np.subtract.at(steps, ends[some], 1)
-    inside: Bool = np.cumsum(steps[:-1], dtype=np.int8) > 0
-    return inside
-
-
 def _check_literal(
     tokenizer: Tokenizer,
     drafts: Sequence[Draft],
@@ -153,18 +108,15 @@ def _check_literal(
     refused: dict[int, Refused],
 ) -> None:
     """Refuses plain text that was encoded to control ids (Unigram vocabularies do that)."""
-    hint = tokenizer.control_hint
     for i, draft in enumerate(drafts):
-        if draft.mode == "control" or i in refused or not holds(draft.text, hint):
+        if draft.mode == "control" or i in refused or not holds(draft.text, tokenizer.control_hint):
             continue
-        bare = draft.text.replace(draft.guard, "") if draft.guard else draft.text
-        if not tokenizer.controls.search(bare):
+        if not tokenizer.controls.search(draft.text.replace(draft.guard, "")):
             continue
-        control = np.array(sorted(tokenizer.special_ids), np.int32)
-        expected = 0
-        if draft.mode == "guarded":
-            expected = len(tokenizer.controls.findall(draft.text))
-        if int(np.isin(ids[offsets[i] : offsets[i + 1]], control).sum()) != expected:
+        guarded = draft.mode == "guarded"
+        expected = len(tokenizer.controls.findall(draft.text)) if guarded else 0
+        found = np.isin(ids[offsets[i] : offsets[i + 1]], [*tokenizer.special_ids])
+        if found.sum() != expected:
             detail = "this tokenizer has no plain form of a control string"
             refused[i] = Refused("special_tokens", detail)
 
