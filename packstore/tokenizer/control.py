@@ -11,9 +11,6 @@ import numpy as np
 
 from packstore.format.arrays import Int32, Int64, to_offsets
 
-FIRST_FREE = "\U00100000"
-"""The first character of the last private-use area, whose characters serve as marks."""
-
 Encode = Callable[[Sequence[str]], tuple[Int32, Int64]]
 
 
@@ -57,7 +54,7 @@ def encode_around_controls(
 
 
 def free_characters(text: str, count: int) -> list[str]:
-    """Returns `count` private-use characters that do not occur in `text`."""
+    """Returns `count` characters of the last private-use area that do not occur in `text`."""
     taken = frozenset() if text.isascii() else frozenset(text)
-    free = (c for c in map(chr, range(ord(FIRST_FREE), 0x10FFFE)) if c not in taken)
+    free = (c for c in map(chr, range(0x100000, 0x10FFFE)) if c not in taken)
     return list(itertools.islice(free, count))

@@ -122,11 +122,7 @@ def load_tokenizer(
         files = _from_object(source)
     engine_name = "tokenizers" if files.payload.lstrip()[:1] == b"{" else "sentencepiece"
     loading = None
-    if (
-        engine_name == "tokenizers"
-        and is_worthwhile is not None
-        and is_worthwhile(len(files.payload))
-    ):
+    if is_worthwhile and engine_name == "tokenizers" and is_worthwhile(len(files.payload)):
         with contextlib.suppress(ImportError):  # not every platform has a wheel of it
             loading = ENGINES.load(FAST).start_loading(files.payload)  # type: ignore[attr-defined]
     engine = ENGINES.load(engine_name)(files.payload, where)
@@ -183,10 +179,7 @@ def _check_recorded(named: str, sha256: str | None, where: str, remedy: str) -> 
     if not os.path.exists(named):
         rule = f"the tokenizer that {where} names must be on this machine"
         raise TokenizerError(sentence(f"tokenizer {display(named)}", rule, "none", remedy))
-    file = Path(named)
-    if file.is_dir():
-        file = next((file / name for name in FILE_NAMES if (file / name).is_file()), file)
-    if hashlib.sha256(_read(file)).hexdigest() != sha256:
+    if hashlib.sha256(_read(_file_of(Path(named)))).hexdigest() != sha256:
         rule = f"must be the tokenizer that {where} was packed with"
         raise CompatibilityError(sentence(f"tokenizer {named}", rule, "another sha256", remedy))
 
@@ -235,18 +228,20 @@ def _from_object(source: Any) -> _Files:
 
 
 def _from_path(path: Path) -> _Files:
-    file, folder = path, path.parent
-    if path.is_dir():
-        folder = path
-        file = next((path / n for n in FILE_NAMES if (path / n).is_file()), path)
-        if file == path:
-            rule = f"the folder must hold one of {', '.join(FILE_NAMES)}"
-            raise TokenizerError(sentence(f"tokenizer {path}", rule))
+    file = _file_of(path)
+    if file.is_dir():
+        rule = f"the folder must hold one of {', '.join(FILE_NAMES)}"
+        raise TokenizerError(sentence(f"tokenizer {path}", rule))
     files = _Files(spelled(file.name), _read(file))
     for name in (MAP, SETTINGS):
-        files.settings |= files.read_json(folder / name)
-    files.read_templates(folder)
+        files.settings |= files.read_json(file.parent / name)
+    files.read_templates(file.parent)
     return files
+
+
+def _file_of(path: Path) -> Path:
+    """The tokenizer file of a folder, or the path itself."""
+    return next((path / name for name in FILE_NAMES if (path / name).is_file()), path)
 
 
 def _read(path: Path) -> bytes:

@@ -12,7 +12,7 @@ from packstore.config.packing import RESERVED_VARIABLES
 from packstore.errors import quote
 from packstore.tokenizer.dialogue.sandbox import as_json
 from packstore.tokenizer.dialogue.template import Message, Tools
-from packstore.tokenizer.refusals import Refused
+from packstore.tokenizer.refusals import Refused, wrong_type
 
 T = TypeVar("T")
 
@@ -180,7 +180,7 @@ def parsed_json(value: object) -> object:
             return value
     if mark == "'":
         remedy = "Write messages to a column by json.dumps"
-        raise Refused("wrong_type", f"messages are Python text, found {quote(value)}", remedy)
+        raise wrong_type("messages are Python text", value, remedy)
     parsed = _json(value, "messages")
     turns = parsed if isinstance(parsed, list) else [parsed]
     said = all(
@@ -199,7 +199,7 @@ def normalize_tools(value: object) -> Tools:
     if not value:
         return None
     if not isinstance(value, list):
-        raise Refused("wrong_type", f"tools must be a list, found {quote(value)}")
+        raise wrong_type("tools must be a list", value)
     return [_tool(tool) for tool in value]
 
 
@@ -208,7 +208,7 @@ def _tool(tool: Any) -> Any:
     if isinstance(tool, str):
         tool = _json(tool, "a tool")
     if not isinstance(tool, dict):
-        raise Refused("wrong_type", f"a tool must be an object, found {quote(tool)}")
+        raise wrong_type("a tool must be an object", tool)
     if "input_schema" in tool:  # Anthropic
         function = {("parameters" if k == "input_schema" else k): v for k, v in tool.items()}
         return {"type": "function", "function": _tool(function)}
@@ -231,7 +231,7 @@ def normalize_variables(value: object) -> dict[str, Any] | None:
     if value is None:
         return None
     if not isinstance(value, dict):
-        raise Refused("wrong_type", f"chat_template_kwargs must be an object, found {quote(value)}")
+        raise wrong_type("chat_template_kwargs must be an object", value)
     for name in value:
         if not isinstance(name, str) or name in RESERVED_VARIABLES:
             raise Refused("wrong_type", f"chat_template_kwargs must not hold {quote(name)}")
@@ -287,7 +287,7 @@ def map_strings(value: Any, change: Callable[[str], str]) -> Any:
 
 def _normalize(raw: object, unknown: set[str]) -> tuple[str, Message]:
     if not isinstance(raw, dict):
-        raise Refused("wrong_type", f"a message must be an object, found {quote(raw)}")
+        raise wrong_type("a message must be an object", raw)
     written = raw.get("role")
     if len(raw) == 2 and type(written) is str and type(content := raw.get("content")) is str:
         role = ROLES.get(written)
@@ -337,13 +337,13 @@ def _one_of(raw: dict[str, Any], names: tuple[str, ...]) -> Any:
 def _is_learned(raw: dict[str, Any], role: str) -> bool:
     """Returns True unless a flag says that a turn is not to be learned."""
     flags = {name: raw[name] for name in LEARNED_FLAGS if raw.get(name) is not None}
+    learned = set()
     for name, value in flags.items():
         learns, reads = LEARNED_FLAGS[name]
         # 1 equals True, but as a mask either may mean that the turn is learned.
         if value not in (learns, reads) or (name == "mask" and type(value) is not bool):
-            rule = f"{name} of a turn must be {learns} or {reads}"
-            raise Refused("wrong_type", f"{rule}, found {quote(value)}")
-    learned = {value == LEARNED_FLAGS[name][0] for name, value in flags.items()}
+            raise wrong_type(f"{name} of a turn must be {learns} or {reads}", value)
+        learned.add(value == learns)
     if len(learned) > 1:
         raise Refused("wrong_type", f"{', '.join(flags)} of a turn must agree")
     if True in learned and role in ("system", "user", "tool"):
@@ -363,16 +363,16 @@ def _text(content: object, unknown: set[str]) -> str:
             names = [n for n in ("text", "value") if isinstance(part, dict) and part.get(n)]
             text = part[names[0]] if names else isinstance(part, dict) and part.get("text")
             if not isinstance(text, str) or len(names) > 1:
-                raise Refused("wrong_type", f"a part must be text, found {quote(part)}")
+                raise wrong_type("a part must be text", part)
             if part.get("type", "text") not in ("text", None):
-                raise Refused("wrong_type", f"a part must be of type text, found {quote(part)}")
+                raise wrong_type("a part must be of type text", part)
             others = part.keys() - {"type", *(names or ("text",))}
             unknown.update(f"content.{key}" for key in others if not is_empty(part[key]))
             texts.append(text)
         return "".join(texts)
     if isinstance(content, str):
         return content
-    raise Refused("wrong_type", f"message content must be text, found {quote(content)}")
+    raise wrong_type("message content must be text", content)
 
 
 def _calls(value: object) -> list[dict[str, Any]]:
@@ -384,7 +384,7 @@ def _calls(value: object) -> list[dict[str, Any]]:
         described = raw.get("function", raw) if isinstance(raw, dict) else None
         name = described.get("name") if isinstance(described, dict) else None
         if not isinstance(described, dict) or not isinstance(name, str) or not name:
-            raise Refused("wrong_type", f"a tool call must name a function, found {quote(raw)}")
+            raise wrong_type("a tool call must name a function", raw)
         given = _one_of(described, ARGUMENTS)
         rest = {key: v for key, v in _without_nulls(described).items() if key not in ARGUMENTS}
         function = {"arguments": {} if given is None else given, **rest}
@@ -430,15 +430,14 @@ def text_as_messages(
     if not is_hh(prompt):
         answers = [[{"role": "assistant", "content": text}] for text in responses]
         return [{"role": "user", "content": prompt}], answers
-    written = _turns_of("", prompt)
+    written = _turns_of("\n\n" + prompt.lstrip("\n"))
     if written[-1] == {"role": "assistant", "content": ""}:  # what the responses answer
         written.pop()
-    return written, [_turns_of(ASSISTANT, text) for text in responses]
+    return written, [_turns_of(ASSISTANT + text) for text in responses]
 
 
-def _turns_of(begin: str, text: str) -> list[Message]:
-    """The turns of a dialogue of the HH form, or of its rest, after what it begins with."""
-    text = begin + text if begin else "\n\n" + text.lstrip("\n")
+def _turns_of(text: str) -> list[Message]:
+    """The turns of a dialogue of the HH form, which begins with the header of one."""
     _, *parts = re.split(f"({HUMAN}|{ASSISTANT})", text)
     pairs = zip(parts[::2], parts[1::2], strict=True)
     roles = {HUMAN: "user", ASSISTANT: "assistant"}

@@ -81,7 +81,7 @@ class ChatTemplate:
                 return ""
             whole = self.render(talk)
             with_marks = environment.from_string(tree)
-            marked = self._render(talk, None, with_marks, add_generation_prompt=False)
+            marked = self.render(talk, compiled=with_marks)
         except Refused:
             return ""
         text, end = written_last(marked, marks)
@@ -116,24 +116,12 @@ class ChatTemplate:
                     grade += 1 + ("probe_of_call" in text.partition(talk[2]["content"])[0])
         return grade
 
-    def render(
-        self, messages: Sequence[Message], tools: Tools = None, *, prompt: bool = False
-    ) -> str:
-        """Renders a dialogue; with `prompt`, followed by the generation prompt."""
-        return self._render(messages, tools, add_generation_prompt=prompt)
-
     def render_spans(self, messages: Sequence[Message], tools: Tools) -> tuple[str, list[Span]]:
         """Renders a dialogue; returns the text and (start, end) of its generation blocks."""
         if not self.marks_generation:
             return self.render(messages, tools), []
         opens, closes = free_characters(self.source + as_json([messages, tools]), 2)
-        marked = self._render(
-            messages,
-            tools,
-            add_generation_prompt=False,
-            generation_opens=opens,
-            generation_closes=closes,
-        )
+        marked = self.render(messages, tools, generation_opens=opens, generation_closes=closes)
         text, spans, start = "", [], 0
         for part in marked.split(opens):
             inside, closed, after = part.partition(closes)
@@ -144,14 +132,21 @@ class ChatTemplate:
             start = len(text)
         return text, spans
 
-    def _render(
+    def render(
         self,
         messages: Sequence[Message],
-        tools: Tools,
+        tools: Tools = None,
+        *,
+        prompt: bool = False,
         compiled: Template | None = None,
-        **variables: Any,
+        **marks: str,
     ) -> str:
-        given = {"messages": list(messages), "tools": tools, "documents": None, **variables}
+        """Renders a dialogue; with `prompt`, followed by the generation prompt.
+
+        `compiled`: another form of the template; `marks`: what its generation blocks write.
+        """
+        given: dict[str, Any] = {"messages": list(messages), "tools": tools, "documents": None}
+        given |= {"add_generation_prompt": prompt, **marks}
         parts, size = [], 0
         try:
             for part in (compiled or _compile(self.source)).generate({**self.variables, **given}):

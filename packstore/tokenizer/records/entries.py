@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import Annotated, Any
 
 import msgspec
@@ -81,19 +81,14 @@ def check_entry(where: str, entry: Any) -> None:
         check([given.kind], "its kind", _KINDS)
     check([*given.fields.values(), *given.takes.values()], "forms of fields", [*FORMS])
     check(given.reads, "what it reads", [*known().field_names, *_READS])
-    for path in [*given.fields, *given.takes, *given.without, *given.drops, *_paths(given)]:
+    read = ([paths] if isinstance(paths, str) else paths for paths in given.reads.values())
+    for path in itertools.chain(given.fields, given.takes, given.without, given.drops, *read):
         try:
             parse_path(path)
         except ConfigError as error:
             raise ConfigError(sentence(where, "its paths must be paths", str(error))) from None
     for rule in _broken(given):
         raise ConfigError(sentence(where, rule))
-
-
-def _paths(entry: Entry) -> Iterator[str]:
-    """Yields the paths that are read."""
-    for paths in entry.reads.values():
-        yield from [paths] if isinstance(paths, str) else paths
 
 
 def _broken(entry: Entry) -> Iterator[str]:
@@ -114,7 +109,7 @@ def _broken(entry: Entry) -> Iterator[str]:
         yield f"a verdict must stand once in first, second and tie, and {quote(value)} does twice"
     if "earlier" in reads and len(entry.rounds) != 3:
         yield "rounds must name the question and both answers in each of earlier"
-    with suppress(re.error):
+    try:
         re.compile(entry.splits)
-        return
-    yield f"splits must be a pattern, and {quote(entry.splits)} is none"
+    except re.error:
+        yield f"splits must be a pattern, and {quote(entry.splits)} is none"

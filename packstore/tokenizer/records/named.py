@@ -23,8 +23,8 @@ from packstore.tokenizer.refusals import Refused, wrong_type
 def canonical(
     record: Any,
     config: TokenizeConfig,
-    kind: str | None = None,
-    is_turn: Callable[[str], bool] = lambda text: True,
+    kind: str,
+    is_turn: Callable[[str], bool],
     ids: bool = False,
 ) -> tuple[Any, Shape | None]:
     """Returns a record with our own field names, and its named shape, if it has one.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
@@ -63,7 +64,7 @@ class Sequences:
     def of(cls, rows: Sequence[Tokens]) -> Sequences:
         """Joins single sequences."""
         return cls(
-            ids=np.concatenate([NO_IDS, *(t.ids for t in rows)]).astype(np.int32, copy=False),
+            ids=np.concatenate([NO_IDS, *(t.ids for t in rows)]),
             supervised=np.concatenate([NO_IDS.astype(np.bool_), *(t.supervised for t in rows)]),
             offsets=to_offsets(np.array([len(t.ids) for t in rows], np.int64)),
             heads=np.array([t.head for t in rows], np.int64),
@@ -160,12 +161,11 @@ def id_sequences(
     `supervised`: the mask of each response, None: all tokens; `tokenizer`: of these ids, if known.
     """
     sequences = []
-    for i, response in enumerate(responses):
+    masks = supervised or itertools.repeat(np.True_)
+    for response, mask in zip(responses, masks, strict=False):
         ids = np.concatenate([prompt, response], dtype=np.int32)
-        on = np.ones(len(ids), np.bool_)
-        on[: len(prompt)] = False
-        if supervised is not None:
-            on[len(prompt) :] = supervised[i]
+        on = np.zeros(len(ids), np.bool_)
+        on[len(prompt) :] = mask
         on[:1] = False
         head = 0
         if tokenizer is not None:

@@ -157,7 +157,7 @@ class Table:
         """Returns the named shapes that a record with these fields may have."""
         return [shape for shape in self.named if shape.roots <= {*names}]
 
-    def shape_of(self, fields: Fields, kind: str | None = None, ids: bool = True) -> Shape | None:
+    def shape_of(self, fields: Fields, kind: str | None, ids: bool) -> Shape | None:
         """Returns the one named shape that a record fits whole, or None; `ids`: ids are wanted."""
         names = fields.record.keys()
         fits = [
@@ -312,9 +312,9 @@ def detect_kind(record: Any, config: TokenizeConfig, where: str = "the first rec
             if named is not None and named.refuse:
                 rule = "packstore must be able to read it"
                 raise RecordError(sentence(where, rule, named.refusal))
-            for shape in [named] if named else shapes.own:
-                if named or shape.is_told_by(fields):
-                    return shape.kind
+            told_by = named or next((s for s in shapes.own if s.is_told_by(fields)), None)
+            if told_by is not None:
+                return told_by.kind
             told = f"fields {', '.join(map(repr, record))}"
             if shapes.near(fields) or any(map(fields.has, known().field_names)):
                 told += f" ({shapes.refusal(fields).detail})"
