@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -88,31 +86,3 @@ def exchanged(record):
     """The record with its sides exchanged; a side that lacks stays absent."""
     sides = {"chosen": record.get("rejected"), "rejected": record.get("chosen")}
     return {name: value for name, value in {**record, **sides}.items() if value is not None}
-
-
-TEXTS = ["", " \n", "a", "hé<", "|im_end|> b", "x<|im_end|>", "汉字 " * 9, "\ud800", 3, None]
-
-
-@pytest.mark.parametrize(
-    "answers",
-    [
-        {},
-        {"special_tokens": "control", "empty_side": "keep", "identical_sides": "keep"},
-        {"special_tokens": "drop", "invalid_unicode": "keep"},
-    ],
-)
-def test_pairs_of_plain_text_take_a_short_way_to_the_same(pack, byte_level, answers):
-    """Mapped fields are looked up on the long way only."""
-    values = [
-        dict(zip(("prompt", "chosen", "rejected"), texts, strict=True))
-        for texts in itertools.product(TEXTS, repeat=3)
-    ]
-    values += [{**values[-1], "chosen_reward": 2.5}, {"chosen": "a"}, [], "text"]
-    answers = {"missing_field": "drop", "one_reward": "drop", **answers}
-    tokenizer = byte_level(special=("<|im_start|>", "<|im_end|>"))
-    short, long = (
-        pack(tokenizer, *values, kind="preference", on=answers, fields=fields)
-        for fields in ({}, {"chosen": "chosen"})
-    )
-    assert (short.examples, short.rejects) == (long.examples, long.rejects)
-    assert short.dataset.manifest.records == long.dataset.manifest.records

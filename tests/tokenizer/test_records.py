@@ -6,7 +6,6 @@ The tokenizer has one token for each byte, but for control strings and the merge
 from __future__ import annotations
 
 import json
-from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -426,7 +425,7 @@ REFUSED: dict[str, list[Any]] = {
             {"tokenizer": {"template": TEMPLATE.replace("messages", WITHOUT_SYSTEM)}},
         )
     ],
-    "empty_turn": [EMPTY_TURN],
+    "empty_turn": [EMPTY_TURN, {"messages": [user("u"), said(" \n"), user("v"), said("b")]}],
     "unsupervised": [
         {"messages": [user("u")]},
         {"messages": [user("u"), said("a", weight=0)]},
@@ -499,12 +498,9 @@ BESIDE = [
     {**P, "chosen": "[c", "note": None},
     *(
         {**P, "chosen": text}
-        for text in ("c</s>", "", " \n", "r", "c\ud800", "\n\nHuman: c", "c<é")
+        for text in ("c</s>", "", " \n", "r", hh("p", "c"), "c<é", '[{"role": "x"}]')
     ),
-    *(
-        {**P, "prompt": text}
-        for text in ("", "\n\nHuman: p", "p<s>", hh("p", "a"), "p\udfff", None)
-    ),
+    *({**P, "prompt": text} for text in ("", " ", "\n\nHuman: p", "p<s>", hh("p", "a"), 3, None)),
     {**P, "chosen": json.dumps([said("c")]), "prompt": json.dumps([user("p")])},
     {**P, "chosen": '[{"role": "assistant", "content": }]'},
     {"chosen": hh("u", "c"), "rejected": hh("u", "r")},
@@ -517,24 +513,30 @@ BESIDE = [
     ),
     *({**P, "score_chosen": one, "score_rejected": "low"} for one in ("high", 2.0)),
     {"prompt": "p", "chosen": "c"},
+    ["c"],
 ]
 """Pairs of which some are plain text, and some are only almost."""
 
+SURROGATES = [{**P, "chosen": "c\ud800"}, {**P, "prompt": "p\udfff"}]
 
-def test_a_record_becomes_the_same_whatever_stands_beside_it(pack, byte_level):
-    keep = {"special_tokens": "keep", "invalid_unicode": "keep", "empty_side": "keep"}
-    for on in ({}, keep, {"identical_sides": "keep", "special_tokens": "drop"}):
-        settings = {"kind": "preference", "on": on, "tokenizer": {"template": TEMPLATE}}
-        alone = [run(pack, byte_level, record, **settings) for record in BESIDE]
-        together = run(pack, byte_level, *BESIDE, *reversed(BESIDE), **settings)
-        assert sorted(together.marked) == sorted(2 * [t for one in alone for t in one.marked])
-        for counts in ("dropped", "noted"):
-            found = [Counter(getattr(one, counts)) for one in alone]
-            of_the_block = {"mixed_forms": 0, "reward_default": 0}
-            assert {**getattr(together, counts), **of_the_block} == {
-                **sum(2 * found, Counter()),
-                **of_the_block,
-            }, on
+
+@pytest.mark.parametrize(
+    "on",
+    [
+        {},
+        {"special_tokens": "control", "empty_side": "keep", "identical_sides": "keep"},
+        {"special_tokens": "drop", "invalid_unicode": "keep"},
+    ],
+)
+def test_text_takes_a_short_way_to_the_same(on, pack, byte_level):
+    """Where there is reasoning to strip, every record is parsed by itself; here there is none."""
+    for records in (BESIDE, [*BESIDE, *SURROGATES, *BESIDE]):
+        short, long = (
+            run(pack, byte_level, *records, kind="preference", on=on, thinking=thinking, **TURNS)
+            for thinking in ("template", "strip")
+        )
+        assert (short.examples, short.rejects) == (long.examples, long.rejects)
+        assert short.dataset.manifest.records == long.dataset.manifest.records
 
 
 def test_every_reason_has_a_case():

@@ -59,17 +59,6 @@ def test_arguments_of_calls_under_other_names_are_read(name, pack, tokenizer):
     assert packed(**{name: one, "arguments": other}).dropped == {"wrong_type": 1}
 
 
-@pytest.mark.parametrize("content", ["", " \n"])
-def test_an_empty_turn_is_dropped_for_what_it_is(content, pack, tokenizer):
-    empty = {**ANSWER, "content": content}
-    record = {"messages": [ASK, empty, ASK, ANSWER]}
-    assert pack(tokenizer("few_merges"), record).dropped == {"empty_turn": 1}
-    packed = pack(tokenizer("few_merges"), record, on={"empty_turn": "keep"})
-    assert not packed.rejects
-    assert packed.noted["empty_turn"] == 1
-    assert "A<|im_end|>" in packed.learned[0]
-
-
 def test_wrapped_messages_are_named(pack, tokenizer):
     wrapped = {"messages": [ANSWER], "tools": []}
     with pytest.raises(RecordError, match=r"without a role.*Give the list of messages itself"):

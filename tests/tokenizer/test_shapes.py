@@ -207,21 +207,9 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
         dialogue(system("S"), ASK, A, asked("R"), said("B", weight=1)),
         ["[s]S<e>[u]Q<e>[a]«A<e>»[u]R<e>[a]«B<e>»"],
     ),
-    "OpenAI, a turn of weight 0": (
-        dialogue(ASK, said("A", weight=0), asked("R"), said("B", weight=1)),
-        THE_SECOND,
-    ),
-    "axolotl, a turn not trained": (
-        dialogue(ASK, said("A", train=False), asked("R"), said("B", train=True)),
-        THE_SECOND,
-    ),
     "axolotl, parts of a turn": (
         dialogue(ASK, said("A", train_detail=[{"begin_offset": 0}])),
         "messages with 'train_detail' … Remove it",
-    ),
-    "ms-swift, a turn without loss": (
-        dialogue(ASK, said("A", loss=False), asked("R"), said("B", loss=True)),
-        THE_SECOND,
     ),
     "Gemini": (
         {
