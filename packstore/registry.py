@@ -45,7 +45,7 @@ class Registry(Generic[T]):
         """Returns `name` if it is known."""
         if name in self._entries:
             return name
-        choices = f"choose one of: {', '.join(self)}.{meant(str(name), self)}"
+        choices = f"choose one of: {', '.join(self)}.{meant(str(name).strip().lower(), self)}"
         raise UnknownNameError(f"unknown {self.noun} {name!r}; {choices}")
 
     def load(self, name: str) -> T:

@@ -16,7 +16,15 @@ from typing import Any, Literal, Self
 
 import msgspec
 
-from packstore.errors import ConfigError, UnknownNameError, display, is_mistyped, quote, spelled
+from packstore.errors import (
+    ConfigError,
+    UnknownNameError,
+    display,
+    is_mistyped,
+    quote,
+    sentence,
+    spelled,
+)
 from packstore.registry import meant
 
 RANGES: Mapping[str, tuple[str, Callable[[Any, Any], bool]]] = {
@@ -123,6 +131,13 @@ def check_names(
         if name not in known:
             hint = meant(str(name), known)
             raise UnknownNameError(f"unknown {noun} {quote(name)}; {listed_by} lists all.{hint}")
+
+
+def check_class(where: str, value: Any, kind: Any, remedy: str = "") -> None:
+    """Refuses a value of another class."""
+    if not isinstance(value, kind):
+        found = quote(value) if isinstance(value, str) else type(value).__name__
+        raise ConfigError(sentence(where, f"it must be {kind.__name__}", found, remedy))
 
 
 def fingerprint(value: Any) -> str:

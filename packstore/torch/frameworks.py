@@ -57,6 +57,7 @@ DIVIDERS: dict[Running, Callable[[Any], int]] = {
 DEALERS = (
     Running("Accelerate", "accelerate.data_loader", "IterableDatasetShard.__iter__"),
     Running("Accelerate", "accelerate.data_loader", "DataLoaderDispatcher.__iter__"),
+    Running("Accelerate", "accelerate.data_loader", "prepare_data_loader"),
 )
 """What deals the items of a dataset to the ranks."""
 
@@ -87,11 +88,11 @@ def check_steps(batches: int, last: bool, *, divided: bool) -> None:
 
 def check_dealt_once(world_size: int) -> None:
     """Refuses a framework that deals packs of one of several ranks to the ranks again."""
-    if world_size > 1:
-        for running, _ in _found(DEALERS):
+    for running, dealer in _found(DEALERS):
+        if world_size > 1 or (dealer is not None and dealer.batch_size is None):
             rule = "packs must be dealt to the ranks once; PackedDataset does so"
             remedy = "Pass PackedDataLoader(data) to prepare, which leaves it as it is; or make "
-            remedy += "the dataset with rank=0, world_size=1"
+            remedy += "the dataset with rank=0, world_size=1, and its DataLoader with a batch_size"
             raise ConfigError(sentence(running.framework, rule, "that it deals, too", remedy))
 
 
@@ -102,6 +103,6 @@ def _found(methods: Iterable[Running]) -> list[tuple[Running, Any]]:
     frame, found = sys._getframe(1) if codes else None, []
     while frame is not None:
         if (method := codes.get(frame.f_code)) is not None:
-            found.append((method, frame.f_locals["self"]))
+            found.append((method, frame.f_locals.get("self")))
         frame = frame.f_back
     return found

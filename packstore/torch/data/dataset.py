@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.utils.data import IterableDataset, get_worker_info
 
 from packstore.config import BatchConfig, ReadConfig
+from packstore.config.settings import check_class
 from packstore.errors import ConfigError, quote, sentence
 from packstore.format.arrays import Packs
 from packstore.io.dataset.dataset import Dataset
@@ -82,6 +83,7 @@ class PackedDataset(IterableDataset[Packs]):
             source = StoredPacks(source, seed, shuffle, lanes, reading, columns)
         elif side:
             raise ConfigError("side data joins a dataset; give it to the datasets of the stream.")
+        check_class("PackedDataset", source, PackStream, "Give a dataset's folder or URL")
         self.stream: PackStream = source
         self.stream.set_epoch(0)
         self.rank, self.world_size = placement(rank, world_size)
@@ -138,6 +140,11 @@ class PackedDataset(IterableDataset[Packs]):
         if mixed.rank == 0:
             stream.log_proportions()
         return mixed
+
+    @property
+    def generator(self) -> None:
+        """None; Accelerate looks for it where it is about to deal the packs again: refused."""
+        check_dealt_once(self.world_size)
 
     @property
     def sampler(self) -> PackedDataset:
@@ -248,6 +255,7 @@ class PackedDataset(IterableDataset[Packs]):
         Raises:
             CompatibilityError: the state belongs to another dataset, version, seed or order.
         """
+        check_class("argument state", state, Mapping)
         for name, expected in self._identity().items():
             if state.get(name) != expected:
                 value = quote(state[name]) if name in state else "none"

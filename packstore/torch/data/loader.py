@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from packstore.config import BatchConfig
+from packstore.config.settings import check_class
 from packstore.errors import ConfigError, PackstoreError, WorkerError, sentence
 from packstore.format.arrays import Int64
 from packstore.torch.batch.batch import PackedBatch, collate
@@ -95,6 +96,7 @@ class PackedDataLoader:
         multiprocessing_context: str | None = None,
         **batching: Any,
     ) -> None:
+        check_class("PackedDataLoader", data, PackedDataset, "Give PackedDataset(path)")
         if num_workers < 0 or (prefetch is not None and prefetch < 1):
             raise ConfigError(
                 "num_workers must be at least 0 and prefetch at least 1; "
@@ -190,6 +192,11 @@ class PackedDataLoader:
         rule = f"it batches, orders and deals packs itself, so it has no {name}"
         remedy = "To skip what was trained on, load_state_dict(state); to the dataset, loader.data"
         raise LoaderAttributeError(sentence("PackedDataLoader", rule, f"a use of {name}", remedy))
+
+    def __getitem__(self, index: object) -> Any:
+        """Refuses to be a dataset, which torch's loader would index."""
+        rule = "it loads batches itself, so no other loader may stand around it"
+        raise ConfigError(sentence("PackedDataLoader", rule, "one", "Iterate over it"))
 
     @property
     def sampler(self) -> PackedDataset:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from os import PathLike
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import fsspec.implementations.local  # noqa: F401  (taking longer than opening a dataset does)
 import numpy as np
@@ -27,6 +27,7 @@ Identity = dict[str, int | str | bool]
 Shuffle = bool | Literal["stratified"]
 
 
+@runtime_checkable
 class PackStream(Protocol):
     """The packs of one epoch, in their global order, with random access.
 

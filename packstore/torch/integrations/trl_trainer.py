@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from trl import DPOConfig, DPOTrainer  # type: ignore[attr-defined]
 
+from packstore.config.settings import check_class
 from packstore.errors import (
     CompatibilityError,
     ConfigError,
@@ -38,7 +39,6 @@ from packstore.torch.training.arguments import (
     OF_PACKS,
     Refusals,
     check_arguments,
-    check_class,
     examples_of_step,
 )
 from packstore.torch.training.arguments import REFUSED as REFUSED_BY_ALL
@@ -101,7 +101,8 @@ class PackedDPOTrainer(PackedSteps, DPOTrainer):  # type: ignore[misc]
         **kwargs: Any,
     ) -> None:
         config = DPOConfig("dpo") if args is None else args
-        check_class(config, DPOConfig, "PackedTrainer takes TrainingArguments")
+        remedy = "PackedTrainer takes TrainingArguments"
+        check_class("argument args", config, DPOConfig, remedy)
         self.loss_fn = loss_of(config)
         train, held_out = self._opened(train_dataset), self._opened(eval_dataset)
         if is_packed(train):

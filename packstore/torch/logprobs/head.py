@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from packstore.config.settings import check_class
 from packstore.errors import CompatibilityError, ConfigError, sentence
 from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.batch.layout import segment_ids
@@ -152,6 +153,7 @@ def packed_logps(model: nn.Module, batch: PackedBatch, **settings: Any) -> Tenso
             gradients are enabled and the model is inside DDP or FSDP, which would not reduce them.
     """
     check_direct_call(model, "packed_logps")
+    check_class("argument batch", batch, PackedBatch)
     return _logps(model, batch, **settings)
 
 
@@ -174,6 +176,7 @@ def segment_scores(model: nn.Module, batch: PackedBatch) -> Tensor:
             are enabled and it is inside DDP or FSDP, see :class:`~packstore.torch.PackedPolicy`.
     """
     check_direct_call(model, "segment_scores")
+    check_class("argument batch", batch, PackedBatch)
     _check_score(model)
     return _scores(model, batch)
 
@@ -222,6 +225,7 @@ class PackedPolicy(nn.Module):
 
 def policy_output(model: Any, batch: PackedBatch, **settings: Any) -> Tensor:
     """Computes what :class:`PackedPolicy` returns, inside the forward call of a wrapped model."""
+    check_class("argument batch", batch, PackedBatch)
     batch = batch.to(next(model.parameters()).device)
     if is_reward_model(model):
         return _scores(model, batch)

@@ -9,12 +9,21 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from packstore.config.settings import check_class
 from packstore.errors import CompatibilityError, ConfigError, sentence
 from packstore.io.dataset.dataset import Dataset
 from packstore.registry import choice
 from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.losses.formulas import sft
-from packstore.torch.losses.pairs import PairChoice, PairRows, Rows, Sequences, SequenceSums
+from packstore.torch.losses.pairs import (
+    ORDER,
+    PairChoice,
+    PairRows,
+    Rows,
+    Sequences,
+    SequenceSums,
+    check_precision,
+)
 from packstore.torch.losses.step_loss import (
     UNDIVIDED,
     Gradients,
@@ -93,6 +102,7 @@ class PreferenceLoss(StepLoss):
         **parameters: float,
     ) -> None:
         super().__init__(router_aux_loss_coef, gradients)
+        choice("reference", reference, (True, False))
         self.terms = make_terms(name, parameters, average_logps, reference, self._settings())
         self.sft_weight, self.weight_field = sft_weight, weight_field
         self.sft_average = choice("sft_average", sft_average, get_args(SftAverage))
@@ -104,6 +114,7 @@ class PreferenceLoss(StepLoss):
             self.rows = first.variant.rows(pairs, first.parameters, first.averaged)
         self.reference = any(member.variant.reference for member in self.terms)
         self.scores = self.rows.scores
+        self._reads_gap = any(member.reads("chosen_reward") for member in self.terms)
         choice("average_logps", average_logps, (True, False))
         check_weight("sft_weight", sft_weight)
         if not sft_weight + sum(m.weight for m in self.terms):
@@ -226,7 +237,20 @@ class PreferenceLoss(StepLoss):
         rows = select(SequenceSums.of(batch.rewards.to(batch.weights), batch, None), batch)
         return self._reduce(rows.weights, rows, batch)[1]
 
+    def count_sides(self, batch: PackedBatch) -> Tensor:
+        """Counts what a batch has to compare: good and bad answers, or both sides of pairs, `[2]`.
+
+        Pairs without a gap of rewards do not count if the loss reads it.
+        """
+        # Any numbers do in place of log-probs.
+        rows = self._select(SequenceSums.of(batch.rewards.to(batch.weights), batch, None), batch)
+        weights = rows.weights
+        if self._reads_gap and not self.rows.alone:
+            weights = weights * (rows.pairs.dr != 0)
+        return torch.stack([(weights * side).sum() for side in rows.sides])
+
     def _reference(self, batch: PackedBatch, ref_logps: Tensor | None) -> Tensor | None:
+        check_class("argument batch", batch, PackedBatch, ORDER)
         if not self.reference:
             return None
         ref_logps = batch.ref_logps if ref_logps is None else ref_logps
@@ -235,7 +259,7 @@ class PreferenceLoss(StepLoss):
                 f"loss {self.terms[0].name!r} compares with a reference model: pass "
                 "ref_logps=…, the segment_logps of the reference model on the same batch."
             )
-        return ref_logps.detach()
+        return check_precision("ref_logps", ref_logps).detach()
 
     def _select(self, sums: SequenceSums, batch: PackedBatch) -> Rows:
         if batch.kind == "sft" and self.rows.compares:

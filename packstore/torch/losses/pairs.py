@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from packstore.config.settings import check_class
 from packstore.errors import ConfigError, sentence
 from packstore.format.arrays import Int64, range_indices, to_offsets
 from packstore.torch.batch.batch import PackedBatch
@@ -17,6 +18,8 @@ from packstore.torch.batch.layout import segment_ids
 from packstore.torch.batch.transfer import sent
 from packstore.torch.logprobs.logprobs import segment_token_counts
 from packstore.torch.metrics import SumAndCount, wide_dtype
+
+ORDER = "The order is logps, batch, and log-probs of others"
 
 PairChoice = Literal["best_vs_rest", "all", "adjacent"]
 
@@ -104,7 +107,8 @@ class SequenceSums(NamedTuple):
 
 
 def check_precision(where: str, logps: Tensor) -> Tensor:
-    """Returns log-probs; refuses those in 16 bits."""
+    """Returns log-probs; refuses what is none, and those in 16 bits."""
+    check_class(f"argument {where}", logps, Tensor, ORDER)
     if logps.dtype.itemsize < 4:
         rule = "log-probs must be float32, as 16 bits are off by a nat at 300 nats"
         remedy = (

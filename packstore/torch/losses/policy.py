@@ -10,13 +10,14 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from packstore.config.settings import check_class
 from packstore.errors import ConfigError, sentence
 from packstore.registry import choice
 from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.batch.layout import segment_ids
 from packstore.torch.logprobs.logprobs import by_segment, segment_token_counts
 from packstore.torch.losses.formulas import Variant, between, bounded_exp
-from packstore.torch.losses.pairs import check_precision
+from packstore.torch.losses.pairs import ORDER, check_precision
 from packstore.torch.losses.step_loss import (
     Gradients,
     LossOutput,
@@ -117,6 +118,7 @@ class PolicyLoss(StepLoss):
         self.ratio = choice("ratio", ratio, get_args(Ratio))
         check_weight("kl_weight", kl_weight)
         self.kl_weight, self.reference = kl_weight, kl_weight > 0
+        check_class("PolicyLoss", function, Callable, "Give a function of Tokens")
         self.name = name_of(function)
         variant = Variant(function, False)
         self.parameters = check_parameters(self.name, variant, parameters, self._settings())
@@ -168,12 +170,14 @@ class PolicyLoss(StepLoss):
         old_logps: Tensor | None,
         ref_logps: Tensor | None,
     ) -> Tokens:
+        check_class("argument batch", batch, PackedBatch, ORDER)
         sequences = batch.targets.segments
         n, S = len(sequences), batch.num_segments
         counts, rows = segment_token_counts(batch).clamp(min=1), sequences.clamp(max=S - 1)
 
         def per_token(where: str, values: Tensor, parts: Tensor | None = None) -> Tensor:
             """Values `[n]`; those `[S]` of sequences are divided by `parts` and spread."""
+            check_class(f"argument {where}", values, Tensor, ORDER)
             shape = tuple(values.shape)
             if shape == (n,) and (parts is None or n != S or bool((counts == 1).all())):
                 return values.to(logps)

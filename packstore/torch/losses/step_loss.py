@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from packstore.config.settings import check_class
 from packstore.errors import ConfigError, quote, sentence
 from packstore.format.schema import KINDS
 from packstore.registry import choice
@@ -19,7 +20,7 @@ from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.batch.layout import segment_ids
 from packstore.torch.frameworks import check_steps
 from packstore.torch.logprobs.logprobs import segment_token_counts
-from packstore.torch.losses.terms import check_weight
+from packstore.torch.losses.terms import check_weight, is_number
 from packstore.torch.metrics import SumAndCount, all_reduce_sums, distributed, wide_dtype
 from packstore.torch.models.routers import carried
 
@@ -231,6 +232,10 @@ class StepLoss(ABC):
         if divisor is None:
             return None, None, None
         if not isinstance(divisor, StepDivisor):
+            one = isinstance(divisor, Tensor) and divisor.numel() == 1
+            if not (one or (is_number(divisor) and divisor > 0)):
+                rule, found = "it must be a number above 0, or a tensor of one", quote(divisor)
+                raise ConfigError(sentence("argument divisor", rule, found, PASS_COUNT))
             divisor = StepDivisor(divisor)  # type: ignore[arg-type]
         if self.sft_weight and divisor.sft_count is None:
             rule = "the SFT term needs a count of its own"
@@ -259,6 +264,8 @@ def count_step(
         ConfigError: the batches belong to different steps, or some of an uncounted step are
             missing.
     """
+    check_class("argument loss_fn", loss_fn, StepLoss, "The order is batches, loss_fn")
+    check_class("argument batches", batches, Sequence, "Give a list of them")
     steps = [batch.step for batch in batches if batch.step is not None]
     if len(indices := {step.index for step in steps}) > 1:
         raise ConfigError(

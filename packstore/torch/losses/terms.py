@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -65,6 +65,12 @@ class LossTerm:
         seen = pairs.per_token() if self.averaged and not self.variant.averaged else pairs
         return self.variant(seen, **self.parameters)
 
+    def reads(self, *names: str) -> bool:
+        """Returns True if a value of its pairs depends on these quantities."""
+        pairs = Pairs(*torch.rand(8, 3, generator=torch.Generator().manual_seed(0)).double() + 1)
+        moved = {name: getattr(pairs, name) + i for i, name in enumerate(names, 1)}
+        return not torch.allclose(self(pairs), self(replace(pairs, **moved)))
+
     def __str__(self) -> str:
         values = "".join(f", {name}={value}" for name, value in self.parameters.items())
         weight = "" if self.weight == 1 else f"{self.weight} "
@@ -83,11 +89,16 @@ def make_terms(
     `reference`: functions of one's own compare with a reference model. `settings`: what else the
     caller takes, and an unknown parameter may mean.
     """
-    mix = names if isinstance(names, Mapping) else {names: 1.0}
+    one = isinstance(names, str) or callable(names)
+    mix: Any = {names: 1.0} if one else names if isinstance(names, Mapping) else {}
     if not mix or not all(isinstance(name, str) or callable(name) for name in mix):
         raise ConfigError(
             f"a loss must be a name, a function, or a mix {{name: weight}}; found {quote(names)}."
         )
+    if not reference and not any(map(callable, mix)):
+        rule = "it is for a function of your own, which compares with none"
+        remedy = "simpo, orpo and cpo need no reference"
+        raise ConfigError(sentence("setting reference", rule, f"False for {quote(names)}", remedy))
     variants = {
         name_of(x): _variant(x) if isinstance(x, str) else Variant(x, reference) for x in mix
     }
@@ -138,7 +149,12 @@ def _term(
         draws[:4] *= -1  # log-probs
         rows = [Pairs(*draws[:, [i]]) for i in range(3)]
         check_function(f"loss {name!r}", lambda x: variant(x, **parameters), Pairs(*draws), rows)
-    return LossTerm(name, variant, parameters, weight, average_logps or variant.averaged)
+    term = LossTerm(name, variant, parameters, weight, average_logps or variant.averaged)
+    if not variant.reference and term.reads("ref_chosen", "ref_rejected"):
+        rule = "with reference=False it must not read log-probs of a reference, as in u, v and d"
+        remedy = "Compare chosen with rejected, or leave reference=False out"
+        raise ConfigError(sentence(f"loss {name!r}", rule, "that it does", remedy))
+    return term
 
 
 def check_parameters(
@@ -147,7 +163,7 @@ def check_parameters(
     """Returns all parameters of a loss; refuses unknown ones and what is no number."""
     _check_known(name, given, variant.defaults, settings)
     for parameter, value in given.items():
-        if not (_is_number(value) or (isinstance(value, Tensor) and value.dim() == 0)):
+        if not (is_number(value) or (isinstance(value, Tensor) and value.dim() == 0)):
             raise ConfigError(f"loss {name!r}: {parameter} must be a number; found {quote(value)}.")
         if parameter == "beta" and value <= 0:
             raise ConfigError(f"loss {name!r}: beta must be above 0; found {value}.")
@@ -189,9 +205,10 @@ def name_of(loss: Name) -> str:
 
 def check_weight(name: str, weight: Any) -> None:
     """Refuses a weight of a term that is no number of at least 0."""
-    if not (_is_number(weight) and weight >= 0):
+    if not (is_number(weight) and weight >= 0):
         raise ConfigError(f"{name} must be at least 0; found {quote(weight)}.")
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Returns True for a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from packstore.config.settings import check_class
 from packstore.errors import BackendError, CompatibilityError, sentence
 from packstore.torch.models.mask import PREFIX
 
@@ -28,7 +29,7 @@ SCORE = "score"
 
 def unwrapped(model: Any) -> Any:
     """Returns the Hugging Face model inside DDP, FSDP, ``torch.compile`` and PEFT, in any order."""
-    *_, inner = layers(model)
+    *_, inner = model, *layers(model)
     return inner
 
 
@@ -84,6 +85,7 @@ def backbone_of(model: Any) -> Any:
 
 def check_not_compiled(model: nn.Module) -> None:
     """Refuses a compiled model, whose whole forward call log-probs without logits do not run."""
+    check_class("argument model", model, nn.Module, "load_model(path) loads one")
     if any(x._compiled_call_impl or "_orig_mod" in x._modules for x in layers(model)):
         raise CompatibilityError(
             f"log-probs of {type(model).__name__}: the forward call must not be compiled, as its "

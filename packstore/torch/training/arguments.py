@@ -9,8 +9,8 @@ from typing import Any
 
 from transformers import Trainer, TrainingArguments
 
-from packstore.config.settings import check_names
-from packstore.errors import ConfigError, quote, sentence
+from packstore.config.settings import check_class, check_names
+from packstore.errors import ConfigError, sentence
 
 Refusals = Mapping[str, tuple[tuple[Any, ...], str]]
 """Setting -> values that are taken, and what to do for another."""
@@ -78,16 +78,9 @@ def check_arguments(args: Any, refused: Refusals, others: Iterable[str] = ()) ->
             raise ConfigError(sentence(f"setting {name}", rule, repr(value), remedy))
 
 
-def check_class(args: Any, kind: type, remedy: str) -> None:
-    """Refuses settings of another class."""
-    if not isinstance(args, kind):
-        found = quote(args) if isinstance(args, str) else type(args).__name__
-        raise ConfigError(sentence("argument args", f"it must be {kind.__name__}", found, remedy))
-
-
 def check_own(trainer: type, args: Any, others: Iterable[str]) -> None:
     """Refuses what is no TrainingArguments, what TRL's add to them, and unknown arguments."""
-    check_class(args, TrainingArguments, "Give the dataset as train_dataset")
+    check_class("argument args", args, TrainingArguments, "Give the dataset as train_dataset")
     plain = {field.name for field in fields(TrainingArguments)}
     for field in fields(args) if type(args).__module__.startswith("trl.") else ():
         default = field.default if field.default_factory is MISSING else field.default_factory()

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from packstore.config.settings import check_class
 from packstore.errors import CompatibilityError, display, sentence
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.manifest.side_manifest import REF_LOGPS
@@ -82,6 +83,7 @@ def evaluate(
         UnknownNameError: `loss` is unknown.
     """
     loss_fn = loss if isinstance(loss, PreferenceLoss) else PreferenceLoss(loss)
+    check_class("argument dataset", dataset, Dataset, "packstore.open(path) opens one")
     loss_fn.check_data(dataset)
     check_kind(loss_fn, model)
     tell_unused(loss_fn, None if reference is None else "reference")

@@ -361,6 +361,10 @@ def test_refusals(stored: Dataset, tmp_path: Any) -> None:
         PackedDataset(stored, rank=0)
     with pytest.raises(ConfigError, match=r"rank must lie in 0..1; found 2"):
         make(stored, 2, 2)
+    with pytest.raises(ConfigError, match="PackedDataLoader: it loads batches itself"):
+        next(iter(DataLoader(PackedDataLoader(make(stored)), None)))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="argument state: it must be Mapping; found list"):
+        PackedDataLoader(make(stored)).load_state_dict([])  # type: ignore[arg-type]
     for settings, message in (
         ({"packs_per_batch": 0}, "packs_per_batch must be at least 1"),
         ({"num_workers": -1}, "num_workers must be at least 0 and prefetch at least 1; found -1 "),

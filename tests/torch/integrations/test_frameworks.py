@@ -74,15 +74,14 @@ def on_rank(task: tuple[str, str, Any]) -> dict[str, Any]:
     out["ours"] = ids(prepared)
 
     plain = DataLoader(PackedDataset(url, rank=0, world_size=1), collate_fn=lambda packs: packs[0])
-    found = DataLoader(PackedDataset(url), 2, collate_fn=list)
     out["refused"] = []
-    for dispatch in (False, True):
+    for dispatch, size in ((False, 2), (True, 2), (False, None), (True, None)):
         accelerator.dataloader_config.dispatch_batches = dispatch
-        again = accelerator.prepare(found)
-        if dispatch and accelerator.process_index:
-            continue  # one rank reads for all
+        found = DataLoader(PackedDataset(url), size, collate_fn=list)
         try:
-            next(iter(again))
+            again = accelerator.prepare(found)
+            if not (dispatch and accelerator.process_index):  # one rank reads for all
+                next(iter(again))
         except ConfigError as error:
             out["refused"].append(str(error))
     accelerator.dataloader_config.dispatch_batches = False
@@ -113,7 +112,7 @@ def test_accelerate(kit: SimpleNamespace, stored: Dataset, tmp_path: Path) -> No
         assert sorted(i for rank in ranks for i in rank[how]) == list(range(N))
     for rank in ranks:
         assert all("Pass PackedDataLoader(data) to prepare" in text for text in rank["refused"])
-    assert [len(rank["refused"]) for rank in ranks] == [2, 1]
+    assert [len(rank["refused"]) for rank in ranks] == [4, 2]
     assert set(ranks[0]["wrapped"] + ranks[1]["wrapped"]) == set(range(N))
     for rank in ranks:
         assert rank["before"] + rank["after"] == rank["ours"]
@@ -136,6 +135,11 @@ def accumulating() -> Iterator[Any]:
     yield accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
     accelerate.state.GradientState._reset_state()
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_accelerate_on_one_rank_cannot_cut_up_packs(stored: Dataset, accumulating: Any) -> None:
+    with pytest.raises(ConfigError, match="Accelerate: packs must be dealt to the ranks once"):
+        next(iter(accumulating.prepare(DataLoader(PackedDataset(stored), None))))
 
 
 def test_accelerate_out_of_phase(stored: Dataset, accumulating: Any) -> None:

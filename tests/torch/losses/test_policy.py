@@ -17,16 +17,19 @@ from gradients import take_gradients, tokens_alone
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from packstore.errors import ConfigError
+from packstore.errors import BackendError, ConfigError
 from packstore.testing import random_examples
 from packstore.torch import (
     PackedBatch,
+    PackedDataLoader,
+    PackedDataset,
     PackedPolicy,
     Pairs,
     PolicyLoss,
     PreferenceLoss,
     Tokens,
     count_step,
+    evaluate,
     pack_in_memory,
     packed_logps,
     pad_batch,
@@ -263,6 +266,19 @@ def of_sequence(tokens: Tokens) -> Tensor:
     ("make", "message"),
     [
         (lambda: PreferenceLoss(lambda p: p.d.mean()), "one value for each row .* Return the loss"),
+        (
+            lambda: PreferenceLoss(lambda p: -p.u, reference=False),
+            "must not read log-probs of a ref",
+        ),
+        (
+            lambda: PreferenceLoss(lambda p: -p.d, reference=False),
+            "must not read log-probs of a ref",
+        ),
+        (lambda: PreferenceLoss("dpo", reference=False), "for a function of your own.*'dpo'"),
+        (lambda: PreferenceLoss("ipo", reference="no"), "reference must be one of: True, False"),
+        (lambda: PreferenceLoss("DPO"), "unknown loss 'DPO'.* Did you mean 'dpo'"),
+        (lambda: PreferenceLoss(["dpo"]), "a loss must be a name, .* found .'dpo'"),
+        (lambda: PolicyLoss([my_dpo]), "PolicyLoss: it must be Callable; found list"),
         (lambda: PreferenceLoss(middle), "'middle': a value must not depend on what else is in"),
         (lambda: PreferenceLoss(my_dpo, gamma=1), "'my_dpo' has no parameter 'gamma'; it takes: b"),
         (lambda: PreferenceLoss(3), "a loss must be a name, a function, or a mix"),  # type: ignore[arg-type]
@@ -280,6 +296,31 @@ def test_refused_losses(make: Any, message: str) -> None:
     assert PolicyLoss(of_sequence).name == "of_sequence"  # tokens of one sequence may meet
     with pytest.raises(ConfigError, match=message):
         make()
+
+
+def test_swapped_arguments_are_named(kit: Any) -> None:
+    (batch,) = pack_in_memory(EXAMPLES["preference"], 10_000, kind="preference")
+    model, dpo, zeros = kit.tiny_model(), PreferenceLoss("dpo"), torch.zeros(batch.num_segments)
+    for call, found in (
+        (lambda: packed_logps(batch, model), "model: it must be Module; found PackedBatch"),
+        (lambda: packed_logps(model, [batch]), "batch: it must be PackedBatch; found list"),
+        (lambda: PackedPolicy("model"), "model: it must be Module; found 'model'"),
+        (lambda: use_packed_attention(None), "it must be a Hugging Face model"),
+        (lambda: dpo(batch, zeros, zeros), "batch: it must be PackedBatch; found Tensor"),
+        (lambda: dpo([0.0], batch, zeros), "logps: it must be Tensor; found list. The order is lo"),
+        (lambda: dpo(zeros, batch, model), "ref_logps: it must be Tensor; found Llama"),
+        (lambda: PolicyLoss()(zeros, batch, [1.0]), "logps: must be one number|must be Tensor"),
+        (lambda: count_step(dpo, [batch]), "loss_fn: it must be StepLoss; found list"),
+        (lambda: count_step(batch, dpo), "batches: it must be Sequence; found PackedBatch"),
+        (lambda: evaluate(model, "data"), "dataset: it must be Dataset; found 'data'"),
+        (lambda: PackedDataset(["data"]), "PackedDataset: it must be PackStream; found list"),
+        (lambda: PackedDataLoader("data"), "PackedDataLoader: it must be PackedDataset; found 'da"),
+    ):
+        with pytest.raises((ConfigError, BackendError), match=found):
+            call()
+    for divisor in (0, -1, float("nan"), "1", torch.ones(2)):
+        with pytest.raises(ConfigError, match="divisor: it must be a number above 0, or a tensor"):
+            dpo(zeros, batch, zeros, divisor=divisor)
 
 
 def test_refused_inputs() -> None:
