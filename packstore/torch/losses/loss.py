@@ -284,6 +284,19 @@ class PreferenceLoss(StepLoss):
         return (sums / counts.clamp(min=1)).sum(), (counts > 0).to(losses.dtype).sum()
 
 
+def tell_one_sided(loss_fn: PreferenceLoss, chosen: float, rejected: float) -> None:
+    """Warns of a training that had nothing to compare; arguments are numbers of both sides."""
+    if chosen and rejected:
+        return
+    rule, found = "pairs must differ in their rewards", "none that do"
+    remedy = "Pack rewards that differ, or take a loss that does not read them"
+    if loss_fn.rows.alone:
+        rule = "some answers must be good, with a score above 0, and some bad"
+        found = f"{chosen:,.0f} good and {rejected:,.0f} bad ones"
+        remedy = "Take a threshold off the scores by SQL when packing (page Recipes)"
+    logger.warning(sentence(f"data of {loss_fn!r}", rule, found, remedy))
+
+
 class FirstStepCheck:
     """Compares policy and reference once, at the first batch of a training run.
 

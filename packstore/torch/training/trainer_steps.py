@@ -22,7 +22,7 @@ from packstore.io.dataset.dataset import Dataset
 from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.data.loader import PackedDataLoader
 from packstore.torch.logprobs.head import PackedPolicy, policy_output
-from packstore.torch.losses.loss import FirstStepCheck, PreferenceLoss
+from packstore.torch.losses.loss import FirstStepCheck, PreferenceLoss, tell_one_sided
 from packstore.torch.losses.step_loss import StepDivisor, count_step, sequence_weights
 from packstore.torch.metrics import Metrics, all_reduce_sums, wide_dtype
 from packstore.torch.models.compatibility import check_ids, check_model, check_same_tokenizer
@@ -35,6 +35,9 @@ from packstore.torch.training.evaluate import check_kind, evaluate_batches
 
 FIRST = 10
 """The first steps, each of which is logged."""
+
+ENOUGH = 1000
+"""Examples after which some of both sides must have been seen."""
 
 
 def take_batches(model: nn.Module, **settings: Any) -> None:
@@ -63,7 +66,7 @@ class StepMetrics(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
-        self._restart()
+        self.on_train_begin()
 
     def _restart(self) -> None:
         self.metrics, self._since = Metrics(), time.perf_counter()
@@ -75,6 +78,15 @@ class StepMetrics(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Forgets what a training before it left."""
         self._restart()
+        self._sides, self._seen, self._is_told = torch.zeros(2), 0, False
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        """Warns, once, if there was nothing to compare; a collective call."""
+        if self._seen and not self._is_told:
+            self._is_told = True
+            sides = all_reduce_sums([*self._sides], device=self.trainer.accelerator.device)
+            if self.trainer.is_world_process_zero():
+                tell_one_sided(self.trainer.loss_fn, *sides)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Follows the Trainer's own callback, which decides what is saved and evaluated."""
@@ -91,6 +103,9 @@ class StepMetrics(TrainerCallback):  # type: ignore[misc]
             self._tokens = self._tokens + (batch.lengths * (sequence_weights(batch) > 0)).sum()
         if self.trainer.steps is None or (info := batches[0].step) is None:
             return
+        if isinstance(self.trainer.loss_fn, PreferenceLoss) and not self._is_told:
+            counts = [self.trainer.loss_fn.count_sides(batch) for batch in batches]
+            self._sides, self._seen = sum(counts, self._sides), self._seen + info.examples
         self._examples += info.examples
         self._packs += sum(batch.num_packs for batch in batches)
         tokens = sum(batch.num_tokens for batch in batches)
@@ -107,6 +122,10 @@ class StepMetrics(TrainerCallback):  # type: ignore[misc]
             return {}
         device = self.trainer.accelerator.device
         record["num_tokens"] = all_reduce_sums([self._tokens], device=device)[0]
+        if math.isnan(record["loss"]):  # of no pair; the Trainer's own is nan, too, if it diverged
+            del record["loss"]
+        if self._seen >= ENOUGH:
+            self.on_train_end()
         if self.trainer.steps is not None:
             record |= self._rates(self.trainer.steps)
         self._restart()

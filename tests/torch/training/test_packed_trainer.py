@@ -273,6 +273,49 @@ def test_ids_beyond_the_vocabulary(stored: SimpleNamespace, tmp_path: Path) -> N
         evaluate(model, packs, loss="sft")
 
 
+ANSWER, PAIR = {"prompt": [1], "response": [2, 3]}, {"prompt": [1], "chosen": [2], "rejected": [3]}
+
+
+@pytest.mark.parametrize(
+    ("loss", "records", "told"),
+    [
+        ("kto", [{**ANSWER, "score": s} for s in (0.5, 2)], "some answers must be good.* 40 good"),
+        ("bco", [{**ANSWER, "score": s} for s in (0, -1)], "found 0 good and 40 bad ones"),
+        ("kto", [{**ANSWER, "score": s} for s in (1, -1)], None),
+        ("dpo", [{"prompt": [1], "responses": [[2], [3]], "scores": [4, 4]}], "none that do"),
+        (
+            "odpo",
+            [{**PAIR, "chosen_reward": 1, "rejected_reward": 1}],
+            "pairs must differ in",
+        ),
+        ("dpo", [{**PAIR, "chosen_reward": 1, "rejected_reward": 1}], None),
+        ("odpo", [PAIR], None),
+    ],
+)
+def test_data_of_one_side_is_told_once(
+    stored: SimpleNamespace,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    loss: str,
+    records: list[Any],
+    told: str | None,
+) -> None:
+    """Also where a step has no pairs: its loss is nothing, and no run diverges by it."""
+    data = packstore.pack(records * (40 // len(records)), tmp_path / "data", pack_size=64)
+    given = settings(
+        stored,
+        tmp_path / "run",
+        train_dataset=data.url,
+        loss=loss,
+        arguments={"num_train_epochs": 1, "save_strategy": "no"},
+    )
+    trainer = run(given)
+    assert all(map(math.isfinite, history(trainer)))
+    found = [r for r in caplog.messages if r.startswith("data of PreferenceLoss")]
+    assert len(found) == (told is not None)
+    assert told is None or re.search(told, found[0])
+
+
 def test_a_loss_of_tokens(kit: SimpleNamespace, stored: SimpleNamespace, tmp_path: Path) -> None:
     """GRPO's on scored answers, with its reference: at first ratios are 1, so it is that of A."""
     packs = kit.packed(random_examples(20, seed=4, kind="scored"), [1, 4, 2, 3] * 2, "concat")
