@@ -61,6 +61,7 @@ class CheckpointMixin(Trainer):  # type: ignore[misc]
         settings = {n: v for n, v in given.items() if isinstance(v, bool | int | float | str)}
         run = {
             "loss": f"{self.loss_fn!r}, {settings}",
+            "optimizer": self.args.optim.value.removesuffix("_fused"),
             "model": str(getattr(model.config, "_name_or_path", "")),
             "weights": f"{sum(1 for _ in model.parameters())}, of which trained {trained}",
         }

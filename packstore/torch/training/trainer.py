@@ -49,7 +49,7 @@ from packstore.torch.training.arguments import (
     examples_of_step,
 )
 from packstore.torch.training.checkpoints import read_position
-from packstore.torch.training.data import datasets_of, has_ref_logps
+from packstore.torch.training.data import datasets_of, has_ref_logps, is_packed
 from packstore.torch.training.evaluate import tell_unused
 from packstore.torch.training.trainer_steps import PackedSteps, take_batches
 from packstore.version import VERSION
@@ -159,6 +159,15 @@ class PackedTrainer(PackedSteps):
         )
         if self._compiled and self._reference is not None:
             compile_layers(self._reference)
+
+    def _opened(self, data: Any) -> Any:
+        """Returns packed datasets in the place of their folders and URLs; refuses other data."""
+        opened = super()._opened(data)
+        if opened is not None and not is_packed(opened):
+            remedy = "Pack the records: packstore.pack(records, folder, tokenizer)"
+            found = type(opened).__name__
+            raise ConfigError(sentence("dataset", "it must be a packed one", found, remedy))
+        return opened
 
     def _load_policy(self, model: Any, load: partial[Any], as_reference: bool) -> Any:
         """Loads a model, or prepares it; an adapter also `as_reference`, in a frozen copy."""

@@ -259,6 +259,15 @@ def test_what_is_meant_for_another_trainer(stored: SimpleNamespace, tmp_path: Pa
     PackedTrainer(stored.model, config, stored.data, dtype="float64")
 
 
+@pytest.mark.parametrize("data", [[{"prompt": "Q", "chosen": "A", "rejected": "B"}], {"a": [1]}, 3])
+def test_records_that_are_not_packed(stored: SimpleNamespace, tmp_path: Path, data: Any) -> None:
+    """As TRL's trainers take; also where only the evaluation is of such."""
+    for part in ("train_dataset", "eval_dataset"):
+        given = settings(stored, tmp_path, **{part: data})
+        with pytest.raises(ConfigError, match=r"must be a packed one; found .* Pack the records"):
+            run(given)
+
+
 def test_ids_beyond_the_vocabulary(stored: SimpleNamespace, tmp_path: Path) -> None:
     """Of records of ids nobody knows the tokenizer; a GPU would end the process."""
     packs = packstore.pack(
