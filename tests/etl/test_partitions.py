@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from children import run_python
 from places import Files
-from small_jobs import write_jsonl
+from small_jobs import stopping, write_jsonl
 
 import packstore
 from packstore.errors import ConfigError, DatasetNotFoundError, InputError
@@ -115,17 +115,13 @@ def test_a_partition_that_fails_ends_the_others_and_leaves_no_temporary_files(
 def test_a_job_that_is_stopped_leaves_no_temporary_files(
     sources: list[str], tmp_path: Path, stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def progress(now: str, done: int, total: int | None, unit: str) -> None:
-        if now == stage and done:
-            raise KeyboardInterrupt
-
     spill = tmp_path / "spill"
     spill.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(spill))
     with pytest.raises(KeyboardInterrupt):
         packstore.pack(
-            sources, tmp_path / "out", partitions=6, num_workers=2, progress=progress,
-            **SETTINGS,
+            sources, tmp_path / "out", partitions=6, num_workers=2,
+            progress=stopping(stage, 0), **SETTINGS,
         )  # fmt: skip
     assert not list(spill.iterdir())
     left = (p for p in (tmp_path / "out").rglob("*") if p.is_file())

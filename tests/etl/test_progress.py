@@ -12,7 +12,7 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from small_jobs import trained_tokenizer
+from small_jobs import stopping, trained_tokenizer
 
 import packstore
 
@@ -108,19 +108,11 @@ def test_a_rerun_counts_the_partitions_that_it_takes_over(
     frame: pl.DataFrame, tmp_path: Path
 ) -> None:
     frame.write_ndjson(tmp_path / "in.jsonl")
-    written = 0
-
-    def stopping(stage: str, done: int, total: int | None, unit: str) -> None:
-        nonlocal written
-        written = done if stage == "write" else written
-        if written > 20:
-            raise KeyboardInterrupt
-
     settings: dict[str, Any] = {"partitions": 4}
     with pytest.raises(KeyboardInterrupt):
         packstore.pack(
-            str(tmp_path / "in.jsonl"), tmp_path / "out", pack_size=1024, progress=stopping,
-            num_workers=0, **settings,
+            str(tmp_path / "in.jsonl"), tmp_path / "out", pack_size=1024, num_workers=0,
+            progress=stopping("write", 20), **settings,
         )  # fmt: skip
     check(calls("read", str(tmp_path / "in.jsonl"), tmp_path / "out", **settings))
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from places import Files
-from small_jobs import pack, pairs, write_jsonl
+from small_jobs import pack, pairs, stopping, write_jsonl
 
 import packstore
 
@@ -45,13 +45,8 @@ def test_a_partition_that_changed_is_made_again(
 ) -> None:
     """Its shard, its note or its input (of the same size); it was stopped in the last of four."""
     whole = pack(str(tmp_path / "whole"), source, **CUT)
-
-    def stop(stage: str, done: int, total: int | None, unit: str) -> None:
-        if stage == "write" and done > 0.9 * len(whole):
-            raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        pack(place, source, progress=stop, **CUT)
+        pack(place, source, progress=stopping("write", 0.9 * len(whole)), **CUT)
     files = Files(place)
     if damaged == "input":
         text = Path(source).read_text(encoding="utf-8")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,16 @@ def trained_tokenizer(texts: Iterable[str], vocab_size: int = 300) -> Tokenizer:
     )
     made.train_from_iterator(texts, trainer)
     return made
+
+
+def stopping(stage: str, most: float) -> Callable[..., None]:
+    """Progress that interrupts a job once more than so much of a stage is done."""
+
+    def progress(now: str, done: int, total: int | None, unit: str) -> None:
+        if now == stage and done > most:
+            raise KeyboardInterrupt
+
+    return progress
 
 
 def later(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:

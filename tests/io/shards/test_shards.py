@@ -115,7 +115,7 @@ def test_nothing_unfinished_is_left_of_a_failure(kit, tmp_path, error):
     assert not [t for t in threading.enumerate() if t.name.startswith("packstore-write")]
 
 
-def test_a_wrong_crc32_of_isal_is_not_used(kit, ds, tmp_path):
+def test_a_wrong_crc32_of_isal_is_not_used(ds, tmp_path):
     """What was written with the right one is read in a process that finds a broken isal."""
     (tmp_path / "isal").mkdir()
     (tmp_path / "isal" / "__init__.py").touch()

@@ -170,12 +170,8 @@ def test_the_writer_that_commits_first_wins(ds, place, caplog) -> None:
 @pytest.mark.parametrize(
     ("columns", "provenance", "message"),
     [
-        ({}, {}, "it must have a column"),
-        ({"reward": "float32"}, {}, "names of their own"),
-        ({"x.y": "float32"}, {}, "names of their own"),
         ({"x": "float16"}, {}, "a type among: string, int64"),
         ({"_x": "float32"}, {}, "must begin with a letter"),
-        ({"ref_logps": "float32"}, {}, "must have type list<float32>"),
         ({"x": "float32"}, {"model": object()}, "must be a text, a number, a boolean or null"),
     ],
 )
