@@ -13,7 +13,6 @@ import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -61,8 +60,7 @@ def put_index(location: Location, sizes: Iterable[PackSizes], version: int) -> S
         with staging.file() as file, pq.ParquetWriter(file, SCHEMA, **how) as writer:
             for shard in itertools.chain([first], shards):
                 writer.write_table(_table(shard), len(shard))
-        info = StoredFile.of("", file.name)
-        info = replace(info, path=f"{FOLDER}/packs-{version:06d}-{info.sha256[:16]}.index")
+        info = StoredFile.of(file.name, f"{FOLDER}/packs-{version:06d}", ".index")
         staging.store(file.name, info.path)
         return info
 

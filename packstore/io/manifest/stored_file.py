@@ -26,40 +26,34 @@ class StoredFile:
     sha256: Sha256
 
     @classmethod
-    def of(cls, path: str, local_path: str, **more: Any) -> Self:
-        """Hashes the finished local file at `local_path`, to be stored at `path`."""
+    def of(cls, local_path: str, prefix: str, suffix: str, **more: Any) -> Self:
+        """Hashes a finished local file, whose path becomes `prefix`, some of the hash, `suffix`."""
         with open(local_path, "rb") as file:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+            path = f"{prefix}-{sha256[:16]}{suffix}"
             return cls(path=path, bytes=file.tell(), sha256=sha256, **more)
 
 
 def read_stored(location: Location, file: StoredFile) -> bytes:
     """Reads a file below `location`; raises IntegrityError for another size or hash."""
-    _check_size(location, file)
+    _compare(location, file, "bytes", location.size(file.path))  # a manifest may name any size
     data = location.read_bytes(file.path)
-    _check_hash(location, file, hashlib.sha256(data).hexdigest())
+    _compare(location, file, "sha256", hashlib.sha256(data).hexdigest())
     return data
 
 
 def check_stored(location: Location, file: StoredFile) -> None:
     """Raises like :func:`read_stored`, with a file of any size."""
-    _check_size(location, file)
+    _compare(location, file, "bytes", location.size(file.path))
     with location.open_read(file.path) as stored:
-        _check_hash(location, file, hashlib.file_digest(stored, "sha256").hexdigest())
+        _compare(location, file, "sha256", hashlib.file_digest(stored, "sha256").hexdigest())
 
 
-def _check_size(location: Location, file: StoredFile) -> None:
-    size = location.size(file.path)  # checked first: a damaged manifest may name any size
-    if size != file.bytes:
-        where, rule = location.join(file.path).display, f"must have {file.bytes} bytes"
-        raise IntegrityError(sentence(where, rule, str(size), _REMEDY))
-
-
-def _check_hash(location: Location, file: StoredFile, sha256: str) -> None:
-    if sha256 != file.sha256:
-        where = location.join(file.path).display
-        rule = f"must have sha256 {quote(file.sha256, 80)}, as the manifest says"
-        raise IntegrityError(sentence(where, rule, quote(sha256, 80), _REMEDY))
+def _compare(location: Location, file: StoredFile, name: str, found: int | str) -> None:
+    if (recorded := getattr(file, name)) != found:
+        where, rule = location.join(file.path).display, f"must have {name} {quote(recorded, 80)}"
+        rule += ", as the manifest says"
+        raise IntegrityError(sentence(where, rule, quote(found, 80), _REMEDY))
 
 
 _COMMON = (OSError, ValueError, ArithmeticError, LookupError, SystemError, MemoryError, EOFError)

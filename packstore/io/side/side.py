@@ -173,10 +173,10 @@ class SideWriter:
         table = table.slice(0, rows).sort_by("example_ids").combine_chunks()
         with self._staging.file() as file:
             pq.write_table(table, file, store_schema=True, **OPTIONS)
-        shard = SideShard.of("", file.name, rows=rows)
-        path = f"{DATA}/{self._run}-{len(self._shards):05d}-{shard.sha256[:16]}.parquet"
-        self._staging.store(file.name, path)
-        self._shards.append(replace(shard, path=path))
+        prefix = f"{DATA}/{self._run}-{len(self._shards):05d}"
+        shard = SideShard.of(file.name, prefix, ".parquet", rows=rows)
+        self._staging.store(file.name, shard.path)
+        self._shards.append(shard)
 
 
 def _column(name: str, values: npt.NDArray[Any], counts: Any, type_: pa.DataType) -> pa.Array:

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from forged import replace_shard
+from forged import fit, replace_shard
 from plain_reader import READER
 
 from packstore import Dataset
@@ -90,7 +90,9 @@ def lying(ds: Dataset, change) -> Dataset:
         for start, size in zip(to_offsets(np.array(rows)), rows, strict=False):
             if start < table.num_rows:
                 writer.write_table(table.slice(start, size))
-    info = type(ds.manifest.pack_index).of(ds.manifest.pack_index.path, str(index_path(ds)))
+    info = dict(vars(ds.manifest.pack_index))
+    fit(info, index_path(ds).read_bytes())
+    info = replace(ds.manifest.pack_index, **info)
     return Dataset(ds.location, replace(ds.manifest, pack_index=info), ds.version)
 
 
