@@ -1,25 +1,33 @@
 """Runs work on this machine: in threads, and in worker processes where threads wait for the GIL.
 
-Each worker process loads the work once, and has one thread here that serves it.
+Each worker process loads the work once, and has one thread here that serves it. Questions and
+answers are pickles, in pipes of its own. It is not one of multiprocessing, whose forks break
+numba's OpenMP layer, s3fs and obstore, and whose other children run a user's script again; nor of
+loky, which no daemon of multiprocessing may use, whose workers outlive a job that is killed by a
+minute and more, and which ends them before they can remove their files.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import logging
 import math
 import os
+import pickle
 import queue
+import signal
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 from packstore.errors import PackstoreError
 from packstore.etl.engines import in_order
-from packstore.etl.engines._worker import WorkerProcess
 from packstore.tokenizer.dialogue import limits
 
 log = logging.getLogger("packstore")
@@ -34,6 +42,23 @@ WORTH_SECONDS, QUICK_SECONDS = 1.0, 4.0
 """Time of the first worker alone, before others are started: each takes one to three seconds of a
 core to load packages and a tokenizer. The quick one is done with 100 MB by then, which is mostly
 all there is."""
+
+WAIT_SECONDS = 60
+"""Time for which a process that waits for a job is given one; it ends half a minute later."""
+
+ITEM_SECONDS = 900
+"""Processor time of a worker process for an item, which mostly takes less than a second; beyond it
+the job fails."""
+
+ONE_THREAD = {
+    "TOKENIZERS_PARALLELISM": "false",
+    "RAYON_NUM_THREADS": "1",
+    "POLARS_MAX_THREADS": "1",
+}
+"""Environment of a worker process: there is one per core, so threads inside would only contend."""
+
+_ENDED = (EOFError, OSError, pickle.UnpicklingError)
+"""What a pipe raises whose other process has ended, perhaps amid an answer."""
 
 _waiting: list[WorkerProcess] = []
 """Processes, at most one or two, that wait for a job; they end after a while, or with this one."""
@@ -155,3 +180,139 @@ def _take_waiting() -> WorkerProcess | None:
                 return process
             WorkerProcess.end([process])
     return None
+
+
+class WorkerProcess:
+    """A function of an item, in a process of its own, once it has loaded the work."""
+
+    def __init__(self) -> None:
+        code = (
+            f"import sys; sys.path[:] = {sys.path!r}; from packstore.etl.engines import local; "
+            f"local.serve({limits.SECONDS}, {limits.MEMORY})"
+        )
+        self._waits_from = time.monotonic()
+        self.has_work = False
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", code],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env={**os.environ, **ONE_THREAD},
+                start_new_session=True,  # Ctrl-C is for the job's own process
+            )
+        except OSError as error:
+            raise PackstoreError(f"a worker process cannot be started: {error}") from error
+
+    @property
+    def waits(self) -> bool:
+        """True if it still waits for a job."""
+        waited = time.monotonic() - self._waits_from
+        return waited < WAIT_SECONDS and self._process.poll() is None
+
+    def load(self, work: Callable[[Any], Any] | None) -> None:
+        """Sends the work, and waits until it is loaded; None: waits for that of another job."""
+        self._waits_from = time.monotonic()
+        self._ask(True, work)
+        self.has_work = work is not None
+
+    def __call__(self, item: Any) -> Any:
+        """Returns the result of an item."""
+        return self._ask(False, item)
+
+    def _ask(self, is_work: bool, value: Any) -> Any:
+        questions, answers = self._process.stdin, self._process.stdout
+        assert questions is not None
+        assert answers is not None
+        try:
+            _send(questions, (is_work, value))
+            succeeded, result = _receive(answers)
+        except _ENDED as error:
+            raise self._death_error() from error
+        if not succeeded:
+            raise result
+        return result
+
+    def _death_error(self) -> PackstoreError:
+        code = self._process.wait()
+        cause, remedy = f"exit code {code}; its own error is above", "Run again"
+        with contextlib.suppress(ValueError):
+            cause = f"killed by {signal.Signals(-code).name}"
+            remedy = "Run again with a smaller --num-workers, in case memory ran out"
+        if limits.SIGNAL is not None and code == -limits.SIGNAL:
+            return limits.too_long()
+        if hasattr(signal, "SIGPROF") and code == -signal.SIGPROF:
+            cause = f"more than {ITEM_SECONDS} s of processor time for one block"
+            remedy = "Look for a slow regular expression in the tokenizer"
+        return PackstoreError(f"a worker process died ({cause}); nothing was committed. {remedy}.")
+
+    @staticmethod
+    def end(processes: Sequence[WorkerProcess]) -> None:
+        """Ends processes, whatever they do; they have two seconds to remove their files."""
+        for process in processes:
+            process._process.terminate()
+        for process in processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process._process.wait(2)
+            process._process.kill()
+            with contextlib.suppress(OSError), process._process:
+                pass
+
+
+def serve(seconds: float, memory: int) -> None:
+    """Runs in a worker process: receives the work, then items, until the other process ends.
+
+    A record may take so many seconds of processor time and bytes of memory to render.
+    """
+    questions, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # anything printed must not end up among the answers
+    limits.allow_rendering(seconds, memory)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # removes its temporary files
+    work: Any = None
+    with contextlib.suppress(*_ENDED):
+        while True:
+            item = result = answer = None  # frees the previous ones
+            _end_after(WAIT_SECONDS + 30 if work is None else 0, ITEM_SECONDS)
+            try:
+                is_work, item = _receive(questions)
+                _end_after(0, ITEM_SECONDS)
+                if is_work:
+                    work, result = item, None
+                    gc.unfreeze()
+                    getattr(work, "load", lambda: None)()
+                    gc.freeze()  # what is loaded is not searched for garbage again and again
+                else:
+                    result = work(item)
+                answer = True, result
+            except Exception as error:
+                answer = False, _picklable(error)
+            _send(answers, answer)  # fails if there was no item: the other process has ended
+
+
+def _end_after(seconds: float, processor_seconds: float) -> None:
+    """Lets the kernel end this process after so much time, or processor time; 0: not."""
+    if hasattr(signal, "setitimer"):
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        signal.setitimer(signal.ITIMER_PROF, processor_seconds)
+
+
+def _picklable(error: Exception) -> Exception:
+    """Returns the error, or one with its text if it does not survive a pickle."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return PackstoreError(f"{type(error).__name__}: {error}")
+    return error
+
+
+def _send(pipe: IO[bytes], value: object) -> None:
+    """Sends a value, its arrays beside its pickle: what cannot be read is received whole, too."""
+    buffers: list[pickle.PickleBuffer] = []
+    data = pickle.dumps(value, 5, buffer_callback=buffers.append)
+    pickle.dump((data, buffers), pipe, 5)
+    pipe.flush()
+
+
+def _receive(pipe: IO[bytes]) -> Any:
+    """Receives what :func:`_send` sent."""
+    data, buffers = pickle.load(pipe)
+    return pickle.loads(data, buffers=buffers)
