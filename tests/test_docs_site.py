@@ -35,7 +35,7 @@ from hub import folder_files, served
 from packstore.cli import main, parser
 from packstore.config import PackConfig
 from packstore.errors import PackstoreError, message_with_notes
-from packstore.tokenizer.dialogue.builtin_templates import BUILTIN
+from packstore.tokenizer.dialogue.template import BUILTIN
 from packstore.tokenizer.records.shapes import table
 
 ROOT = Path(__file__).parents[1]

@@ -24,7 +24,7 @@ from packstore.errors import (
     sentence,
     spelled,
 )
-from packstore.tokenizer.dialogue.builtin_templates import BUILTIN
+from packstore.tokenizer.dialogue.template import BUILTIN
 from packstore.tokenizer.engines import ENGINES, Engine
 from packstore.tokenizer.tokenizer import FAST, Tokenizer
 
