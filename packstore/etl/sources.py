@@ -195,7 +195,7 @@ class RecordExampleReader:
         quick = not self._renders and name in (None, FAST)
         alone = local.QUICK_SECONDS if quick else local.WORTH_SECONDS
         stage = RecordTokenizer(self.tokenizer, self._config, self.kind, lint)
-        watch = EngineWatch(self.tokenizer, self._config, self._config.seed, len(self.inputs))
+        watch = EngineWatch(self.tokenizer, self._config, len(self.inputs))
         return Tokenize(stage, watch, in_threads=threads, alone=alone)
 
     def provenance(self, sources: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:

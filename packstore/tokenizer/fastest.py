@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from packstore.config import TokenizeConfig
+from packstore.config import PackConfig
 from packstore.errors import PackstoreError, WrongEngineError, quote, sentence
 from packstore.format import seeds
 from packstore.format.arrays import Int32, Int64, Rows, example_id
@@ -106,10 +106,8 @@ class EngineWatch:
     or blocks. The first records of each of `sources` inputs are in it. Picklable.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer | None, config: TokenizeConfig, seed: int, sources: int
-    ) -> None:
-        self._tokenizer, self._config, self._seed = tokenizer, config, seed
+    def __init__(self, tokenizer: Tokenizer | None, config: PackConfig, sources: int) -> None:
+        self._tokenizer, self._config = tokenizer, config
         self._first = -(-FEWEST // max(sources, 1))
         self._reference: Tokenizer | None = None
 
@@ -119,7 +117,7 @@ class EngineWatch:
             return []
         ordinals = np.array(rows.ordinals, np.int64)
         ids = example_id(rows.source, 0) + ordinals
-        drawn = seeds.keys_at(ids.view(np.uint64), self._seed, "engine watch")
+        drawn = seeds.keys_at(ids.view(np.uint64), self._config.seed, "engine watch")
         chosen: list[int] = np.flatnonzero(
             (ordinals < self._first) | (drawn < 2**64 // ONE_IN)
         ).tolist()
