@@ -354,23 +354,21 @@ def test_what_stands_beside_a_mapped_path_is_no_less_read(tmp_path, pack, byte_l
     entry = {"kind": "scored", "fields": {"q.t": "text", "a[].text": "texts"}, "reads": reads}
     answers = [{"text": "x", "the score": 2, "id": 1}, {"text": "y", "the score": 1, "id": 2}]
     graded = [{**answer, "eval": {"grade": "AB"[i]}} for i, answer in enumerate(answers)]
-    record = {"q": {"t": "Q"}, "a": answers}
+    record, judged = ({"q": {"t": "Q"}, "a": given} for given in (answers, graded))
     own.write_text(json.dumps({"mine": entry}), encoding="utf-8")
-    for settings, remedy in [
-        ({"fields": fields, "kind": "scored"}, None),
-        ({"shape": str(own)}, re.escape('passes: ["a[].eval.grade"]')),
-    ]:
+    mapped, shaped = {"fields": fields, "kind": "scored"}, {"shape": str(own)}
+    for settings in (mapped, shaped):
         packed = pack(byte_level(), record, **settings)
         assert packed.marked == ["Q«x</s>»", "Q«y</s>»"]
         assert not packed.dataset.manifest.records.fields_not_used
-        if remedy is None:  # who maps a score has chosen it among others, which are named
-            packed = pack(byte_level(), {**record, "a": graded}, **settings)
-            assert [*packed.dataset.manifest.records.fields_not_used] == ["a[].eval.grade"]
-            unmapped = {name: path for name, path in fields.items() if name != "scores"}
-            with pytest.raises(RecordError, match=r"scores|grade"):
-                pack(byte_level(), {**record, "a": graded}, fields=unmapped)
-            continue
-        with pytest.raises(RecordError, match=rf"found a\[\]\.eval\.grade .*{remedy}"):
-            pack(byte_level(), {**record, "a": graded}, **settings)
+    # Who maps a score has chosen it among others, which are named.
+    found = pack(byte_level(), judged, **mapped).dataset.manifest.records
+    assert [*found.fields_not_used] == ["a[].eval.grade"]
+    unmapped = {name: path for name, path in fields.items() if name != "scores"}
+    with pytest.raises(RecordError, match=r"scores|grade"):
+        pack(byte_level(), judged, fields=unmapped)
+    remedy = re.escape('passes: ["a[].eval.grade"]')
+    with pytest.raises(RecordError, match=rf"found a\[\]\.eval\.grade .*{remedy}"):
+        pack(byte_level(), judged, **shaped)
     own.write_text(json.dumps({"mine": {**entry, "passes": ["a[].eval.grade"]}}), encoding="utf-8")
-    assert pack(byte_level(), {**record, "a": graded}, shape=str(own)).marked
+    assert pack(byte_level(), judged, **shaped).marked
