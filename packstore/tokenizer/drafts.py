@@ -88,9 +88,14 @@ def _draft(
     else:
         drafts, noted = _draft_messages(parsed, tokenizer, config, guard)
         events += noted
-    for i, draft in enumerate(drafts):
-        if not draft.text.isascii():
-            drafts[i] = _check_unicode(draft, config, events)
+    try:
+        "".join(draft.text for draft in drafts).encode()
+    except UnicodeEncodeError as error:
+        if config.on["invalid_unicode"] != "keep":
+            found = f"surrogates not allowed: {error.object[error.start]!a}"
+            raise Refused("invalid_unicode", found) from None
+        drafts = [one._replace(text=_SURROGATES.sub("�", one.text)) for one in drafts]
+        events.append("unicode_replaced")
     if guard:
         _check_separable(drafts, tokenizer)
     return drafts, events
@@ -217,20 +222,6 @@ def _draft_messages(
     mode: Mode = "guarded" if guard else "control"
     drafts = [Draft(one.text, one.spans, mode, guard, one.system_end, True) for one in sides]
     return drafts, [event for one in sides for event in one.events]
-
-
-def _check_unicode(draft: Draft, config: TokenizeConfig, events: list[str]) -> Draft:
-    try:
-        draft.text.encode()
-    except UnicodeEncodeError as error:
-        if config.on["invalid_unicode"] != "keep":
-            found = f"surrogates not allowed: {draft.text[error.start]!a}"
-            raise Refused("invalid_unicode", found) from None
-    else:
-        return draft
-    if "unicode_replaced" not in events:
-        events.append("unicode_replaced")
-    return draft._replace(text=_SURROGATES.sub("�", draft.text))
 
 
 def _is_empty(response: Any) -> bool:
