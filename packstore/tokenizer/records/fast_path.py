@@ -27,6 +27,8 @@ def parse_plain_texts(
     The others are to be parsed and checked one by one. `hint`: text without it holds no control
     string.
     """
+    if config.thinking == "strip":
+        return {}
     alike: defaultdict[tuple[tuple[str, type], ...], list[int]] = defaultdict(list)
     for i, value in enumerate(values):
         if type(value) is dict:
@@ -35,7 +37,7 @@ def parse_plain_texts(
     names, found = mapped | known().accepted, {}
     for types, records in alike.items():
         meant = {name: kind for name, kind in types if name in names and kind is not type(None)}
-        if not {str, int, float}.issuperset(meant.values()) or config.thinking == "strip":
+        if not {str, int, float}.issuperset(meant.values()):
             continue
         try:
             first = parse_canonical(values[records[0]], kind, config)
