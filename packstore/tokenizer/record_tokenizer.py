@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -152,8 +151,6 @@ class RecordTokenizer:
             for j, (record, sequence) in enumerate(numbered)
             if isinstance(sequence, Draft) and record.place in sampled
         ]
-        for i in _rounded([record.parsed.rewards for record in left]):
-            left[i].events.append("reward_rounded")
         sequences = self._judge(left, sequences)
         judged = {name for name, group in groups.items() if group in self._feedback}
         tally = self._tally(rows, records, left, names - judged)
@@ -232,6 +229,8 @@ class RecordTokenizer:
             found = draft_record(parsed, self._needed(), self.config)
             record.parsed, record.sequences, events = found
         record.events = [*parsed.events, *events]
+        if len({*map(np.float32, parsed.rewards)}) < len({*parsed.rewards}):
+            record.events.append("reward_rounded")
 
     def _judge(self, left: list[_Record], sequences: Sequences) -> Sequences:
         """Refuses records by the policies, and truncates overlong ones if set."""
@@ -349,14 +348,3 @@ def _each(records: list[_Record], step: Callable[[_Record], None]) -> list[_Reco
             # Its traceback references the block: a cycle that would leak memory in long jobs.
             record.refused = error.with_traceback(None)
     return left
-
-
-def _rounded(rewards: Sequence[Sequence[float]]) -> list[int]:
-    """Returns the records of which different rewards become one as float32."""
-    written = [*itertools.chain.from_iterable(rewards)]
-    stored = np.array(written, np.float32).tolist()
-    if stored == written:
-        return []
-    rows = iter(stored)
-    fewer = (len({*itertools.islice(rows, len(row))}) < len({*row}) for row in rewards)
-    return [i for i, is_fewer in enumerate(fewer) if is_fewer]
