@@ -13,7 +13,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeAlias
+from typing import Self, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -50,6 +50,12 @@ class ShardStream:
         self._location, self._shard = location, shard
         self._file, self._digest = location.open_read(shard.path), hashlib.sha256()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
     def read(self, start: int, stop: int) -> bytes:
         """Reads the footer, or bytes `start` to `stop` behind all that were read before."""
         size = self._shard.bytes
@@ -62,8 +68,7 @@ class ShardStream:
 
     def sha256(self) -> str:
         """Reads the rest of the file; returns the sha256 of all of it."""
-        with self._file:
-            self._skip(self._shard.bytes)
+        self._skip(self._shard.bytes)
         return self._digest.hexdigest()
 
     def _skip(self, to: int) -> None:

@@ -127,43 +127,43 @@ def _check_shard(
 ) -> _Checked:
     shard, checked = manifest.shards[number], _Checked()
     where = location.join(shard.path).display
-    with checked.collecting_errors():
-        checked.bytes, stream = location.size(shard.path), ShardStream(location, shard)
-    if checked.problems:
-        return checked
-    checked.compare(where, shard, checked, ("bytes",))
-    reader, figures, first_row = ShardReader(location, manifest, shard, stream), list[Int64](), 0
-    with checked.collecting_errors(), reader.error_context("footer"):
-        reader.footer()  # also of a shard without row groups
-    if checked.problems:  # each row group would say the same
-        return checked
-    for group, rows in enumerate(shard.row_groups.rows.tolist()):
+    with checked.collecting_errors(), ShardStream(location, shard) as stream:
+        checked.bytes = location.size(shard.path)
+        checked.compare(where, shard, checked, ("bytes",))
+        reader = ShardReader(location, manifest, shard, stream)
+        figures, first_row = list[Int64](), 0
+        with checked.collecting_errors(), reader.error_context("footer"):
+            reader.footer()  # also of a shard without row groups
+        if checked.problems:  # each row group would say the same
+            return checked
+        for group, rows in enumerate(shard.row_groups.rows.tolist()):
+            with checked.collecting_errors():
+                packs = reader.read_packs(group)
+                if manifest.layout == "shared_prefix":  # a read checks all else
+                    check_prefix(packs, where, first_row)
+                figures.append(pack_figures(packs, manifest.kind))
+                checked.counter.add(figures[-1], packs.lengths)
+                checked.example_ids.append(packs.example_ids)
+            first_row += rows
+        sources = len(manifest.provenance["sources"])
+        # With a base, a combined dataset alone tells them apart.
+        if shard.example_id_base == 0 or "combined_from" in manifest.provenance:
+            for ids in checked.example_ids if sources else ():
+                if (last := int(ids.max(initial=0))) >> SOURCE_SHIFT >= sources:
+                    rule = f"example ids must be of the {sources} sources of the manifest"
+                    found = f"{last}, of source {last >> SOURCE_SHIFT}"
+                    checked.problems.append(sentence(where, rule, found))
         with checked.collecting_errors():
-            packs = reader.read_packs(group)
-            if manifest.layout == "shared_prefix":  # a read checks all else
-                check_prefix(packs, where, first_row)
-            figures.append(pack_figures(packs, manifest.kind))
-            checked.counter.add(figures[-1], packs.lengths)
-            checked.example_ids.append(packs.example_ids)
-        first_row += rows
-    sources = len(manifest.provenance["sources"])
-    if shard.example_id_base == 0 or "combined_from" in manifest.provenance:  # else not told apart
-        for ids in checked.example_ids if sources else ():
-            if (last := int(ids.max(initial=0))) >> SOURCE_SHIFT >= sources:
-                rule = f"example ids must be of the {sources} sources of the manifest"
-                found = f"{last}, of source {last >> SOURCE_SHIFT}"
-                checked.problems.append(sentence(where, rule, found))
-    with checked.collecting_errors():
-        checked.sha256 = stream.sha256()  # reads the rest
-        checked.compare(where, shard, checked, ("sha256",))
-    if checked.problems:
-        return checked
-    every = np.concatenate([np.empty((0, 10), np.int64), *figures])
-    checked.sequences, checked.supervised_tokens = every[:, [1, 3]].sum(axis=0).tolist()
-    checked.longest = np.array([packs[:, 4].max() for packs in figures])
-    checked.compare(where, shard, checked, ("sequences", "supervised_tokens"))
-    checked.compare(where, shard.row_groups, checked, ("longest",))
-    if index is not None and not checked.problems:
-        with checked.collecting_errors():
-            require_same(index.shard(number), pack_sizes(every), index.where, where)
+            checked.sha256 = stream.sha256()  # reads the rest
+            checked.compare(where, shard, checked, ("sha256",))
+        if checked.problems:
+            return checked
+        every = np.concatenate([np.empty((0, 10), np.int64), *figures])
+        checked.sequences, checked.supervised_tokens = every[:, [1, 3]].sum(axis=0).tolist()
+        checked.longest = np.array([packs[:, 4].max() for packs in figures])
+        checked.compare(where, shard, checked, ("sequences", "supervised_tokens"))
+        checked.compare(where, shard.row_groups, checked, ("longest",))
+        if index is not None and not checked.problems:
+            with checked.collecting_errors():
+                require_same(index.shard(number), pack_sizes(every), index.where, where)
     return checked
