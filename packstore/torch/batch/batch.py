@@ -224,14 +224,11 @@ class PackedBatch:
         """
         if not self._shared_tokens:
             return None
-        size = self.num_tokens + self._shared_tokens
-        starts, keys = self.cu_seqlens.long(), self.cu_seqlens_k.long()
-        shared_tokens = keys.diff() - starts.diff()
+        starts, (sequence, place) = self.cu_seqlens.long(), self.key_places
+        shared_tokens = self.cu_seqlens_k.diff() - starts.diff()
         responses = self.num_responses.long()
         firsts = starts[responses.cumsum(0) - responses]
         first = firsts.repeat_interleave(responses, output_size=self.num_segments)
-        sequence = segment_ids(keys.diff(), size)
-        place = torch.arange(size, device=starts.device) - keys[sequence]
         physical = place - shared_tokens[sequence]
         return torch.where(physical < 0, first[sequence] + place, starts[sequence] + physical)
 
@@ -254,6 +251,13 @@ class PackedBatch:
         if self._pack_sources is None:
             return torch.zeros_like(self.pack_ids)
         return torch.from_numpy(self._pack_sources[self.pack_ids.numpy()])
+
+    @property
+    def key_places(self) -> tuple[Tensor, Tensor]:
+        """int64 `[last of cu_seqlens_k]` each: of each key its logical sequence, and its place."""
+        starts = self.cu_seqlens_k.long()
+        sequence = segment_ids(starts.diff(), self.num_tokens + self._shared_tokens)
+        return sequence, torch.arange(len(sequence), device=starts.device) - starts[sequence]
 
     @property
     def _ends(self) -> Tensor:

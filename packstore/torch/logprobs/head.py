@@ -18,7 +18,6 @@ from torch.nn.functional import linear
 from packstore.config.settings import check_class
 from packstore.errors import CompatibilityError, ConfigError, sentence
 from packstore.torch.batch.batch import PackedBatch
-from packstore.torch.batch.layout import segment_ids
 from packstore.torch.logprobs.fused_head import exact_dtype
 from packstore.torch.logprobs.logprobs import segment_logps
 from packstore.torch.logprobs.tiles import HEAD_BACKENDS
@@ -367,13 +366,12 @@ def _last_tokens(batch: PackedBatch, pad_token_id: int | None) -> Tensor:
     Without any it is the first token, as in transformers. A token of a shared prefix is that of
     the example's first segment.
     """
-    starts, kv_index = batch.cu_seqlens_k.long(), batch.kv_index
-    rows = torch.arange(batch.num_tokens, device=starts.device) if kv_index is None else kv_index
-    sequence = segment_ids(starts.diff(), len(rows))
-    place = torch.arange(len(rows), device=starts.device) - starts[sequence]
+    (sequence, place), rows = batch.key_places, batch.kv_index
+    if rows is None:
+        rows = torch.arange(batch.num_tokens, device=place.device)
     counts = place < batch.lengths[sequence]
     if pad_token_id is not None:
         counts = counts & (batch.input_ids[rows] != pad_token_id)
     last = place.new_zeros(batch.num_segments)
     last = last.scatter_reduce(0, sequence, place.masked_fill(~counts, 0), "amax")
-    return rows[(starts[:-1] + last).clamp(max=len(rows) - 1)]
+    return rows[(batch.cu_seqlens_k[:-1] + last).clamp(max=len(rows) - 1)]

@@ -27,7 +27,6 @@ from torch import Tensor, nn
 
 from packstore.errors import CompatibilityError, sentence
 from packstore.torch.batch.batch import PackedBatch
-from packstore.torch.batch.layout import segment_ids
 from packstore.torch.models.probe import few_tokens
 from packstore.torch.models.unwrap import evaluating, text_config, unwrapped
 
@@ -143,10 +142,7 @@ def router_losses(
         chosen = chance.detach().topk(settings.top_k).indices
         choices_TE.scatter_add_(1, chosen, torch.ones_like(chosen, dtype=dtype))
         chances_TE = chances_TE + chance.to(dtype)
-    keys = batch.cu_seqlens_k.long()
-    size = batch.num_tokens if batch.kv_index is None else len(batch.kv_index)
-    sequence = segment_ids(keys.diff(), size)
-    place = torch.arange(size, device=keys.device) - keys[sequence]
+    sequence, place = batch.key_places
     # Padding is at the end of a sequence; it goes to one row more.
     sequence = torch.where(place < batch.lengths[sequence], sequence, batch.num_segments)
     tokens_S1 = len(logits) * batch.lengths.clamp(min=1)[:, None].to(dtype)
