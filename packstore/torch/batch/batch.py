@@ -253,6 +253,11 @@ class PackedBatch:
         return torch.from_numpy(self._pack_sources[self.pack_ids.numpy()])
 
     @property
+    def segment_examples(self) -> Tensor:
+        """int64 `[S]`, the example of each segment."""
+        return segment_ids(self.num_responses.long(), self.num_segments)
+
+    @property
     def key_places(self) -> tuple[Tensor, Tensor]:
         """int64 `[last of cu_seqlens_k]` each: of each key its logical sequence, and its place."""
         starts = self.cu_seqlens_k.long()

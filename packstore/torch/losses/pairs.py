@@ -14,7 +14,6 @@ from packstore.config.settings import check_class
 from packstore.errors import ConfigError, sentence
 from packstore.format.arrays import Int64, range_indices, to_offsets
 from packstore.torch.batch.batch import PackedBatch
-from packstore.torch.batch.layout import segment_ids
 from packstore.torch.batch.transfer import sent
 from packstore.torch.logprobs.logprobs import segment_token_counts
 from packstore.torch.metrics import SumAndCount, wide_dtype
@@ -232,10 +231,9 @@ class Answers(PairRows):
 
     def select(self, sums: SequenceSums, batch: PackedBatch) -> Rows:
         """Returns the rows of a batch; the weight is a share of the example's."""
-        responses = batch.num_responses.long()
-        example = segment_ids(responses, batch.num_segments)
+        example = batch.segment_examples
         answer = torch.arange(len(example), device=example.device)
-        weights = batch.weights.to(sums.logps.dtype) / responses
+        weights = batch.weights.to(sums.logps.dtype) / batch.num_responses
         pairs = sums.take(answer, answer)
         if batch.kind == "preference":  # one is good and one bad, whatever the rewards
             pairs = replace(pairs, chosen_reward=1 - 2 * (answer % 2).to(sums.logps))

@@ -14,7 +14,6 @@ from packstore.config.settings import check_class
 from packstore.errors import ConfigError, sentence
 from packstore.registry import choice
 from packstore.torch.batch.batch import PackedBatch
-from packstore.torch.batch.layout import segment_ids
 from packstore.torch.logprobs.logprobs import by_segment, segment_token_counts
 from packstore.torch.losses.formulas import Variant, between, bounded_exp
 from packstore.torch.losses.pairs import ORDER, check_precision
@@ -233,7 +232,7 @@ class PolicyLoss(StepLoss):
         sums, counts = by_segment(batch, losses), segment_token_counts(batch)
         of_units = sequence_weights(batch)
         if self.average == "group":
-            example = segment_ids(batch.num_responses.long(), batch.num_segments)
+            example = batch.segment_examples
             zeros = torch.zeros_like(batch.example_ids)
             sums = sums.new_zeros(len(zeros)).index_add(0, example, sums)
             counts, of_units = zeros.index_add(0, example, counts), batch.weights

@@ -17,7 +17,6 @@ from packstore.errors import ConfigError, quote, sentence
 from packstore.format.schema import KINDS
 from packstore.registry import choice
 from packstore.torch.batch.batch import PackedBatch
-from packstore.torch.batch.layout import segment_ids
 from packstore.torch.frameworks import check_steps
 from packstore.torch.logprobs.logprobs import segment_token_counts
 from packstore.torch.losses.terms import check_weight, is_number
@@ -292,7 +291,7 @@ def count_step(
 
 def sequence_weights(batch: PackedBatch) -> Tensor:
     """Returns the weight of each sequence, `[S]`: 1, or 0 of a filler."""
-    return batch.weights[segment_ids(batch.num_responses.long(), batch.num_segments)]
+    return batch.weights[batch.segment_examples]
 
 
 def divide(term: SumAndCount, divisor: Tensor | float | None) -> Tensor:
@@ -324,8 +323,7 @@ def _router_term(
     coefficient = losses.settings.coefficient if coefficient is None else coefficient
     if not coefficient:
         return None
-    responses = batch.num_responses.long()
-    example = segment_ids(responses, batch.num_segments)
-    sums = losses.values.new_zeros(len(responses)).index_add(0, example, losses.values)
+    zeros = losses.values.new_zeros(batch.num_examples)
+    sums = zeros.index_add(0, batch.segment_examples, losses.values)
     weights = batch.weights.to(sums)
-    return coefficient, ((sums / responses * weights).sum(), weights.sum())
+    return coefficient, ((sums / batch.num_responses * weights).sum(), weights.sum())
