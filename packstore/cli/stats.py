@@ -11,10 +11,10 @@ import numpy as np
 from packstore.cli import command, common
 from packstore.cli._messages import progress_of
 from packstore.config.job import job_of, to_yaml
-from packstore.errors import ConfigError, quote
 from packstore.format.arrays import SOURCE_SHIFT, Packs
 from packstore.io.manifest.commit import with_hash
 from packstore.pages import charts, frame
+from packstore.registry import choice
 
 if TYPE_CHECKING:
     from packstore.io.dataset.dataset import Dataset
@@ -118,9 +118,9 @@ def _configure_stats(parser: argparse.ArgumentParser) -> None:
 )
 def _stats(args: argparse.Namespace) -> int:
     dataset = common.open_dataset(args)
-    known = [FILE, *dataset.manifest.carried]
-    if args.by not in (None, *known):
-        raise ConfigError(f"--by must be one of: {', '.join(known)}; found {quote(args.by)}.")
+    known = (FILE, *dataset.manifest.carried)
+    if args.by is not None:
+        choice("--by", args.by, known)
     if args.html:
         frame.check_writable(args.html)
     parts: list[dict[str, Any]] = []

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from packstore.config.settings import check_names
-from packstore.errors import ConfigError, quote
+from packstore.registry import choice
 
 
 class Reason(NamedTuple):
@@ -64,7 +64,5 @@ def answers_of(given: Mapping[str, str]) -> dict[str, str]:
     choices = {name: reason.answers for name, reason in REASONS.items()}
     check_names(given, choices, "docs/tokenizing.md", "reason")
     for name, answer in given.items():
-        if answer not in choices[name]:
-            rule = f"must be one of: {', '.join(choices[name])}"
-            raise ConfigError(f"setting on, {name}, {rule}; found {quote(answer)}.")
+        choice(f"setting on, {name},", answer, choices[name])
     return {name: given.get(name, answers[0]) for name, answers in choices.items()}

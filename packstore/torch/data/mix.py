@@ -25,6 +25,7 @@ import numpy.typing as npt
 from packstore.config import fingerprint
 from packstore.errors import CompatibilityError, ConfigError, quote
 from packstore.format.arrays import Int64, Packs, PackSizes, range_indices
+from packstore.registry import choice
 from packstore.torch.data.stream import Identity, PackStream, StoredPacks
 from packstore.torch.models.compatibility import check_same_tokenizer
 
@@ -60,8 +61,7 @@ class MixedPacks:
         weights: Sequence[float],
         until: Literal["first", "all"],
     ) -> None:
-        if until not in ("first", "all"):
-            raise ConfigError(f"until must be first or all; found {quote(until)}.")
+        choice("until", until, ("first", "all"))
         if not sources or not all(0 < weight < float("inf") for weight in weights):
             raise ConfigError(f"a mix needs weights above 0; found {list(weights)}.")
         _check_compatible(sources)

@@ -22,6 +22,7 @@ from packstore.io.dataset.order import LANES, PackOrder
 from packstore.io.dataset.read_ahead import ReadAhead
 from packstore.io.manifest.side_manifest import PER_SEQUENCE, REF_LOGPS, covered, require_covered
 from packstore.io.side.side import Side, SideTable, open_side
+from packstore.registry import choice
 
 Identity = dict[str, int | str | bool]
 Shuffle = bool | Literal["stratified"]
@@ -144,8 +145,7 @@ class StoredPacks:
         reading: ReadConfig | None = None,
         side: SideColumns | None = None,
     ) -> None:
-        if shuffle not in (True, False, "stratified"):
-            raise ConfigError(f"shuffle must be True, False or 'stratified'; found {shuffle!r}.")
+        choice("shuffle", shuffle, (True, False, "stratified"))
         self.reading = reading or ReadConfig()
         self.dataset = dataset.cached(self.reading)
         self.kind, self.datasets = dataset.manifest.kind, [self.dataset]

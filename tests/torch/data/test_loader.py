@@ -402,7 +402,7 @@ def test_stratified_order(varied: Dataset) -> None:
     for a, b in ((plain, spread), (spread, plain)):
         with pytest.raises(CompatibilityError, match="shuffle must be"):
             b.load_state_dict(a.state_dict())
-    with pytest.raises(ConfigError, match="True, False or 'stratified'; found 'no'"):
+    with pytest.raises(ConfigError, match="one of: True, False, stratified; found 'no'"):
         PackedDataset(varied, shuffle="no")  # type: ignore[arg-type]
 
 

@@ -195,7 +195,7 @@ def test_refusals(stored: list[Dataset], kit: SimpleNamespace, tmp_path: Path) -
             PackedDataset.mix({a: 1, b: weight})
     with pytest.raises(ConfigError, match="weights above 0"):
         PackedDataset.mix({})
-    with pytest.raises(ConfigError, match="until must be first or all; found 'last'"):
+    with pytest.raises(ConfigError, match="until must be one of: first, all; found 'last'"):
         PackedDataset.mix({a: 1}, until="last")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="those of its sources; found 0 of 1, and 1 of 2"):
         PackedDataset.mix({PackedDataset(a, rank=1, world_size=2): 1})
