@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Generic, TypeVar
 
 from packstore.errors import ConfigError, MissingExtraError, UnknownNameError, quote
@@ -16,8 +16,8 @@ from packstore.errors import ConfigError, MissingExtraError, UnknownNameError, q
 T = TypeVar("T")
 
 
-class Registry(Generic[T]):
-    """A fixed mapping from a name to ``"module:attribute"``, loaded on first use.
+class Registry(dict[str, str], Generic[T]):
+    """A mapping from a name to ``"module:attribute"``, loaded on first use.
 
     Args:
         noun: noun for the names in error messages (``"strategy"``).
@@ -28,29 +28,19 @@ class Registry(Generic[T]):
     def __init__(
         self, noun: str, entries: Mapping[str, str], extras: Mapping[str, str] | None = None
     ) -> None:
-        self.noun = noun
-        self._entries = dict(entries)
-        self._extras = dict(extras or {})
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._entries
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
+        super().__init__(entries)
+        self.noun, self._extras = noun, extras or {}
 
     def check(self, name: str) -> str:
         """Returns `name` if it is known."""
-        if name in self._entries:
+        if name in self:
             return name
         choices = f"choose one of: {', '.join(self)}.{meant(str(name).strip().lower(), self)}"
         raise UnknownNameError(f"unknown {self.noun} {name!r}; {choices}")
 
     def load(self, name: str) -> T:
         """Loads the object registered as `name`."""
-        module, _, attribute = self._entries[self.check(name)].partition(":")
+        module, _, attribute = self[self.check(name)].partition(":")
         try:
             loaded: Any = getattr(importlib.import_module(module), attribute)
         except ImportError as error:

@@ -77,7 +77,7 @@ def test_the_command_line_loads_the_command_alone(command: list[str], found: set
         "with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):\n"
         f"    cli.main({command})\n"
         "heavy = {'torch', 'numba', 'pyarrow', 'polars', 'numpy', 'tokenizers', 'fsspec', 'rich'}\n"
-        "commands = {cli.COMMANDS._entries[name].partition(':')[0] for name in cli.COMMANDS}\n"
+        "commands = {cli.COMMANDS[name].partition(':')[0] for name in cli.COMMANDS}\n"
         "print(sorted((heavy | commands) & set(sys.modules)))"
     )
     assert python(code) == str(sorted(found))
@@ -184,7 +184,7 @@ def test_every_file_of_a_plugin_folder_is_registered_and_loads(folder: Path) -> 
     package = ".".join(folder.relative_to(ROOT).parts)
     module = importlib.import_module(package)
     (registry,) = (v for v in vars(module).values() if isinstance(v, Registry) and len(v))
-    modules = {target.partition(":")[0] for target in registry._entries.values()}
+    modules = {target.partition(":")[0] for target in registry.values()}
     files = {f"{package}.{p.stem}" for p in folder.glob("*.py") if not p.stem.startswith("_")}
     helpers = {f"{package}.{name}" for name in ("settings", "common")}  # of the command line
     assert modules == files - helpers

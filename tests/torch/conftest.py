@@ -253,7 +253,7 @@ def new_backend(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], str]:
         module: Any = ModuleType(name)
         module.attend = attend
         monkeypatch.setitem(sys.modules, name, module)
-        monkeypatch.setitem(ATTENTION._entries, name, f"{name}:attend")
+        monkeypatch.setitem(ATTENTION, name, f"{name}:attend")
         return name
 
     return register

@@ -312,7 +312,7 @@ def test_auto_takes_what_agrees_and_says_so(
             update_logsumexp=lambda *args: (taken.append("triton"), right(*args))
         )
         monkeypatch.setitem(sys.modules, "in_its_place", module)
-        monkeypatch.setitem(HEAD_BACKENDS._entries, "triton", "in_its_place:PASSES")
+        monkeypatch.setitem(HEAD_BACKENDS, "triton", "in_its_place:PASSES")
     monkeypatch.setattr(tiles, "_CHOSEN", {})
     policy = PackedPolicy(use_packed_attention(kit.tiny_model(dtype=torch.float32)))
     with caplog.at_level(logging.INFO, logger="packstore"):
