@@ -33,8 +33,6 @@ from packstore.torch.reference.provenance import choose_precision
 from packstore.torch.training.checkpoints import newest_checkpoint, read_position
 from packstore.torch.training.trainer import PackedTrainer
 
-__all__ = ["TrainConfig", "TrainResult", "train"]
-
 logger = logging.getLogger("packstore")
 
 SHOWN: dict[str, tuple[str, str]] = {

@@ -102,6 +102,13 @@ def test_shapes_of_records(record: dict[str, Any], ids: list[int], labels: list[
     assert (batch.input_ids[first].tolist(), batch.labels[first].tolist()) == (ids, labels)
 
 
+def test_fields_and_columns_of_records() -> None:
+    record = {"q": [1], "chosen": [2], "rejected": [3], "lang": "de"}
+    (batch,) = pt.pack_in_memory([record], 90, fields={"prompt": "q"}, carry=["lang"])
+    assert batch.input_ids.tolist() == [1, 2, 1, 3]
+    assert batch.columns["lang"].tolist() == ["de"]
+
+
 def rollouts() -> list[tuple[Any, Any, Any]]:
     """Groups of 1 to 4 responses, as lists, arrays and tensors; one prompt is empty."""
     rng = np.random.default_rng(0)
