@@ -11,7 +11,7 @@ import pytest
 from small_jobs import write_jsonl, write_tokenizer
 
 import packstore
-from packstore.cli import COMMANDS, main
+from packstore.cli import COMMANDS, main, parser
 from packstore.cli.completion import SHELLS
 from packstore.config import PackConfig
 
@@ -103,6 +103,14 @@ def test_flags_reach_the_settings(
     flags = re.findall(r"--[\w-]+", capsys.readouterr().out)
     for name, field in PackConfig.__dataclass_fields__.items():
         assert "--" + field.metadata.get("flag", name).replace("_", "-") in flags
+
+
+def test_storage_options_are_texts_but_for_words_of_json() -> None:
+    """A secret of digits stays as it is."""
+    options = {"key": "0123", "anon": False, "token": ""}
+    flags = [f"--storage-option={text}" for text in ("key=0123", "anon=false", "token=")]
+    assert parser(["verify"]).parse_args(["verify", "a", *flags]).storage_option == options
+    assert parser(["train"]).parse_args(["train", *flags]).storage_options == options
 
 
 ASK = """
