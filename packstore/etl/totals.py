@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,6 +137,7 @@ class RecordTotals(ProgressCounter):
         self.add_records(0, last=True)
         if not any(job.has_inputs(self.provenance(part)) for part, job in self._jobs.items()):
             self._rejects.publish()  # else the report of the first append stays
+        _log_copies(self._sources.values())
         log_shapes(self._tally, self._reader.kind)
         for reason, count in sorted(self._tally.dropped.items()):
             first = next((s for s in self._tally.samples if s.reason == reason), None)
@@ -176,6 +177,14 @@ class RecordTotals(ProgressCounter):
         inputs = self._reader.inputs
         sources = [self._sources[i.ordinal] for i in inputs] if inputs else None
         return provenance_of(self._reader, part, self._config, sources)
+
+
+def _log_copies(sources: Collection[Mapping[str, Any]]) -> None:
+    """Warns of files with the same bytes, such as one that two globs match, or a link and it."""
+    text = "files with the same bytes, whose records count for each (dedup=pair: once): %s"
+    for digest, times in Counter(s["sha256"] for s in sources if s["records"]).items():
+        if times > 1:
+            log.warning(text, ", ".join(s["path"] for s in sources if s["sha256"] == digest))
 
 
 def log_shapes(tally: Tally, kind: str) -> None:
