@@ -33,6 +33,7 @@ from packstore.torch.logprobs.logprobs import segment_logps
 from packstore.torch.losses.formulas import LOSSES
 from packstore.torch.losses.loss import PreferenceLoss
 from packstore.torch.losses.terms import UNSUPPORTED_LOSSES
+from packstore.torch.models.load import check_found
 from packstore.torch.models.model import use_packed_attention
 from packstore.torch.models.unwrap import adapted, as_reference, evaluating
 from packstore.torch.training.arguments import (
@@ -103,6 +104,9 @@ class PackedDPOTrainer(PackedSteps, DPOTrainer):  # type: ignore[misc]
         config = DPOConfig("dpo") if args is None else args
         remedy = "PackedTrainer takes TrainingArguments"
         check_class("argument args", config, DPOConfig, remedy)
+        for name in (model, ref_model):
+            if isinstance(name, str):
+                check_found(name)
         self.loss_fn = loss_of(config)
         train, held_out = self._opened(train_dataset), self._opened(eval_dataset)
         if is_packed(train):

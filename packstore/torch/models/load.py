@@ -79,13 +79,24 @@ def _from_pretrained(auto: Any, kind: str, name: str, **how: Any) -> tuple[Any, 
     try:
         return auto.from_pretrained(name, adapter_kwargs=cached, **how)  # type: ignore[no-any-return]
     except Exception as error:  # the library raises errors of any class
-        rule = f"it must be a folder or hub name of a {kind} that transformers loads"
         text = str(error).strip().replace(":\n", ": ").partition("\n")[0]
-        found, remedy = quote(text, 200), ""
-        if not os.path.exists(name):
-            found = f"no such folder: {found}"
-            remedy = f"Check the name; `hf download {name} --local-dir FOLDER` gets one of the hub"
-        raise ConfigError(sentence(f"model {name}", rule, found, remedy)) from error
+        raise _not_loaded(name, kind, quote(text, 200)) from error
+
+
+def _not_loaded(name: str, kind: str, found: str) -> ConfigError:
+    rule, remedy = f"it must be a folder or hub name of a {kind} that transformers loads", ""
+    if not os.path.exists(name):
+        found = f"no such folder: {found}"
+        remedy = f"Check the name; `hf download {name} --local-dir FOLDER` gets one of the hub"
+    return ConfigError(sentence(f"model {name}", rule, found, remedy))
+
+
+def check_found(name: str) -> None:
+    """Refuses a name on a hub that is out of reach, where another trainer loads the model."""
+    from huggingface_hub import try_to_load_from_cache
+
+    if _is_out_of_reach(name) and not try_to_load_from_cache(name, "config.json"):
+        raise _not_loaded(name, "causal LM", "the hub is out of reach, and its cache has none")
 
 
 def _is_out_of_reach(name: str) -> bool:

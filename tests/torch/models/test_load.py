@@ -91,6 +91,13 @@ for name in sys.argv[1:]:
 """
 
 
+LOAD_BY_TRL = """
+from trl import DPOConfig
+from packstore.torch import PackedDPOTrainer
+PackedDPOTrainer("me/modle", args=DPOConfig("dpo", use_cpu=True, bf16=False))
+"""
+
+
 @pytest.mark.slow
 def test_a_hub_out_of_reach_is_not_waited_for(made: dict[str, Any], tmp_path: Path) -> None:
     """What was loaded before is loaded again; of anything else the error says what to do."""
@@ -104,3 +111,7 @@ def test_a_hub_out_of_reach_is_not_waited_for(made: dict[str, Any], tmp_path: Pa
     assert "model me/modle: it must be a folder or hub name of a causal LM" in line
     assert f"found no such folder: \"We couldn't connect to '{env['HF_ENDPOINT']}'" in line
     assert "Check the name; `hf download me/modle --local-dir FOLDER`" in line
+    pytest.importorskip("trl", reason="TRL's own trainer")
+    done = run_python("-c", LOAD_BY_TRL, env=env | cache)
+    assert "Retrying" not in done.stderr
+    assert "found no such folder: the hub is out of reach" in done.stderr
