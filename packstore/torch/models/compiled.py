@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from packstore.errors import BackendError, quote, sentence
+from packstore.registry import choice
 from packstore.torch.attention import flash
 from packstore.torch.metrics import all_reduce_sums
 from packstore.torch.models.model import Model
@@ -87,6 +88,7 @@ def compile_as_asked(
     of both layouts, on `device` and in the precision of `autocast`, compiled beside uncompiled.
     What fails to compile later, at other sizes, runs uncompiled after torch's warning.
     """
+    choice("compile", asked, ("auto", "layers", "none"))
     runs = flash.runs_on(device) and find_spec("triton")
     if asked == "none" or (asked == "auto" and not (runs and _layers(model))):
         return False

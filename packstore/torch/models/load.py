@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
 from packstore.errors import ConfigError, quote, sentence
-from packstore.registry import missing_extra
+from packstore.registry import choice, missing_extra
 from packstore.torch.models.model import use_packed_attention
 from packstore.torch.models.unwrap import SCORE, text_config
 
@@ -41,6 +41,7 @@ def load_model(
     new head torch's generator draws.
     """
     name = os.fspath(path)
+    choice("dtype", dtype, get_args(DType))
     if is_adapter(name):
         # An adapter holds the head of scores, so that its base may have none.
         how: Any = {"dtype": dtype, "attention": attention}

@@ -82,7 +82,8 @@ def evaluate(
         CompatibilityError: model, side dataset or loss do not belong to the dataset.
         UnknownNameError: `loss` is unknown.
     """
-    loss_fn = loss if isinstance(loss, PreferenceLoss) else PreferenceLoss(loss)
+    loss_fn: Any = loss if isinstance(loss, StepLoss) else PreferenceLoss(loss)
+    check_class("argument loss", loss_fn, PreferenceLoss)
     check_class("argument dataset", dataset, Dataset, "packstore.open(path) opens one")
     loss_fn.check_data(dataset)
     check_kind(loss_fn, model)

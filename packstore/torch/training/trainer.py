@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCardData, snapshot_download
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftConfig, get_peft_model
 from torch import Tensor
 from transformers import TrainingArguments, set_seed
 
-from packstore.config.settings import check_names
+from packstore.config.settings import check_class, check_names
 from packstore.errors import CompatibilityError, ConfigError, display, quote, sentence
 from packstore.io.side.side import open_side
 from packstore.torch.batch.batch import PackedBatch
@@ -121,6 +121,12 @@ class PackedTrainer(PackedSteps):
         self.packs_per_batch = packs_per_batch
         if not isinstance(loss, StepLoss):
             loss = PreferenceLoss(loss, **(loss_parameters or {}))
+        elif loss_parameters:
+            where, rule = (
+                "argument loss_parameters",
+                "it must be left out beside a loss that is made",
+            )
+            raise ConfigError(sentence(where, rule, repr(loss), "Make the loss with them"))
         self.loss_fn: Any = loss
         self._options = dict(storage_options or {}) or None
         train, held_out = self._opened(train_dataset), self._opened(eval_dataset)
@@ -184,6 +190,9 @@ class PackedTrainer(PackedSteps):
         """Refuses log-probs of another reference; of a run that goes on with its own, warns."""
         data = {"train": self.train_dataset, "eval": self.eval_dataset}
         given = [(url, data[part]) for part, urls in self._sides.items() for url in urls]
+        if given and any(dataset is None for _, dataset in given):
+            rule, remedy = "it must go with a dataset", "Give eval_dataset, or leave it out"
+            raise ConfigError(sentence("argument eval_ref_logps", rule, "none", remedy))
         if not given or not self.loss_fn.reference:
             return
         known = checkpoint is not None and (
@@ -206,14 +215,18 @@ class PackedTrainer(PackedSteps):
 
     def _with_adapter(self, model: Any, peft_config: Any) -> Any:
         """Adds an adapter to a frozen model; untrained, it changes nothing."""
-        if self._goes_on:
+        if self._goes_on or adapted(model):
             rule, remedy = "the model must have no adapter", "Leave it out to train it further"
-            raise ConfigError(sentence("peft_config", rule, str(self._source), remedy))
+            raise ConfigError(sentence("peft_config", rule, str(_name_of(model)), remedy))
         if isinstance(peft_config, Mapping):
             known = [field.name for field in fields(LoraConfig)]
             check_names(peft_config, known, "PEFT's LoraConfig", "member of peft_config")
             task = "SEQ_CLS" if self.loss_fn.scores else "CAUSAL_LM"
             peft_config = {"target_modules": "all-linear", "task_type": task, **peft_config}
+        else:
+            check_class(
+                "peft_config", peft_config, PeftConfig, "Give members of LoraConfig by name"
+            )
         try:
             if isinstance(peft_config, Mapping):
                 peft_config = LoraConfig(**peft_config)

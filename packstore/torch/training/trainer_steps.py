@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import TrainerCallback
 from transformers.trainer_utils import EvalLoopOutput
 
-from packstore.errors import ConfigError, DivergedError, sentence
+from packstore.errors import CompatibilityError, ConfigError, DivergedError, sentence
 from packstore.io.dataset.dataset import Dataset
 from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.data.loader import PackedDataLoader
@@ -212,11 +212,22 @@ class PackedSteps(DataMixin, CheckpointMixin):
             if self._checkpoint:
                 self._check_unchanged(self._checkpoint)
                 resume_from_checkpoint = str(self._checkpoint)
+        self._check_trained()
         self._check_reference(self._checkpoint)
         self._guard = None
         if not resume_from_checkpoint and isinstance(self.loss_fn, PreferenceLoss):
             self._guard = FirstStepCheck(self.loss_fn)
         return super().train(resume_from_checkpoint, **kwargs)
+
+    def _check_trained(self) -> None:
+        """Refuses a model of which nothing is trained, or not by the optimizer that was given."""
+        trained = {id(p) for p in self.model.parameters() if p.requires_grad}
+        rule, remedy = "some of its weights must be trained", "Set requires_grad"
+        if self.optimizer is not None and not hasattr(self.optimizer, "accelerator_state"):
+            trained &= {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+            remedy = "Make the optimizer of this model's parameters, or leave it out"
+        if not trained:
+            raise CompatibilityError(sentence(type(self.model).__name__, rule, "none", remedy))
 
     def _check_reference(self, checkpoint: Path | None) -> None:
         """Refuses log-probs of another reference; a collective call."""

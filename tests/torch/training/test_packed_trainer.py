@@ -32,6 +32,7 @@ from packstore.testing import random_examples
 from packstore.torch import (
     PackedTrainer,
     PolicyLoss,
+    PreferenceLoss,
     evaluate,
     use_packed_attention,
 )
@@ -266,6 +267,37 @@ def test_records_that_are_not_packed(stored: SimpleNamespace, tmp_path: Path, da
         given = settings(stored, tmp_path, **{part: data})
         with pytest.raises(ConfigError, match=r"must be a packed one; found .* Pack the records"):
             run(given)
+
+
+def test_what_would_train_nothing_or_something_else(
+    stored: SimpleNamespace, tmp_path: Path
+) -> None:
+    peft = pytest.importorskip("peft", reason="LoRA needs peft")
+
+    def model() -> Any:
+        return AutoModelForCausalLM.from_pretrained(stored.model)
+
+    adapter = peft.LoraConfig(r=2, target_modules=["c_attn"], inference_mode=True)
+    dpo, other = PreferenceLoss("dpo"), torch.optim.SGD(model().parameters())
+    for given, message in (
+        ({"model": model().requires_grad_(False)}, "some of its weights must be trained"),
+        ({"peft_config": adapter}, "some of its weights must be trained"),
+        ({"optimizers": (other, None)}, "Make the optimizer of this model's parameters"),
+        ({"loss": dpo, "loss_parameters": {"beta": 5.0}}, "left out beside a loss that is made"),
+        ({"compile": False}, "compile must be one of: auto, layers, none; found False"),
+        ({"dtype": "bf16"}, "dtype must be one of: float32, bfloat16, float64; found 'bf16'"),
+        ({"eval_ref_logps": "side"}, "eval_ref_logps: it must go with a dataset"),
+        ({"peft_config": "lora"}, "peft_config: it must be PeftConfig; found 'lora'"),
+        (
+            {"model": peft.get_peft_model(model(), adapter), "peft_config": {"r": 2}},
+            "the model must have no adapter",
+        ),
+    ):
+        with pytest.raises((ConfigError, CompatibilityError), match=message):
+            run(settings(stored, tmp_path, **given))
+    data = packstore.open(stored.data)
+    with pytest.raises(ConfigError, match="loss: it must be PreferenceLoss; found PolicyLoss"):
+        evaluate(model(), data, loss=PolicyLoss())
 
 
 def test_ids_beyond_the_vocabulary(stored: SimpleNamespace, tmp_path: Path) -> None:
