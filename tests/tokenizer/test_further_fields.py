@@ -47,7 +47,7 @@ ADDS = """
     model_output full_rejected messages_2 negatives second_answer edited_response answers
 """.split()  # noqa: SIM905
 WEIGHTS = ["weight", "loss_weight", "sample_weights", "weight_b", "importance", "coefficient"]
-MASKS = ["loss_mask", "mask", "completion_mask", "response_mask", "lossMask"]
+MASKS = ["loss_mask", "mask", "completion_mask", "response_mask", "lossMask", "loss", "train_on"]
 VARIABLES = ["enable_thinking", "chatTemplate"]
 TURNS = ["system_instruction", "sysPrompt", "system_text", "developer_prompt", "preamble"]
 MEDIA = ["images", "image", "videos", "audios", "image_path", "video_urls", "imageList"]
