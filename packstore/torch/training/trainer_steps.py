@@ -354,6 +354,8 @@ class PackedSteps(DataMixin, CheckpointMixin):
             if not math.isfinite(logs.get(name, 0.0)):
                 rule, found = "loss and gradient must be finite", f"{name} {logs[name]}"
                 remedy = "Lower learning_rate or lengthen warmup_steps; checkpoints are unchanged"
+                if name == "eval_loss":
+                    remedy = f"Without pairs that differ in score, drop eval_dataset; else {remedy}"
                 where = f"training, step {self.state.global_step}"
                 raise DivergedError(sentence(where, rule, found, remedy))
 

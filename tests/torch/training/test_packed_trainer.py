@@ -25,6 +25,7 @@ from packstore.config.training import FURTHER, TrainConfig, TrainModelConfig
 from packstore.errors import (
     CompatibilityError,
     ConfigError,
+    DivergedError,
     FormatError,
     UnknownNameError,
 )
@@ -355,6 +356,9 @@ def test_data_of_one_side_is_told_once(
     found = [r for r in caplog.messages if r.startswith("data of PreferenceLoss")]
     assert len(found) == (told is not None)
     assert told is None or re.search(told, found[0])
+    if "responses" in records[0]:
+        with pytest.raises(DivergedError, match="Without pairs that differ in score, drop eval_d"):
+            trainer.evaluate(data.url)
 
 
 def test_a_loss_of_tokens(kit: SimpleNamespace, stored: SimpleNamespace, tmp_path: Path) -> None:
