@@ -142,12 +142,13 @@ def _without_tags(messages: Any, text: str) -> list[Message]:
     bare: list[Message] = []
     for message in messages:
         content = (message["content"] or "").rstrip()
-        begins = _OPENS.match(content)
-        opens = begins[1] if begins else ""
-        closes = f"{opens[:1]}/{opens[1:]}"
-        if begins and content.endswith(closes):
-            around = itertools.pairwise(text.split(content.lstrip()))
-            if any(a.rstrip().endswith(opens) and b.lstrip().startswith(closes) for a, b in around):
+        if begins := _OPENS.match(content):
+            opens = begins[1]
+            closes = f"{opens[0]}/{opens[1:]}"
+            if content.endswith(closes) and any(
+                before.rstrip().endswith(opens) and after.lstrip().startswith(closes)
+                for before, after in itertools.pairwise(text.split(content.lstrip()))
+            ):
                 inner = content[begins.end() :].removesuffix(closes)
                 message = {**message, "content": inner[: len(inner) - inner[-1:].isspace()]}
         bare.append(message)

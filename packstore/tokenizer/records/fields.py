@@ -71,16 +71,20 @@ class Fields:
 
         A tensor is an array, JSON text of messages a list.
         """
-        if (name, ids) not in self._found:
+        found = self._found.get((name, ids))
+        if found is None:
             spellings = self.spellings(name, ids)
-            at = next((n for n in spellings if self.record.get(n) is not None), spellings[0])
-            value = unwrapped(self.record.get(at))
+            for at in spellings:
+                if (value := unwrapped(self.record.get(at))) is not None:
+                    break
+            else:
+                at = spellings[0]
             if name in known().lists and isinstance(value, list | np.ndarray):
                 value = [parsed_json(unwrapped(item)) for item in value]
             elif name in known().turns:
                 value = parsed_json(value)
-            self._found[name, ids] = at, value
-        return self._found[name, ids]
+            found = self._found[name, ids] = at, value
+        return found
 
     def get(self, name: str, ids: bool = False) -> Any:
         """Returns the value, which is used, or None."""
