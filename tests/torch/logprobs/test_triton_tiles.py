@@ -212,6 +212,7 @@ def compile_for(capability: int) -> None:
 def test_kernels_compile(capability: int, tmp_path: Path) -> None:
     environment = {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    environment["PYTHONUTF8"] = "1"  # torch's compiler reads files of its own as the locale's text
     done = run_python(__file__, capability, env=environment)
     assert done.returncode == 0, done.stderr
 

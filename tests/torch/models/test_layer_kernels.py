@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import locale
 import os
 import sys
 from pathlib import Path
@@ -24,6 +25,11 @@ sys.path.append(str(ROOT / "benchmarks"))
 predictions: Any = importlib.import_module("gpu.predictions")
 MODELS = predictions.MODELS
 TOKENS = 2048
+
+NEEDS_UTF_8 = pytest.mark.skipif(
+    locale.getpreferredencoding(False).lower() != "utf-8",
+    reason="torch's compiler reads files of its own as the locale's text",
+)
 
 
 class Unread(torch.autograd.Function):
@@ -104,7 +110,7 @@ def kept(name: str, layers: int, compiled: bool) -> int:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute of a Tensor")
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=NEEDS_UTF_8)])
 def test_the_page_gives_what_layers_keep(compiled: bool) -> None:
     cells = []
     for name, config in MODELS.items():
@@ -132,7 +138,7 @@ def test_compiled_layers(name: str, layout: str, capability: int, tmp_path: Path
     """One graph, whose kernels compile for GPUs; what they move is what is expected of them."""
     script = ROOT / "tests" / "support" / "layer_kernels.py"
     caches = dict.fromkeys(("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"), str(tmp_path))
-    paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    paths = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONUTF8": "1"}
     done = run_python(script, name, layout, capability, env=caches | paths, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     print(done.stdout)  # shown by `make kernels`
