@@ -63,6 +63,22 @@ def test_texts_name_their_encoding() -> None:
     assert not bare
 
 
+def test_scripts_import_what_the_package_has() -> None:
+    """Most import inside functions, and no test runs them all."""
+    pytest.importorskip("torch", reason="scripts that train import it")
+    lacking = []
+    for file in (f for folder in ("benchmarks", "examples") for f in (ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("packstore"):
+                try:
+                    exec(ast.unparse(node), {})
+                except MissingExtraError:
+                    continue
+                except ImportError as error:
+                    lacking.append(f"{file.name}: {error}")
+    assert not lacking
+
+
 def test_importing_packstore_is_cheap() -> None:
     heavy = "{'torch', 'numba', 'pyarrow', 'polars', 'numpy', 'tokenizers', 'fsspec', 'rich'}"
     assert python(f"import sys, packstore; print({heavy} & set(sys.modules))") == "set()"

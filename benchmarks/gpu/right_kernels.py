@@ -202,15 +202,15 @@ def head(session: Session, tokens: Iterable[int], ways: Iterable[str]) -> None:
 
 def chosen(session: Session) -> None:
     """Does head `auto` take Triton's passes on this device, after its proof?"""
-    from packstore.torch.logprobs.auto import choose
-    from packstore.torch.logprobs.tiles import EAGER, Projection
+    from packstore.torch.logprobs.tiles import EAGER, Projection, choose_passes
 
     def ask() -> Figures:
         sizes = session.sizes
         kind = {"device": sizes.device, "dtype": sizes.dtype}
         hidden, weight = torch.randn(16, 128, **kind), torch.randn(32768, 128, **kind)
         targets = torch.arange(16, device=sizes.device)
-        triton = choose(hidden, weight, None, targets, Projection(backend="auto")) is not EAGER
+        passes = choose_passes(hidden, weight, None, targets, Projection(backend="auto"))
+        triton = passes is not EAGER
         return {"right": triton == sizes.cuda, "triton": triton}
 
     session.case("head auto", ask)
