@@ -156,6 +156,7 @@ def listed(counts: Tensor, indices: Tensor) -> Tensor:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("inductor")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # torch's own, in inductor
 @LAYOUTS
 def test_flex_compiled_follows_the_blocks(

@@ -101,6 +101,7 @@ def test_one_graph_for_all_layers_and_shapes(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("inductor")
 @pytest.mark.filterwarnings("ignore:.*not a leaf Tensor.*:UserWarning")  # torch's own, in dynamo
 def test_a_compiled_model_serves_every_batch(kit: SimpleNamespace) -> None:
     """And compiles no more after the first few: no graph holds the segments of one batch."""
