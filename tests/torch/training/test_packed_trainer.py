@@ -412,7 +412,7 @@ def test_a_changed_position_is_refused(stored: SimpleNamespace, tmp_path: Path) 
     run(given)
     file = tmp_path / "checkpoint-3" / "packstore.json"
     text = file.read_text(encoding="utf-8")
-    for number in re.findall(r"\d+", text)[:20:4]:
+    for number in re.findall(r"\d+", text)[:20]:
         other = text.replace(number, str(int(number) + 1), 1)
         file.write_text(other, encoding="utf-8")
         with pytest.raises(FormatError, match="other bytes than its hash says"):
@@ -425,13 +425,14 @@ def test_a_checkpoint_that_lost_a_part_is_refused(stored: SimpleNamespace, tmp_p
     run(given)
     files = [f for f in (tmp_path / "checkpoint-3").iterdir() if "state.json" not in f.name]
     assert len(files) >= 8
-    for number, file in enumerate(files):
+    for file in files:
         whole = file.read_bytes()
-        file.write_bytes(whole[: len(whole) // 2])
-        if number % 2:
+        for part in (whole[: len(whole) // 2], b"", None):
             file.unlink()
-        with pytest.raises(FormatError, match=rf"checkpoint-3: it must be whole.*{file.name}"):
-            run(given, resume=str(tmp_path / "checkpoint-3"))
+            if part is not None:
+                file.write_bytes(part)
+            with pytest.raises(FormatError, match=rf"checkpoint-3: it must be whole.*{file.name}"):
+                run(given, resume=str(tmp_path / "checkpoint-3"))
         file.write_bytes(whole)
 
 
