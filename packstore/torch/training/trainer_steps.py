@@ -1,4 +1,4 @@
-"""What a Trainer on packs overrides: steps, their loss, reference and records, and evaluation."""
+"""Steps of a Trainer on packs: their loss, reference and records, and evaluation."""
 
 from __future__ import annotations
 
