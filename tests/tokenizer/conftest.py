@@ -11,7 +11,7 @@ import re
 import shutil
 import uuid
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ import transformers
 
 import packstore
 from packstore.errors import DropRateError
+from packstore.tokenizer.dialogue import limits
 
 FILES = {
     "qwen3": ("qwen3/tokenizer.json", None),
@@ -98,6 +99,14 @@ class Packed:
     def learned(self) -> list[str]:
         """The supervised text of each sequence."""
         return ["".join(re.findall("«(.*?)»", text, re.DOTALL)) for text in self.marked]
+
+
+@pytest.fixture(autouse=True)
+def render_here() -> Iterator[None]:
+    """Renders in this process: a worker for each job takes longer than the job."""
+    limits.allow_rendering(limits.SECONDS, limits.MEMORY)
+    yield
+    limits.allow_rendering(0, 0)
 
 
 @pytest.fixture(scope="session")

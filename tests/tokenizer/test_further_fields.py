@@ -15,7 +15,6 @@ from packstore.config.record_shapes import HARMLESS, known
 from packstore.errors import RecordError
 from packstore.format.arrays import Rows
 from packstore.tokenizer import RecordTokenizer, load_tokenizer
-from packstore.tokenizer.dialogue import limits
 from packstore.tokenizer.records.fields import unexplained
 from packstore.tokenizer.records.shapes import table
 from tests.tokenizer.test_shapes import TEMPLATE
@@ -74,13 +73,6 @@ CASES = [
         ),
     ),
 ]  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def render_here(monkeypatch):
-    """Templates are rendered in this process."""
-    monkeypatch.setattr(limits, "_seconds", limits.SECONDS)
-    monkeypatch.setattr(limits, "_memory", limits.MEMORY)
 
 
 @pytest.fixture(scope="module")
