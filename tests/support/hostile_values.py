@@ -1,9 +1,9 @@
 """Generates datasets in which anything but the hashes may be wrong.
 
 A case is a pure function of its number: a small dataset of some kind, layout, profile and file
-format, with carried columns and side data, in which some values, borders, types, rows, figures of
-the pack index or fields of a manifest were changed. Sizes, hashes, checksums and counts are then
-made to fit, as an attacker would. The seeds are packed by packstore when they are first asked for.
+format, with carried columns and side data, in which some values, borders, types, rows or figures of
+the pack index were changed. Sizes, hashes, checksums and counts are then made to fit, as an
+attacker would. The seeds are packed by packstore when they are first asked for.
 """
 
 from __future__ import annotations
@@ -178,26 +178,10 @@ def change_side(files: Files, rng: random.Random) -> str:
     return told
 
 
-def change_manifest(files: Files, rng: random.Random) -> str:
-    """A field of a manifest, anywhere in it."""
-    name = MANIFEST if rng.random() < 0.8 else SIDE_MANIFEST
-    parent = manifest = json.loads(files[name])
-    key: Any = rng.choice([key for key in manifest if key != "sha256"])
-    while isinstance(parent[key], dict | list) and parent[key] and rng.random() < 0.9:
-        parent = parent[key]
-        key = rng.choice(list(parent) if isinstance(parent, dict) else range(len(parent)))
-    near = parent[key] + rng.choice((-1, 1, 3)) if isinstance(parent[key], int) else ""
-    choices = (pick(rng), rng.choice(LARGE), near, None, "x", [], {}, [1], True, 0.5, -1e308)
-    parent[key] = rng.choice(choices)
-    files[name] = sealed(manifest)
-    return f"{name}: {key!r} is {parent[key]!r}"
-
-
 CHANGES: dict[Callable[[Files, random.Random], str], int] = {
     change_shard: 11,
     change_index: 2,
     change_side: 4,
-    change_manifest: 2,
 }
 """Each with its weight."""
 
