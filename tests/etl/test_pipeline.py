@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import polars as pl
 import pytest
 from places import Files
 from small_jobs import trained_tokenizer, write_jsonl
@@ -150,32 +149,6 @@ def test_packing_anew_changes_packs_not_examples(do_pack: Pack) -> None:
         do_pack(first, "tokenizer.json")
     with pytest.raises(ConfigError, match="does not store its texts"):
         do_pack(first, None, on={"overlong": "truncate_prompt"})
-
-
-def test_records_of_any_format_give_the_same_bytes(do_pack: Pack, tmp_path: Path) -> None:
-    """Every format with every compression gives the same records: tests/io/inputs."""
-    records = [
-        {
-            **PAIRS[i % 60],
-            "prompt": f"00{i}" if i % 2 else 'é "q", and\na line ',
-            "rejected": "Never." if i % 50 else "",
-            "chosen_reward": i / 7,
-            "rejected_reward": -1.5,
-        }
-        for i in range(1100)
-    ]
-    frame, paths = pl.DataFrame(records), [write_jsonl(tmp_path / "x.jsonl", records)]
-    for name in ("json", "csv", "parquet", "ipc"):
-        paths.append(str(tmp_path / f"x.{name}"))
-        getattr(frame, f"write_{name}")(paths[-1])
-    sources = [*paths, paths[:1], records, iter(records), frame, frame.to_arrow()]
-    how = {"carry": ("source", "measure:float64"), "max_drop_rate": 0.1}
-    first, *others = (do_pack(source, **how).manifest for source in sources)
-    assert first.records.packed > 0.9 * len(records)
-    for other in others:
-        assert [s.sha256 for s in other.shards] == [s.sha256 for s in first.shards]
-        assert other.records == first.records
-        assert other.totals == first.totals
 
 
 def test_counts_add_up_and_too_many_drops_fail(do_pack: Pack) -> None:

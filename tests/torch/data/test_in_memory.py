@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -38,37 +36,6 @@ def records() -> list[dict[str, Any]]:
 
 def real_ids(batches: Any) -> list[int]:
     return [i for b in batches for i in b.example_ids[b.weights > 0].tolist()]
-
-
-def test_loss_and_gradient_are_those_of_unpacked_pairs(kit: SimpleNamespace) -> None:
-    """On one rank and on three, in float64, with the divisor that each batch carries."""
-    model = pt.use_packed_attention(kit.tiny_model())
-    loss_fn = pt.PreferenceLoss("dpo", beta=0.3, gradients="sum")
-
-    def step(batches: list[pt.PackedBatch]) -> list[torch.Tensor]:
-        model.zero_grad()
-        losses = [loss_fn(pt.packed_logps(model, b), b, ref_logps=b.ref_logps) for b in batches]
-        total = sum(out.loss for out in losses)
-        assert isinstance(total, torch.Tensor)
-        total.backward()  # type: ignore[no-untyped-call]
-        return [total.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
-
-    expected = step(pt.pack_in_memory(records(), 200, rank=0, world_size=1))
-    each = [pt.pack_in_memory([record], 200, rank=0, world_size=1) for record in records()]
-    alone = [step(batches) for batches in each]
-    for whole, parts in zip(expected, zip(*alone, strict=True), strict=True):
-        torch.testing.assert_close(whole, sum(parts) / N, rtol=0, atol=1e-9)
-    layouts: tuple[Any, ...] = ("concat", "shared_prefix")
-    for layout, ranks in product(layouts, (1, 3)):
-        shares = [
-            pt.pack_in_memory(records(), 90, layout, rank=r, world_size=ranks) for r in range(ranks)
-        ]
-        assert len({len(share) for share in shares}) == 1
-        assert sorted(i for share in shares for i in real_ids(share)) == list(range(N))
-        batches = [batch for share in shares for batch in share]
-        assert max(batch.num_tokens for batch in batches) <= 90
-        for a, b in zip(step(batches), expected, strict=True):
-            torch.testing.assert_close(a, b, rtol=0, atol=1e-9)
 
 
 def test_examples_are_taken_as_they_are() -> None:

@@ -50,13 +50,10 @@ def made(kit: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> Simp
             url = str(folder / f"{name}-{layout}")
             kit.write(url, kit.packed(examples, sizes, layout), layout=layout)
             urls[name, layout] = url
-    others = {kind: random_examples(N, seed=4, kind=kind) for kind in ("sft", "scored")}
-    for kind, of_kind in others.items():
-        urls[kind, "concat"] = str(folder / kind)
-        packs = kit.packed(of_kind, PACKS["mixed"], "concat")
-        kit.write(urls[kind, "concat"], packs, kind=kind)
+    sft, urls["sft", "concat"] = random_examples(N, seed=4, kind="sft"), str(folder / "sft")
+    kit.write(urls["sft", "concat"], kit.packed(sft, PACKS["mixed"], "concat"), kind="sft")
     model = save_gpt2(folder / "model")
-    return SimpleNamespace(model=model, examples=examples, sft=others["sft"], urls=urls)
+    return SimpleNamespace(model=model, examples=examples, sft=sft, urls=urls)
 
 
 def settings(made: SimpleNamespace, output: Path, **others: Any) -> dict[str, Any]:
@@ -192,16 +189,12 @@ def test_validation_is_of_every_pair_once(made: SimpleNamespace, tmp_path: Path)
             "loss_parameters": {"sft_weight": 0.5, "sft_average": "sequence_mean"},
         },
         {"loss": "simpo", "reference": "mine"},
-        {"train_dataset": "scored", "loss_parameters": {"pairs": "all"}},
-        {"train_dataset": "scored", "loss": "kto", "loss_parameters": {"baseline": 0.1}},
     ],
-    ids=["mix", "no reference", "scored", "single answers"],
+    ids=["mix", "no reference"],
 )
 def test_other_losses_run(
     made: SimpleNamespace, tmp_path: Path, others: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    if others.get("train_dataset") == "scored":
-        others = {**others, "train_dataset": made.urls["scored", "concat"]}
     result = train(**settings(made, tmp_path, max_steps=3, **others))
     assert result.step == 3
     assert math.isfinite(result.metrics["loss"])
