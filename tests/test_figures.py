@@ -99,12 +99,6 @@ def seconds(case: str) -> dict[str, float]:
     return took
 
 
-def test_packing_gives_what_64_cores_make() -> None:
-    rates = {(row["cores"], row["way"]): row["gb_hour"] for row in result("scale")["machine"]}
-    told = f"64 cores make {rates[64, 'partitions'] / 1000:.1f} TB an hour"
-    assert told in (ROOT / "docs/packing.md").read_text(encoding="utf-8")
-
-
 def test_concepts_give_every_set() -> None:
     told = rows("docs/concepts.md")
     for name, way in WAYS.items():
@@ -112,17 +106,6 @@ def test_concepts_give_every_set() -> None:
             f"{r['over_packs'][way]:.2f}, {r['over_shared_packs'][way]:.2f}" for r in MEASURED
         ]
         assert told[name] == expected, name
-
-
-def test_the_price_of_the_other_ways_and_the_weights() -> None:
-    text = " ".join((ROOT / "docs/concepts.md").read_text(encoding="utf-8").split())
-    variance = span(lambda r: r["price"]["length_grouped_variance_over_random"], 0)
-    largest = span(lambda r: r["price"]["padding_free_largest_step_over_mean"], 1)
-    assert f"{variance} times" in text
-    assert f"{largest} times the mean" in text
-    shared = span(lambda r: r["over_shared_packs"]["padding_free"])
-    assert f"{shared} times against padding-free batches" in text
-    assert weights("first_fit_decreasing") in text
 
 
 @pytest.mark.parametrize("page", ["docs/index.md", "docs/concepts.md"])
@@ -134,36 +117,6 @@ def weights(strategy: str) -> str:
     """The least and the largest weight of a pair, over the files."""
     found = [r["pack_mean_weight"][strategy] for r in MEASURED]
     return f"{min(w[0] for w in found):.1f} to {max(w[-1] for w in found):.1f}"
-
-
-def test_the_loaders_page_says_what_balancing_saves() -> None:
-    simulated = {
-        tuple(row[n] for n in ("set", "ranks", "packs of a rank", "dealt", "planned by")): row
-        for row in result("balance")["rows"]
-    }
-    key = "long prompts, 128k", 64, 4
-    slow, even = (simulated[*key, dealt, "tokens"]["fsdp2"] for dealt in ("in order", "balanced"))
-    page = " ".join((ROOT / "docs/loaders.md").read_text(encoding="utf-8").split())
-    assert f"takes {slow:.2f} times the time that it would take without waiting" in page
-    assert f"and {even:.2f} times with `balance`" in page
-
-
-def test_figures_of_feedback() -> None:
-    found = result("feedback")
-    reward, times = (
-        found["reward"],
-        [v["median_ms"] for k, v in found["rollouts"].items() if "," in k],
-    )
-    after, (trained, held_out) = reward["held_out"]["rewards/accuracies"], reward["pairs"]
-    page = (ROOT / "docs" / "losses.md").read_text(encoding="utf-8")
-    assert f"a reward model of {trained} pairs" in page
-    assert f"ranks {100 * after:.1f} % of {held_out} held-out" in page
-    assert f"{100 * reward['accuracy_before']:.1f} % with its head as drawn" in page
-    assert f"with {found['layers']} of the 30 layers" in page
-    good, bad = (found["kto"]["held_out"][f"rewards/{side}"] for side in ("chosen", "rejected"))
-    assert good > bad > 0
-    page = (ROOT / "docs" / "loaders.md").read_text(encoding="utf-8")
-    assert f"take {min(times):.0f} to {max(times):.0f} ms of a core" in page
 
 
 def test_the_pages_give_what_a_gpu_measured() -> None:

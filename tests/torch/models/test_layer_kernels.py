@@ -84,39 +84,6 @@ def test_bytes_of_eager_layers(name: str) -> None:
     assert (moved(2) - moved(1)) / TOKENS == pytest.approx(eager, rel=0.01)
 
 
-def kept(name: str, layers: int, compiled: bool) -> int:
-    """Bytes that autograd keeps for the backward pass, but for weights."""
-    model, ids = made(name, layers)
-    torch._dynamo.reset()
-    for layer in model.layers if compiled else ():  # partitioned as for a GPU, and then run eagerly
-        layer.compile(dynamic=True, backend="aot_eager_decomp_partition")
-    weights = {p.untyped_storage()._cdata for p in model.parameters()}
-    found: dict[int, Tensor] = {}
-
-    def keep(x: Tensor) -> Tensor:
-        found[x.untyped_storage()._cdata] = x
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        model(input_ids=ids, position_ids=ids)
-    return sum(x.untyped_storage().nbytes() for at, x in found.items() if at not in weights)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute of a Tensor")
-@pytest.mark.parametrize("compiled", [False, True])
-def test_the_page_gives_what_layers_keep(compiled: bool, request: pytest.FixtureRequest) -> None:
-    if compiled:
-        request.getfixturevalue("inductor")
-    cells = []
-    for name, config in MODELS.items():
-        layer = (kept(name, 2, compiled) - kept(name, 1, compiled)) / TOKENS
-        cells.append(f"{layer * config['num_hidden_layers'] * 8192 / 2**30:.1f}")
-    page = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
-    row = f"| {'compiled' if compiled else 'eager'} layers | {' | '.join(cells)} |"
-    assert row in page
-
-
 CASES = [
     ("Qwen3-0.6B", "shared_prefix", 90),
     ("Qwen3-0.6B", "concat", 90),
