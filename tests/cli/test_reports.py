@@ -74,7 +74,6 @@ def test_the_figures_of_an_estimate_are_those_of_packing(
     ("arguments", "says"),
     [
         (["--pack-sizes", "0"], "at least 2"),
-        (["--html", "/nowhere/page.html"], "cannot be written"),
         (["--sample", "0"], "must be at least 1; found 0"),
     ],
 )
@@ -85,6 +84,15 @@ def test_wrong_arguments_get_a_sentence(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("packstore: error: ")
     assert says in line
+
+
+def test_a_page_that_cannot_be_written_is_told_before_the_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Else the input, which is not there, would be."""
+    for page in (tmp_path, tmp_path / "none" / "page.html"):
+        assert main(["estimate", str(tmp_path / "none.jsonl"), "--html", str(page)]) == 1
+        assert f"error: {page}: cannot be written: " in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")

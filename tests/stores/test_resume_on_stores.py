@@ -97,6 +97,7 @@ def test_unfinished_uploads_are_ended(s3: Store) -> None:
         store.url, storage_options=store.options, delete=True, older_than=0, no_writers=True
     )
     assert [x.why for x in report.removable] == ["unfinished upload"]
+    assert report.lists_uploads
     left = client.list_multipart_uploads(Bucket=store.bucket, Prefix=store.path)
     assert {u["UploadId"] for u in left.get("Uploads", ())} == set(ids[2:])
     assert dataset.verify().ok

@@ -18,7 +18,7 @@ PAIR = {"prompt": "p", "chosen": "c", "rejected": "r"}
 @pytest.mark.parametrize(
     ("record", "fields", "said"),
     [
-        (["x"], {}, "it must have chosen and rejected"),
+        (["x"], {}, "prompt and response, or responses and scores, or input_ids; found"),
         ({"dialogue": [USER], "x": [{"rank": 1}]}, {}, "found fields 'dialogue', 'x'. Name"),
         (
             {**PAIR, "instruction": "p"},

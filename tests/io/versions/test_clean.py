@@ -106,6 +106,7 @@ def test_only_names_of_packstore_go(place: str) -> None:
     assert files(place) == named | foreign | {f"parts-of-mine/00000-{'1' * 64}.npz"}
     assert {x.path for x in report.leftovers if x.spared == "not a name of packstore's"} == foreign
     assert {x.path for x in report.removable} == set(OWN)
+    assert not report.lists_uploads
 
 
 def test_parts_of_log_probs_go_once_all_are_old(

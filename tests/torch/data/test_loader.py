@@ -247,6 +247,7 @@ def test_epochs(stored: Dataset) -> None:
         ({"lanes": 64}, "lanes must be 4; found 64"),
         ({"shuffle": False}, "shuffle must be True; found False"),
         ({"next": N + 1}, "next must lie in 0..23; found 24"),
+        ({"step": -1}, "step and batches must be whole numbers from 0; found -1 and 0"),
         (
             {"batches": 1, "cut": {"packs": 1}},
             "cut must be the settings of a loader; found unknown",

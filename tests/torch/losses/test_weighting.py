@@ -19,13 +19,11 @@ from packstore.testing import random_examples
 from packstore.torch import (
     FirstStepCheck,
     PackedBatch,
-    PackedDataLoader,
-    PackedDataset,
     PreferenceLoss,
     collate,
-    count_step,
     segment_token_counts,
 )
+from packstore.torch.batch.batch import StepInfo
 
 
 def make(
@@ -185,8 +183,9 @@ def test_data_of_single_answers_is_for_losses_of_single_answers(name: str, tmp_p
 
 def test_scores_without_any_gap_gives_zero(kit: SimpleNamespace) -> None:
     batch, logps, ref = make(kit, [3], "scored")
-    batch.rewards.zero_()
-    out = PreferenceLoss("dpo")(logps, batch, ref)
+    loss_fn = PreferenceLoss("dpo")
+    assert loss_fn(logps, batch, ref).count > 0
+    out = loss_fn(logps, batch.replace(rewards=torch.zeros_like(batch.rewards)), ref)
     out.loss.backward()
     assert out.loss == out.count == 0
     assert not logps.grad.any()
@@ -260,25 +259,9 @@ def test_a_column_of_weights(kit: SimpleNamespace, name: str) -> None:
               for x in ([0.5, 0.0, 0, 0], [0, 0, 0.125, 0.25])]  # fmt: skip
     torch.testing.assert_close(sum(halves), out.loss)
     assert loss_fn(logps, weighted(batch, [0.0] * 4), ref).loss == 0
-
-
-def test_a_step_is_divided_by_its_weights(tmp_path: Path) -> None:
-    records = [{"prompt": [1], "chosen": [2] * (i % 5 + 1), "rejected": [3, 4], "w": i / 8}
-               for i in range(24)]  # fmt: skip
-    dataset = packstore.pack(records, tmp_path / "out", pack_size=32, carry=("w:float64",))
-    loss_fn = PreferenceLoss("cpo", weight_field="w")
-    batches = list(PackedDataLoader(PackedDataset(dataset), packs_per_batch=2, accumulation=2))
-    first = [batch for batch in batches if batch.step.index == 0]
-    assert len(first) == 2
-    divisor = count_step(first, loss_fn)
-    column = torch.cat([batch.columns["w"] for batch in first])
-    assert divisor.count == pytest.approx(float(column.sum()))
-    logps = [-batch.lengths.double() for batch in first]
-    losses = [PreferenceLoss("cpo").per_example(x, b)[0] for x, b in zip(logps, first, strict=True)]
-    parts = [loss_fn(x, b, divisor=divisor).loss for x, b in zip(logps, first, strict=True)]
-    torch.testing.assert_close(sum(parts), (torch.cat(losses) * column).sum() / column.sum())
+    step = StepInfo(index=0, batch=0, batches=2, examples=4)
     with pytest.raises(ConfigError, match="Pass divisor=count_step"):
-        loss_fn(logps[0], first[0])
+        loss_fn(logps, weighted(batch, weights).replace(step=step), ref)
 
 
 @pytest.mark.parametrize(
