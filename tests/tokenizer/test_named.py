@@ -62,7 +62,7 @@ ALMOST = [
     ("PKU-SafeRLHF", {"better_response_id": ABSENT}, "no 'better_response_id'"),
     ("PKU-SafeRLHF", {"better_response_id": "1"}, "better_response_id must be a number, found '1'"),
     ("SHP", {"labels": ABSENT}, "no 'labels'"),
-    ("summarize from feedback", {"info": {"title": "Q"}}, "no 'post' among 'title' in info"),
+    ("summarize from feedback", {"summaries": [{"note": "x"}]}, "no 'text' among 'note' in sum"),
     ("WebGPT comparisons", {"score_1": ABSENT}, "no 'score_1'"),
     ("Chatbot Arena", {"winner": ABSENT}, "no 'winner'"),
     ("Stack Exchange paired", {"response_k": ABSENT, "responses_k": "y"}, "no 'response_k'"),
