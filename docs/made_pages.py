@@ -141,8 +141,8 @@ def shapes() -> Iterator[str]:
     yield "## Named shapes\n"
     yield "Records of these sets and trainers are read without a flag: `packstore pack "
     yield "hf://datasets/SET/FILES OUT --tokenizer …`. *Tried*: a real file was packed. *Seen*: "
-    yield "the form was read at its source. *Memory*: neither, so look at the first line of the "
-    yield "log. In the last column, learned text is in «».\n"
+    yield "the form was read at its source, or in code that reads the set. *Memory*: neither, so "
+    yield "look at the first line of the log. In the last column, learned text is in «».\n"
     rows = []
     for name, entry in entries.items():
         sets = "<br>".join(f"`{s}`" for s in entry.get("sets", ()))
