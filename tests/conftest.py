@@ -40,6 +40,12 @@ settings.register_profile("patient", settings(), deadline=None, suppress_health_
 settings.load_profile("patient")
 
 
+def pytest_collection_finish() -> None:
+    """Freezes what is loaded: torch and all else is not searched for garbage again and again."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     """The folder of real data, where it lies beside the checkout."""
