@@ -92,7 +92,6 @@ _THEIRS = {
     "resume_from_checkpoint": "resume",
     "report_to": "tracker trackers",
     "num_workers": "num_proc dataset_num_proc",
-    "tail": "drop_last",
     "": "shuffle",
 }
 ELSEWHERE = {name: ours.split() for ours, names in _THEIRS.items() for name in names.split()}

@@ -41,7 +41,7 @@ TRIED = {
 }
 """Argument of :func:`packstore.estimate` that is no setting -> its help, with the default."""
 
-STEPS = ("packs_per_batch", "accumulation", "examples_per_step")
+STEPS = ("packs_per_batch", "gradient_accumulation_steps", "examples_per_step")
 
 DIAGNOSIS = ("kind", "records", "findings", "shapes")
 ESTIMATE_OF = ("kind", "sample", "scale", "recommended", "choices")

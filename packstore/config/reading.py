@@ -45,18 +45,20 @@ class BatchConfig(Settings):
     examples_per_step: int | None = setting(
         None, "most examples of a step; a pack a rank may exceed it", low=1
     )
-    accumulation: int = setting(1, "batches of one optimizer step on one rank", low=1)
+    gradient_accumulation_steps: int = setting(
+        1, "batches of one optimizer step on one rank", low=1
+    )
     balance: bool = setting(False, "balance the squared lengths over the ranks of a step")
-    tail: Literal["pad", "drop"] = setting(
-        "pad", "the last step of an epoch, if it is not full: smaller, or left out"
+    drop_last: bool = setting(
+        False, "leave out the last step of an epoch if it is not full, else it is smaller"
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.packs_per_batch is not None and self.tokens_per_batch is not None:
             raise ConfigError("give packs_per_batch or tokens_per_batch, not both.")
-        if self.examples_per_step is not None and self.accumulation != 1:
-            raise ConfigError("give examples_per_step or accumulation, not both.")
+        if self.examples_per_step is not None and self.gradient_accumulation_steps != 1:
+            raise ConfigError("give examples_per_step or gradient_accumulation_steps, not both.")
 
     @property
     def width(self) -> int:
@@ -69,7 +71,7 @@ class ReadConfig(Settings):
     """Settings by which a loader fetches row groups, not which packs it yields."""
 
     on_error: Literal["raise", "quarantine"] = setting(
-        "raise", "a row group that cannot be read: raise, or other packs of weight 0 instead"
+        "raise", "a row group that cannot be read: raise, or take fillers, other packs of weight 0"
     )
     requests: int = setting(24, "row groups fetched at the same time", low=1)
     read_ahead_bytes: int | None = setting(

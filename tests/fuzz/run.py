@@ -97,7 +97,7 @@ def readers(url: str, number: int) -> Iterator[tuple[str, Callable[[], object]]]
     def epoch(**how: Any) -> None:
         batching = {"tokens_per_batch": how.pop("tokens")} if "tokens" in how else {}
         data = pt.PackedDataset(url, **how)
-        for place, batch in enumerate(pt.PackedDataLoader(data, tail="pad", **batching)):
+        for place, batch in enumerate(pt.PackedDataLoader(data, **batching)):
             _ = batch.weights, batch.target_index, batch.segment_ids, batch.layout
             with contextlib.suppress(PackstoreError):
                 batch.model_inputs(("hf", "flash", "padded")[(number + place) % 3])

@@ -19,7 +19,7 @@ BATCHES = st.one_of(
     st.fixed_dictionaries({"tokens_per_batch": st.integers(LONGEST, 4 * LONGEST)}),
 )
 STEPS = st.one_of(
-    st.fixed_dictionaries({"accumulation": st.integers(1, 4)}),
+    st.fixed_dictionaries({"gradient_accumulation_steps": st.integers(1, 4)}),
     st.fixed_dictionaries({"examples_per_step": st.integers(5, 60)}),
 )
 MODES = st.builds(

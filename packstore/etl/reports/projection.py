@@ -217,7 +217,7 @@ def _steps(
 ) -> tuple[int, float, int]:
     """Steps of `packs` packs like those of the sample, and their mean and most examples."""
     wanted = batching.examples_per_step or 0
-    least = world_size * (1 if wanted else batching.width * batching.accumulation)
+    least = world_size * (1 if wanted else batching.width * batching.gradient_accumulation_steps)
     tried = min(packs, max(STEPS_TRIED, 10 * least))
     if not tried or not len(examples):
         return 0, 0.0, 0

@@ -80,7 +80,7 @@ def estimate(
     records: int | None = None,
     world_size: int = 1,
     packs_per_batch: int | None = None,
-    accumulation: int = 1,
+    gradient_accumulation_steps: int = 1,
     examples_per_step: int | None = None,
     config: PackConfig | None = None,
     storage_options: Mapping[str, Any] | None = None,
@@ -98,8 +98,8 @@ def estimate(
         sample: maximum number of sampled records.
         records: total number of records to scale counts to, if larger than the input.
         world_size: ranks of a training run, for the steps of an epoch.
-        packs_per_batch, accumulation, examples_per_step: see :class:`packstore.config.BatchConfig`;
-            logs a warning where steps are far larger.
+        packs_per_batch, gradient_accumulation_steps, examples_per_step: see
+            :class:`packstore.config.BatchConfig`; logs a warning where steps are far larger.
         config: other settings of :func:`packstore.pack`. Its `pack_size`, `layout` and `strategy`
             are not used; `seed` also decides the sample.
         settings: fields of :class:`packstore.PackConfig`, which override `config`.
@@ -111,7 +111,7 @@ def estimate(
     """
     batching = BatchConfig(
         packs_per_batch=packs_per_batch,
-        accumulation=accumulation,
+        gradient_accumulation_steps=gradient_accumulation_steps,
         examples_per_step=examples_per_step,
     )
     _require_positive("world_size", world_size)

@@ -123,7 +123,7 @@ class PackedBatch:
     _signed_ids: Tensor  # int32 `[T]`, ids, ~id where unsupervised
     _shared_tokens: int  # tokens that segments leave out, as the first of their example has them
     _pack_examples: Int64  # int64 `[P]`, examples of each pack
-    _unweighted_packs: list[int]  # indices of the packs of weight 0
+    _filler_packs: list[int]  # indices of those of weight 0
     _pack_sources: Int64 | None  # int64 `[P]`, of each pack in a mix; None: 0
 
     def __init__(self, **fields: Any) -> None:
@@ -239,10 +239,10 @@ class PackedBatch:
 
     @cached_outside_inference_mode
     def weights(self) -> Tensor:
-        """float32 `[E]`, 1; or 0 in packs that pad the last batch or stand for damaged ones."""
+        """float32 `[E]`, 1; or 0 in fillers, which pad the last batch or replace damaged packs."""
         weights = np.ones(self.num_examples, np.float32)
-        if self._unweighted_packs:
-            weights[np.isin(self.pack_ids.numpy(), self._unweighted_packs)] = 0
+        if self._filler_packs:
+            weights[np.isin(self.pack_ids.numpy(), self._filler_packs)] = 0
         return torch.from_numpy(weights)
 
     @cached_outside_inference_mode
@@ -437,16 +437,16 @@ def collate(
     longest, logical = int(segments.max()), int(lengths.sum(dtype=np.int64))
     pack_examples = _steps([p.example_offsets for p in parts])
     number = len(pack_examples)
-    unweighted = list(range(number - fillers, number))
+    all_fillers = list(range(number - fillers, number))
     if any(p.stand_in for p in parts):
         stand_ins = np.repeat([p.stand_in for p in parts], [len(p) for p in parts])
-        unweighted += np.flatnonzero(stand_ins).tolist()
+        all_fillers += np.flatnonzero(stand_ins).tolist()
     columns, values = [p.columns for p in parts], [p.sequence_columns for p in parts]
     return PackedBatch(
         _signed_ids=_joined([p.signed_ids for p in parts], np.int32),
         _shared_tokens=logical - int(starts[-1]),
         _pack_examples=pack_examples,
-        _unweighted_packs=unweighted,
+        _filler_packs=all_fillers,
         _pack_sources=sources,
         kind=kind,
         cu_seqlens=torch.from_numpy(starts),

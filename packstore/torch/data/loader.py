@@ -72,8 +72,8 @@ class PackedDataLoader:
         persistent_workers: keep the workers from one epoch to the next.
         multiprocessing_context: ``fork``, ``spawn`` or ``forkserver``; default: torch's.
         batching: fields of :class:`packstore.config.BatchConfig`: `packs_per_batch` (default 1) or
-            `tokens_per_batch`, and either `accumulation` or `examples_per_step`; `balance`,
-            `tail`. See ``docs/loaders.md``.
+            `tokens_per_batch`; `gradient_accumulation_steps` or `examples_per_step`; `balance`,
+            `drop_last`. See ``docs/loaders.md``.
 
     Raises:
         ConfigError: a value is out of range, settings exclude each other, or a single pack is
@@ -121,7 +121,7 @@ class PackedDataLoader:
         self._loader: DataLoader[Any] | None = None
         self._length: tuple[object, int] = (None, 0)
         self._is_logged = data.rank > 0 or (
-            self.config.examples_per_step is None and self.config.tail == "pad"
+            self.config.examples_per_step is None and not self.config.drop_last
         )
         if self.config.tokens_per_batch is not None:
             _check_budget(data.stream, self.config.tokens_per_batch)

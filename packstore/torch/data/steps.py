@@ -67,11 +67,11 @@ class StepCutter:
         self.config, self.world_size = config, world_size
         self._width = world_size * config.width
         fixed = config.tokens_per_batch is None and config.examples_per_step is None
-        self.fixed = self._width * config.accumulation if fixed else None
+        self.fixed = self._width * config.gradient_accumulation_steps if fixed else None
         """Packs of every full step, if that number is fixed."""
         self._unit = self.fixed or (world_size if config.tokens_per_batch else 1)
         whole = len(unseen) // self._unit * self._unit
-        self.end = whole if config.tail == "drop" else len(unseen)
+        self.end = whole if config.drop_last else len(unseen)
         """Position where the last step ends at the latest."""
 
     def __iter__(self) -> Iterator[Step]:
@@ -104,7 +104,7 @@ class StepCutter:
         row, rows, packs = 0, len(jumps), len(sizes)
         while row < rows:
             edges = [row]
-            while len(edges) <= self.config.accumulation and edges[-1] < rows:
+            while len(edges) <= self.config.gradient_accumulation_steps and edges[-1] < rows:
                 edges.append(jumps[edges[-1]])
             if edges[-1] == rows and not closed:
                 return
@@ -156,11 +156,11 @@ class StepCutter:
         return jumps.tolist()
 
     def _is_cut_short(self, step: Step) -> bool:
-        """Returns True for an incomplete last step, which tail ``drop`` omits."""
-        if self.config.tail != "drop" or step.stop < self.end or self.fixed is not None:
+        """Returns True for an incomplete last step, which `drop_last` omits."""
+        if not self.config.drop_last or step.stop < self.end or self.fixed is not None:
             return False
         if self.config.examples_per_step is None:
-            return len(step.edges) <= self.config.accumulation
+            return len(step.edges) <= self.config.gradient_accumulation_steps
         return step.examples < self.config.examples_per_step
 
 
@@ -254,8 +254,8 @@ class StepPlan:
         packs: packs yielded with full weight, over all ranks.
         examples: examples in these packs.
         examples_per_step: fewest, mean and most.
-        dropped_packs, dropped_examples: omitted by tail ``drop``.
-        padded_packs: repeated with weight 0.
+        dropped_packs, dropped_examples: omitted by `drop_last`.
+        filler_packs: repeated with weight 0.
     """
 
     epochs: int
@@ -266,7 +266,7 @@ class StepPlan:
     examples_per_step: tuple[int, float, int]
     dropped_packs: int
     dropped_examples: int
-    padded_packs: int
+    filler_packs: int
 
 
 def plan_steps(
@@ -278,14 +278,14 @@ def plan_steps(
 ) -> StepPlan:
     """Plans `epochs`, the first from `start` on; leaves the stream at the last one."""
     examples: list[int] = []
-    batches = packs = dropped_packs = dropped_examples = padded = 0
+    batches = packs = dropped_packs = dropped_examples = fillers = 0
     for epoch in epochs:
         stream.set_epoch(epoch)
         unseen, start, end = Unseen(len(stream), start), Position(), 0
         for step in StepCutter(stream, unseen, config, world_size):
             examples.append(step.examples)
             batches += len(step.edges) - 1
-            padded += sum(max(world_size - (b - a), 0) for a, b in pairwise(step.edges))
+            fillers += sum(max(world_size - (b - a), 0) for a, b in pairwise(step.edges))
             end = step.stop
         packs += end
         dropped_packs += len(unseen) - end
@@ -302,7 +302,7 @@ def plan_steps(
         examples_per_step=(min(sizes), sum(examples) / max(steps, 1), max(sizes)),
         dropped_packs=dropped_packs,
         dropped_examples=dropped_examples,
-        padded_packs=padded,
+        filler_packs=fillers,
     )
 
 
@@ -317,7 +317,7 @@ def log_steps(plan: StepPlan, stream: PackStream, config: BatchConfig, world_siz
         if text := large_steps_warning(wanted, mean, largest, world_size, pack_size, longest):
             logger.warning(text)
     if plan.dropped_examples:
-        text = "tail=drop leaves out %d of %d examples of the epoch, in its last %d packs"
+        text = "drop_last leaves out %d of %d examples of the epoch, in its last %d packs"
         whole = plan.examples + plan.dropped_examples
         logger.warning(text, plan.dropped_examples, whole, plan.dropped_packs)
 

@@ -128,7 +128,7 @@ def test_the_exact_divisor_of_a_step_with_stand_ins(stored: Dataset) -> None:
     steps = [
         list(step)
         for _, step in groupby(
-            PackedDataLoader(data, packs_per_batch=2, accumulation=4),
+            PackedDataLoader(data, packs_per_batch=2, gradient_accumulation_steps=4),
             key=lambda batch: batch.step.index,
         )
     ]

@@ -195,15 +195,15 @@ def test_batches_hold_what_was_stored(kit: SimpleNamespace, stored: Dataset) -> 
         assert batch.rewards.tolist() == expected.reward.tolist()
 
 
-@pytest.mark.parametrize("tail", ["drop", "pad"])
+@pytest.mark.parametrize("drop_last", [True, False])
 @pytest.mark.parametrize(("world_size", "packs_per_batch"), [(1, 3), (2, 1), (3, 3), (4, 1)])
 def test_ranks_share_one_sequence(
-    stored: Dataset, world_size: int, packs_per_batch: int, tail: Any
+    stored: Dataset, world_size: int, packs_per_batch: int, drop_last: bool
 ) -> None:
     stride, order, seen = world_size * packs_per_batch, the_order(stored), []
     for rank in range(world_size):
         data = make(stored, rank, world_size)
-        loader = PackedDataLoader(data, packs_per_batch=packs_per_batch, tail=tail)
+        loader = PackedDataLoader(data, packs_per_batch=packs_per_batch, drop_last=drop_last)
         for g, batch in enumerate(loader):
             for j, pack in enumerate(packs_of(batch)):
                 index = g * stride + j * world_size + rank
@@ -211,7 +211,7 @@ def test_ranks_share_one_sequence(
                 assert pack == order[index] if index < N else pack in order
                 assert batch.weights[2 * j] == (index < N)
     padded = N // stride * stride + min(N % stride, 1) * world_size  # at least one for each rank
-    end = N // stride * stride if tail == "drop" else max(N, padded)
+    end = N // stride * stride if drop_last else max(N, padded)
     assert sorted(seen) == list(range(end))
 
 
@@ -296,7 +296,10 @@ STEPS_OF_FOUR = "46 examples in 12 steps of 3.8 on average, 4 at most (examples_
         ({"packs_per_batch": 2}, []),
         ({"examples_per_step": 4}, [f"{STEPS_OF_FOUR}4)"]),
         ({"examples_per_step": 2}, [f"{STEPS_OF_FOUR}2)", "1.25 times examples_per_step=2 exam"]),
-        ({"accumulation": 5, "tail": "drop"}, ["tail=drop leaves out 6 of 46 examples"]),
+        (
+            {"gradient_accumulation_steps": 5, "drop_last": True},
+            ["drop_last leaves out 6 of 46 examples"],
+        ),
     ],
     ids=str,
 )
@@ -344,7 +347,7 @@ def test_an_estimate_foretells_the_steps_of_a_loader(
     records = [{"prompt": [5] * n, "chosen": [6] * n, "rejected": [7] * n} for n in lengths]
     size, steps = {"pack_size": 1024, "layout": "concat"}, {"examples_per_step": 40}
     data = packstore.pack(records, tmp_path / "packed", **size)
-    for batching in ({"accumulation": 3}, {"examples_per_step": 100}, steps):
+    for batching in ({"gradient_accumulation_steps": 3}, {"examples_per_step": 100}, steps):
         caplog.clear()
         (choice,) = packstore.estimate(records, world_size=4, **size, **batching).choices
         plan = PackedDataset(data).plan(world_size=4, **batching)
@@ -369,11 +372,14 @@ def test_refusals(stored: Dataset, tmp_path: Any) -> None:
     for settings, message in (
         ({"packs_per_batch": 0}, "packs_per_batch must be at least 1"),
         ({"num_workers": -1}, "num_workers must be at least 0 and prefetch at least 1; found -1 "),
-        ({"tail": "keep"}, "tail must be one of: pad, drop; found 'keep'"),
+        ({"drop_last": "keep"}, "drop_last must be bool; found .keep."),
         ({"prefetch": 2}, "prefetch and persistent_workers need num_workers"),
         ({"packs": 2}, "unknown setting 'packs'; BatchConfig lists all"),
         ({"packs_per_batch": 1, "tokens_per_batch": 99}, "packs_per_batch or tokens_per_batch"),
-        ({"examples_per_step": 9, "accumulation": 2}, "or accumulation, not both"),
+        (
+            {"examples_per_step": 9, "gradient_accumulation_steps": 2},
+            "or gradient_accumulation_steps, not both",
+        ),
         (
             {"tokens_per_batch": 20},
             "every pack must fit tokens_per_batch=20; found .* tokens in pack",

@@ -26,7 +26,7 @@ pytestmark = [  # of worker processes, maybe more than there are cores
 ]
 
 LANES = 12
-BALANCED: dict[str, Any] = {"accumulation": 4, "balance": True}
+BALANCED: dict[str, Any] = {"gradient_accumulation_steps": 4, "balance": True}
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +94,7 @@ def test_a_step_holds_the_same_packs_on_any_ranks(memory: Any, k: int, ranks: An
     """If the packs of a step are as many, whatever the ranks; also after a cut."""
 
     def steps(world: int, width: int, accumulation: int, state: Any) -> list[list[int]]:
-        mode = {"packs_per_batch": width, "accumulation": accumulation}
+        mode = {"packs_per_batch": width, "gradient_accumulation_steps": accumulation}
         out: dict[int, list[int]] = {}
         for batch in itertools.chain(*take(memory, world, mode, state, None)[0]):
             out.setdefault(batch[2].index, []).extend(real([batch]))
@@ -106,7 +106,7 @@ def test_a_step_holds_the_same_packs_on_any_ranks(memory: Any, k: int, ranks: An
 
 
 def test_past_the_end(memory: Any) -> None:
-    _, end = take(memory, 1, {"packs_per_batch": 4, "tail": "drop"}, None, None)
+    _, end = take(memory, 1, {"packs_per_batch": 4, "drop_last": True}, None, None)
     assert (end["next"], end["step"]) == (N, N // 4)
     for mode in (BALANCED, {"examples_per_step": 9}):
         assert take(memory, 2, mode, end, None)[0] == [[], []]

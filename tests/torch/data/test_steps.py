@@ -18,9 +18,13 @@ from packstore.errors import ConfigError
 from packstore.format.arrays import PackSizes
 from packstore.torch import PackedDataLoader, PackedDataset
 
-TAILS = st.sampled_from(["pad", "drop"])
-CONFIGS = st.builds(lambda mode, tail: {**mode, "tail": tail}, MODES, TAILS)
-ONE_LACKS = {"tokens_per_batch": 300, "accumulation": 2, "balance": False, "tail": "drop"}
+CONFIGS = st.builds(lambda mode, drop: {**mode, "drop_last": drop}, MODES, st.booleans())
+ONE_LACKS = {
+    "tokens_per_batch": 300,
+    "gradient_accumulation_steps": 2,
+    "balance": False,
+    "drop_last": True,
+}
 """In epoch 1 the last step lacks one batch; chance finds such sizes half the time."""
 
 
@@ -54,7 +58,7 @@ class Sizes:
 def reference(tokens: list[int], examples: list[int], world: int, c: BatchConfig) -> Any:
     """The steps, each a list of batches, each a list of places: pack after pack, in plain loops."""
     n = len(tokens)
-    if c.tail == "drop" and c.tokens_per_batch:
+    if c.drop_last and c.tokens_per_batch:
         n -= n % world
 
     def batch(start: int, stop: int) -> list[int]:
@@ -77,12 +81,12 @@ def reference(tokens: list[int], examples: list[int], world: int, c: BatchConfig
         step = []
         if c.examples_per_step is None:
             place = start
-            while len(step) < c.accumulation and place < n:
+            while len(step) < c.gradient_accumulation_steps and place < n:
                 step.append(batch(place, n))
                 place = step[-1][-1] + 1
-            whole = len(step) == c.accumulation
+            whole = len(step) == c.gradient_accumulation_steps
             if c.tokens_per_batch is None:
-                whole = sum(map(len, step)) == world * c.width * c.accumulation
+                whole = sum(map(len, step)) == world * c.width * c.gradient_accumulation_steps
         else:
             stop, pairs = start, 0
             while stop < n and (
@@ -95,7 +99,7 @@ def reference(tokens: list[int], examples: list[int], world: int, c: BatchConfig
             while place < stop:
                 step.append(batch(place, stop))
                 place = step[-1][-1] + 1
-        if c.tail == "drop" and not whole:
+        if c.drop_last and not whole:
             break
         out.append(step)
         start = step[-1][-1] + 1
@@ -105,8 +109,8 @@ def reference(tokens: list[int], examples: list[int], world: int, c: BatchConfig
 @pytest.mark.parametrize(
     "mode",
     [
-        {"packs_per_batch": 3, "accumulation": 2},
-        {"tokens_per_batch": 500, "accumulation": 3, "tail": "drop"},
+        {"packs_per_batch": 3, "gradient_accumulation_steps": 2},
+        {"tokens_per_batch": 500, "gradient_accumulation_steps": 3, "drop_last": True},
         {"examples_per_step": 60, "tokens_per_batch": 500},
         {"examples_per_step": 30_000},  # more packs than are looked up at once
     ],
@@ -134,7 +138,9 @@ def test_balance_evens_out_the_squares(memory: Any) -> None:
         loads = np.zeros((N, 3), int)
         for rank in range(3):
             data = PackedDataset(memory, rank=rank, world_size=3)
-            for batch in PackedDataLoader(data, packs_per_batch=2, accumulation=2, **order):
+            for batch in PackedDataLoader(
+                data, packs_per_batch=2, gradient_accumulation_steps=2, **order
+            ):
                 loads[batch.step.index, rank] += int(batch.cu_seqlens.diff().square().sum())
         return int(np.ptp(loads, axis=1).sum())
 
@@ -175,11 +181,11 @@ def test_steps_are_those_of_plain_loops_and_of_the_plan(
         found, expected = ([[[*chain(*step)]] for step in steps] for steps in (found, expected))
     assert [[*map(sorted, step)] for step in found] == [[*map(sorted, step)] for step in expected]
     counts = [sum(map(len, step)) for step in expected] or [0]
-    assert (plan.steps, plan.padded_packs) == (len(steps), fillers)
+    assert (plan.steps, plan.filler_packs) == (len(steps), fillers)
     assert plan.examples == sum(counts) == sum(examples) - plan.dropped_examples
     assert plan.packs + plan.dropped_packs == N
     assert plan.examples_per_step == (min(counts), sum(counts) / len(counts), max(counts))
-    assert plan.dropped_packs == 0 or mode["tail"] == "drop"
+    assert plan.dropped_packs == 0 or mode["drop_last"]
 
 
 def test_a_plan_of_more_epochs_leaves_the_dataset_where_it_is(memory: Any) -> None:
@@ -191,14 +197,14 @@ def test_a_plan_of_more_epochs_leaves_the_dataset_where_it_is(memory: Any) -> No
     assert [p.example_ids[0] for p in data] == first
     data.set_epoch(2)
     plans.append(data.plan(examples_per_step=20, world_size=2))
-    for name in ("epochs", "steps", "batches", "packs", "examples", "padded_packs"):
+    for name in ("epochs", "steps", "batches", "packs", "examples", "filler_packs"):
         assert getattr(both, name) == sum(getattr(plan, name) for plan in plans)
 
 
 @pytest.mark.parametrize(
     "mode",
     [
-        {"packs_per_batch": 4, "accumulation": 4, "balance": True},
+        {"packs_per_batch": 4, "gradient_accumulation_steps": 4, "balance": True},
         {"examples_per_step": 512, "packs_per_batch": 4},
     ],
     ids=str,
@@ -210,7 +216,7 @@ def test_planning_a_hundred_million_packs_begins_at_once(memory: Any, mode: Any)
         memory.rows[0],
     )
     loader = PackedDataLoader(PackedDataset(stream, rank=5, world_size=8), **mode)
-    if "accumulation" in mode:
+    if "gradient_accumulation_steps" in mode:
         assert len(loader) == -(-(10**8) // (8 * 4))
     loader.load_state_dict({**loader.state_dict(), "next": 57_000_001})
     for batch in loader:

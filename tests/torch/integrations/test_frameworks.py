@@ -48,7 +48,7 @@ def gradients_of_steps(accelerator: Any, url: str, weights: Any) -> list[Any]:
     model = use_packed_attention(weights)
     policy = accelerator.prepare(PackedPolicy(model))
     found, loss_fn = [], PreferenceLoss("sft")
-    for batch in PackedDataLoader(PackedDataset(url), examples_per_step=7, tail="pad"):
+    for batch in PackedDataLoader(PackedDataset(url), examples_per_step=7):
         with nullcontext() if batch.step.last else accelerator.no_sync(policy):
             accelerator.backward(loss_fn(policy(batch), batch).loss)
         if batch.step.last:
@@ -68,7 +68,7 @@ def on_rank(task: tuple[str, str, Any]) -> dict[str, Any]:
     assert accelerator.num_processes == WORLD
     out: dict[str, Any] = {}
 
-    loader = PackedDataLoader(PackedDataset(url), tail="pad")
+    loader = PackedDataLoader(PackedDataset(url))
     prepared = accelerator.prepare(loader)
     out["untouched"] = prepared is loader
     out["ours"] = ids(prepared)
@@ -117,7 +117,7 @@ def test_accelerate(kit: SimpleNamespace, stored: Dataset, tmp_path: Path) -> No
     for rank in ranks:
         assert rank["before"] + rank["after"] == rank["ours"]
     model, loss_fn = use_packed_attention(kit.tiny_model()), PreferenceLoss("sft")
-    steps = list(PackedDataLoader(PackedDataset(stored), packs_per_batch=7, tail="pad"))
+    steps = list(PackedDataLoader(PackedDataset(stored), packs_per_batch=7))
     for number, whole in enumerate(steps):  # as one batch on one process
         model.zero_grad()
         loss_fn(PackedPolicy(model)(whole), whole).loss.backward()
@@ -146,7 +146,7 @@ def test_accelerate_out_of_phase(stored: Dataset, accumulating: Any) -> None:
     """It counts batches, and divides each loss by them: not the steps of the loader."""
     model = torch.nn.Linear(1, 1)
     loss_fn, seen = PreferenceLoss("sft"), []
-    for how in ({"examples_per_step": 3}, {"accumulation": 2, "tail": "pad"}):
+    for how in ({"examples_per_step": 3}, {"gradient_accumulation_steps": 2, "drop_last": False}):
         for batch in PackedDataLoader(PackedDataset(stored), **how):
             logps = torch.zeros(batch.num_segments, requires_grad=True)
             with pytest.raises(ConfigError, match=r"Accelerate: optimizer steps .* must be those"):
@@ -166,7 +166,9 @@ def test_accelerate_out_of_phase(stored: Dataset, accumulating: Any) -> None:
 def test_accelerate_in_phase(stored: Dataset, accumulating: Any) -> None:
     """A loss with its own divisor may be accumulated in the loader's steps."""
     loss_fn = PreferenceLoss("sft")
-    for batch in PackedDataLoader(PackedDataset(stored), accumulation=2, tail="drop"):
+    for batch in PackedDataLoader(
+        PackedDataset(stored), gradient_accumulation_steps=2, drop_last=True
+    ):
         logps = torch.zeros(batch.num_segments, requires_grad=True)
         with accumulating.accumulate(torch.nn.Linear(1, 1)):
             assert accumulating.sync_gradients == batch.step.last
@@ -213,7 +215,9 @@ def test_lightning_divides_only_what_it_is_given_by_hand(
         enable_progress_bar=False, enable_model_summary=False, accelerator="cpu",
         default_root_dir=tmp_path,
     )  # fmt: skip
-    loader = PackedDataLoader(PackedDataset(stored), accumulation=batches, tail="drop")
+    loader = PackedDataLoader(
+        PackedDataset(stored), gradient_accumulation_steps=batches, drop_last=True
+    )
     with nullcontext() if taken else pytest.raises(ConfigError, match="Lightning: optimizer steps"):
         trainer.fit(Module(), loader)
 
@@ -228,7 +232,9 @@ def test_a_trainer_of_ones_own_divides_too(
 
     class Own(transformers.Trainer):  # type: ignore[misc, name-defined]
         def get_train_dataloader(self) -> Any:
-            return PackedDataLoader(PackedDataset(stored), accumulation=batches, tail="drop")
+            return PackedDataLoader(
+                PackedDataset(stored), gradient_accumulation_steps=batches, drop_last=True
+            )
 
         def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
             logps = model(torch.ones(inputs.num_segments, 1))[:, 0]

@@ -75,7 +75,7 @@ def test_every_stream_counts(kit: SimpleNamespace, tmp_path: Path, name: str) ->
     other = stored(kit, tmp_path / "concat", kind, "concat")
     for packs in (PackedDataset(data), PackedDataset.mix({data: 1, other: 1})):
         step, several = [], 0
-        for batch in PackedDataLoader(packs, accumulation=3):
+        for batch in PackedDataLoader(packs, gradient_accumulation_steps=3):
             step.append(batch)
             if batch.step.last:
                 parts = [loss_fn.count(one) for one in step]
@@ -135,7 +135,9 @@ def test_a_step_that_nobody_counted(kit: SimpleNamespace, tmp_path: Path) -> Non
     data = stored(kit, tmp_path, "preference")
     data = Dataset(data.location, replace(data.manifest, pack_index=None), data.version)
     loss_fn = loss_of("sft term by token")
-    step = list(itertools.islice(PackedDataLoader(PackedDataset(data), accumulation=4), 4))
+    step = list(
+        itertools.islice(PackedDataLoader(PackedDataset(data), gradient_accumulation_steps=4), 4)
+    )
     logps = with_reference(step[0])
     with pytest.raises(ConfigError, match=r"a step of 4 batches on 1 ranks that nobody counted"):
         loss_fn(logps, step[0], logps)

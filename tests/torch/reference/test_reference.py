@@ -76,7 +76,7 @@ def test_precomputed_is_online_to_the_last_bit(
     side = write_ref_logps(model, dataset, str(tmp_path / "ref"), **batching)
     data = PackedDataset(dataset, shuffle=not batching, side=side)  # one pack is one in any order
     seen = 0
-    for batch in PackedDataLoader(data, tail="pad", **batching):
+    for batch in PackedDataLoader(data, **batching):
         with torch.no_grad():
             assert torch.equal(packed_logps(model, batch), batch.ref_logps)
         seen += int(batch.weights.sum())
