@@ -98,7 +98,7 @@ class PackedDataset(IterableDataset[Packs]):
         cls,
         weights: Mapping[str | PathLike[str] | Dataset | PackedDataset, float],
         *,
-        until: Literal["first", "all"] = "first",
+        stopping_strategy: Literal["first_exhausted", "all_exhausted"] = "first_exhausted",
         seed: int = 0,
         rank: int | None = None,
         world_size: int | None = None,
@@ -112,8 +112,8 @@ class PackedDataset(IterableDataset[Packs]):
         Args:
             weights: dataset, or its URL or local folder -> weight. All of one kind and tokenizer;
                 layouts and pack sizes may differ.
-            until: length of an epoch. ``first``: until the first source is exhausted. ``all``:
-                until all are, while smaller ones repeat, each time in another order.
+            stopping_strategy: when an epoch ends, as in ``datasets.interleave_datasets``; smaller
+                sources repeat until all are exhausted, each time in another order.
             seed: seed of the order of each dataset.
             rank: see :class:`PackedDataset`.
             world_size: see :class:`PackedDataset`.
@@ -127,7 +127,7 @@ class PackedDataset(IterableDataset[Packs]):
             (each if isinstance(each, PackedDataset) else cls(each, seed=seed)).stream
             for each in weights
         ]
-        stream = MixedPacks(sources, list(weights.values()), until)
+        stream = MixedPacks(sources, list(weights.values()), stopping_strategy)
         mixed = cls(stream, rank=rank, world_size=world_size)
         place = mixed.rank, mixed.world_size
         for each in weights:

@@ -68,7 +68,7 @@ class PackedDataLoader:
         num_workers: processes that read; 0, which reads in threads of this process, is the fastest
             unless collation is slow.
         pin_memory: put batches into page-locked memory, for copies to a GPU.
-        prefetch: batches that each worker prepares ahead; default: 2.
+        prefetch_factor: batches that each worker prepares ahead; default: 2.
         persistent_workers: keep the workers from one epoch to the next.
         multiprocessing_context: ``fork``, ``spawn`` or ``forkserver``; default: torch's.
         batching: fields of :class:`packstore.config.BatchConfig`: `packs_per_batch` (default 1) or
@@ -91,19 +91,19 @@ class PackedDataLoader:
         *,
         num_workers: int = 0,
         pin_memory: bool = False,
-        prefetch: int | None = None,
+        prefetch_factor: int | None = None,
         persistent_workers: bool = False,
         multiprocessing_context: str | None = None,
         **batching: Any,
     ) -> None:
         check_class("PackedDataLoader", data, PackedDataset, "Give PackedDataset(path)")
-        if num_workers < 0 or (prefetch is not None and prefetch < 1):
+        if num_workers < 0 or (prefetch_factor is not None and prefetch_factor < 1):
             raise ConfigError(
-                "num_workers must be at least 0 and prefetch at least 1; "
-                f"found {num_workers} and {prefetch}."
+                "num_workers must be at least 0 and prefetch_factor at least 1; "
+                f"found {num_workers} and {prefetch_factor}."
             )
-        if num_workers == 0 and (prefetch is not None or persistent_workers):
-            raise ConfigError("prefetch and persistent_workers need num_workers of at least 1.")
+        if num_workers == 0 and (prefetch_factor is not None or persistent_workers):
+            raise ConfigError("prefetch_factor and persistent_workers need num_workers above 0.")
         if num_workers and len(folder := tempfile.gettempdir()) > _LONGEST_FOLDER:
             rule = f"its workers need a TMPDIR of at most {_LONGEST_FOLDER} characters"
             remedy = "Set TMPDIR to a shorter folder, or take num_workers=0"
@@ -113,7 +113,7 @@ class PackedDataLoader:
             "batch_size": None,
             "num_workers": num_workers,
             "pin_memory": pin_memory,
-            "prefetch_factor": prefetch,
+            "prefetch_factor": prefetch_factor,
             "multiprocessing_context": multiprocessing_context if num_workers else None,
         }
         self._lasting = persistent_workers

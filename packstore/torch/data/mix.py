@@ -17,7 +17,6 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -59,15 +58,15 @@ class MixedPacks:
         self,
         sources: Sequence[PackStream],
         weights: Sequence[float],
-        until: Literal["first", "all"],
+        stopping_strategy: str,
     ) -> None:
-        choice("until", until, ("first", "all"))
+        choice("stopping_strategy", stopping_strategy, ("first_exhausted", "all_exhausted"))
         if not sources or not all(0 < weight < float("inf") for weight in weights):
             raise ConfigError(f"a mix needs weights above 0; found {list(weights)}.")
         _check_compatible(sources)
         self.streams, self.kind = sources, sources[0].kind
         self.datasets = [stream.datasets[0] for stream in sources]
-        settings = [[stream.identity for stream in sources], weights, until]
+        settings = [[stream.identity for stream in sources], weights, stopping_strategy]
         self.identity: Identity = {"mix": fingerprint(settings)[:16]}
         self._lengths = np.array([len(stream) for stream in sources])
         totals = [dataset.manifest.totals for dataset in self.datasets]
@@ -75,7 +74,7 @@ class MixedPacks:
         turns = 1 if self._lengths.min() < _SMALL else TURNS
         self._rates = rates / rates.sum()
         self._order = MixOrder(self._rates, turns)
-        self._length = self._order.length(self._lengths, until)
+        self._length = self._order.length(self._lengths, stopping_strategy)
         self._epoch = 0
         self._passes: dict[_Key, PackStream] = {}
 
@@ -207,14 +206,14 @@ class MixOrder:
             numbers[here] = ranks[places[here]] * self._turns + turn
         return sources, numbers
 
-    def length(self, lengths: Int64, until: str) -> int:
+    def length(self, lengths: Int64, stopping_strategy: str) -> int:
         """Counts the packs before one of a source repeats, or until each came once."""
-        ends: list[int] = []
+        repeats, ends = stopping_strategy == "all_exhausted", list[int]()
         for turn in range(self._turns):
             for source, packs in enumerate(lengths.tolist()):
-                number = len(range(turn, packs, self._turns)) - (until == "all")
+                number = len(range(turn, packs, self._turns)) - repeats
                 ends.append(self._place(turn, source, number) * self._turns + turn)
-        return max(ends) + 1 if until == "all" else min(ends)
+        return max(ends) + 1 if repeats else min(ends)
 
     def _block(self, turn: int, block: int) -> tuple[Int64, Int64]:
         """Returns source and number of the packs of a block of a turn, `[_BLOCK]` each."""

@@ -160,7 +160,7 @@ class DataMixin(Trainer):  # type: ignore[misc]
             data,
             packs_per_batch=self.packs_per_batch,
             num_workers=args.dataloader_num_workers,
-            prefetch=args.dataloader_prefetch_factor,
+            prefetch_factor=args.dataloader_prefetch_factor,
             persistent_workers=args.dataloader_persistent_workers,
             multiprocessing_context=getattr(args, "dataloader_multiprocessing_context", None),
             pin_memory=args.dataloader_pin_memory and args.device.type == "cuda",

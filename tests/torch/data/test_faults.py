@@ -151,7 +151,7 @@ def test_nothing_readable_is_an_error(stored: Dataset) -> None:
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_worker_that_is_killed_is_named(stored: Dataset) -> None:
     """As the out-of-memory killer does it."""
-    loader = PackedDataLoader(PackedDataset(stored), num_workers=1, prefetch=1)
+    loader = PackedDataLoader(PackedDataset(stored), num_workers=1, prefetch_factor=1)
     batches = iter(loader)
     next(batches)
     (worker,) = multiprocessing.active_children()

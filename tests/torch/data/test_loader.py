@@ -371,9 +371,12 @@ def test_refusals(stored: Dataset, tmp_path: Any) -> None:
         PackedDataLoader(make(stored)).load_state_dict([])  # type: ignore[arg-type]
     for settings, message in (
         ({"packs_per_batch": 0}, "packs_per_batch must be at least 1"),
-        ({"num_workers": -1}, "num_workers must be at least 0 and prefetch at least 1; found -1 "),
+        (
+            {"num_workers": -1},
+            "at least 0 and prefetch_factor at least 1; found -1 ",
+        ),
         ({"drop_last": "keep"}, "drop_last must be bool; found .keep."),
-        ({"prefetch": 2}, "prefetch and persistent_workers need num_workers"),
+        ({"prefetch_factor": 2}, "prefetch_factor and persistent_workers need num_workers"),
         ({"packs": 2}, "unknown setting 'packs'; BatchConfig lists all"),
         ({"packs_per_batch": 1, "tokens_per_batch": 99}, "packs_per_batch or tokens_per_batch"),
         (

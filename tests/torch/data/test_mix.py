@@ -21,6 +21,7 @@ from packstore.testing import random_examples
 from packstore.torch import PackedDataLoader, PackedDataset, SideWriter
 from packstore.torch.data.mix import MixOrder
 
+ALL: Any = {"stopping_strategy": "all_exhausted"}
 ALONE = {"rank": 0, "world_size": 1}
 
 
@@ -65,11 +66,11 @@ def test_an_epoch_ends_when_the_first_source_repeats_or_all_came(
 ) -> None:
     lengths = np.array([length + turns for _, length in parts])
     order = MixOrder(rates_of([weight for weight, _ in parts]), turns)
-    for until in ("first", "all"):
-        n = order.length(lengths, until)
+    for strategy in ("first_exhausted", "all_exhausted"):
+        n = order.length(lengths, strategy)
         sources, numbers = order.locate(np.arange(n + 1))
         repeats = numbers >= lengths[sources]
-        if until == "first":
+        if strategy == "first_exhausted":
             assert not repeats[:n].any()
             assert repeats[n]
         else:
@@ -107,7 +108,7 @@ def stored(kit: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> li
 
 def loaded(stored: list[Dataset], rank: int = 0, world_size: int = 1) -> PackedDataLoader:
     weights = {stored[0]: 2, stored[1]: 1}
-    data = PackedDataset.mix(weights, until="all", seed=3, rank=rank, world_size=world_size)
+    data = PackedDataset.mix(weights, **ALL, seed=3, rank=rank, world_size=world_size)
     return PackedDataLoader(data)
 
 
@@ -158,10 +159,10 @@ def test_ranks_and_resuming_share_one_sequence(stored: list[Dataset]) -> None:
 def test_a_state_of_another_mix_is_refused(stored: list[Dataset]) -> None:
     state, (a, b) = loaded(stored).state_dict(), stored
     others: list[tuple[dict[Any, float], dict[str, Any]]] = [
-        ({a: 2, b: 2}, {"until": "all", "seed": 3}),
-        ({b: 1, a: 2}, {"until": "all", "seed": 3}),
-        ({a: 2, b: 1}, {"until": "all", "seed": 4}),
-        ({a: 2, b: 1}, {"until": "first", "seed": 3}),
+        ({a: 2, b: 2}, {**ALL, "seed": 3}),
+        ({b: 1, a: 2}, {**ALL, "seed": 3}),
+        ({a: 2, b: 1}, {**ALL, "seed": 4}),
+        ({a: 2, b: 1}, {"stopping_strategy": "first_exhausted", "seed": 3}),
     ]
     for weights, how in others:
         with pytest.raises(CompatibilityError, match="mix must be"):
@@ -177,7 +178,7 @@ def test_a_source_with_options_of_its_own(
         writer.write(np.arange(46), {"score": np.arange(46) / 4})
     first = PackedDataset(stored[0], shuffle=False, side=[tmp_path / "side"], **ALONE)
     own = [p.example_ids.tolist() for p in first]
-    mixed = PackedDataset.mix({first: 1, str(stored[1].url): 1}, until="all", **ALONE)
+    mixed = PackedDataset.mix({first: 1, str(stored[1].url): 1}, **ALL, **ALONE)
     assert f"packs from the {len(stored[1])} of {stored[1].url}" in caplog.text
     assert "left out where these meet: score" in caplog.text
     mixed.set_epoch(1)
@@ -195,8 +196,11 @@ def test_refusals(stored: list[Dataset], kit: SimpleNamespace, tmp_path: Path) -
             PackedDataset.mix({a: 1, b: weight})
     with pytest.raises(ConfigError, match="weights above 0"):
         PackedDataset.mix({})
-    with pytest.raises(ConfigError, match="until must be one of: first, all; found 'last'"):
-        PackedDataset.mix({a: 1}, until="last")  # type: ignore[arg-type]
+    with pytest.raises(
+        ConfigError,
+        match="one of: first_exhausted, all_exhausted; found 'last'",
+    ):
+        PackedDataset.mix({a: 1}, stopping_strategy="last")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="those of its sources; found 0 of 1, and 1 of 2"):
         PackedDataset.mix({PackedDataset(a, rank=1, world_size=2): 1})
     with pytest.raises(ConfigError, match="side data joins a dataset"):

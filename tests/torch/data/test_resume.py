@@ -146,7 +146,7 @@ def test_workers_that_live_on(stored: Dataset) -> None:
         return PackedDataLoader(data, **BALANCED, **workers)
 
     plain, other = make(), make(3)
-    lasting = make(num_workers=2, persistent_workers=True, prefetch=1)
+    lasting = make(num_workers=2, persistent_workers=True, prefetch_factor=1)
     for epoch in (0, 1, 1, 0):
         for loader in (plain, lasting):
             loader.set_epoch(epoch)
