@@ -53,8 +53,8 @@ def test_dictionaries_that_grow_are_refused_where_sizes_are_read(tmp_path: Path)
     """Some kilobytes that would become gigabytes, in columns that are read alone."""
 
     def bomb(lists: pa.ListArray) -> pa.ListArray:
-        offsets = np.linspace(0, 10_000_000, len(lists) + 1).astype(np.int32)
-        nines = pa.array(np.full(10_000_000, 9, np.int32))
+        offsets = np.linspace(0, 5_000_000, len(lists) + 1).astype(np.int32)
+        nines = pa.array(np.full(5_000_000, 9, np.int32))
         return pa.ListArray.from_arrays(offsets, nines, type=lists.type)
 
     how = {"use_dictionary": True, "compression": "zstd"}
