@@ -19,9 +19,9 @@ from small_jobs import stopping, write_jsonl
 import packstore
 from packstore.errors import ConfigError, DatasetNotFoundError, InputError
 
-FILES, RECORDS = 5, 800
+FILES, RECORDS = 5, 400
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
-SETTINGS: dict[str, Any] = {"pack_size": 256, "shard_tokens": 10_000, "row_group_tokens": 8192}
+SETTINGS: dict[str, Any] = {"pack_size": 256, "shard_tokens": 5000, "row_group_tokens": 4096}
 
 
 def write(path: Path, seed: int, records: int = RECORDS) -> str:

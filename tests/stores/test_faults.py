@@ -16,7 +16,7 @@ from packstore import Dataset
 from packstore.errors import IntegrityError, StorageError
 from packstore.torch import PackedDataset
 
-FEW = [0.2] * 2
+FEW = [0.2]
 MANY = pytest.param([rate_of(seed) for seed in range(60)], marks=pytest.mark.slow)
 
 

@@ -49,7 +49,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("qwen3", (None, 151645, 151643, 151669, False)),
+        pytest.param("qwen3", (None, 151645, 151643, 151669, False), marks=pytest.mark.slow),
         ("mistral", (1, 2, None, 32000, True)),
         ("mistral_model", (1, 2, None, 32000, True)),
         ("t5", (None, 1, 0, 32000, False)),
@@ -61,9 +61,9 @@ def test_roles_of_real_tokenizers(tokenizer, facts, name, expected):
     assert facts(tokenizer(name).file, *names) == expected
 
 
-def test_bare_file_alone_falls_back_to_declared_tokens(shared_data, tmp_path, facts):
+def test_bare_file_alone_falls_back_to_declared_tokens(tokenizer, tmp_path, facts):
     """The vocabulary holds "</s>" as an ordinary piece; only a declared token may be EOS."""
-    source = shared_data / "tokenizers/qwen3/tokenizer.json"
+    source = tokenizer("few_merges").file / "tokenizer.json"
     (tmp_path / "tokenizer.json").write_bytes(source.read_bytes())
     assert facts(tmp_path, "eos_token", "chat_template") == ("<|endoftext|>", None)
 

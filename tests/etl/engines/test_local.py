@@ -25,7 +25,7 @@ def square(x: int) -> int:
 
 
 def process_and_array(x: int) -> tuple[int, np.ndarray]:
-    time.sleep(0.05)
+    time.sleep(0.02)
     return os.getpid(), np.full(1000, x)
 
 

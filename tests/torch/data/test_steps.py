@@ -149,7 +149,7 @@ def test_balance_evens_out_the_squares(memory: Any) -> None:
 
 @given(CONFIGS, st.integers(1, 4), st.integers(0, 1000))
 @example(ONE_LACKS, 1, 1)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_steps_are_those_of_plain_loops_and_of_the_plan(
     memory: Any, mode: Any, world: int, epoch: int
 ) -> None:
