@@ -47,6 +47,7 @@ def test_packing_shuffles_and_packing_anew_too(
     with caplog.at_level(logging.INFO, "packstore"):
         made = packstore.pack(records(), tmp_path / "made", **settings)
         assert "order of the input" not in caplog.text
+        assert f"fill rate {100 * made.manifest.fill_rate:.2f} %" in caplog.text
         kept = packstore.pack(records(), tmp_path / "kept", shuffle=False, **settings)
         assert "(shuffle=False): packs hold neighbours of the input" in caplog.text
     anew = packstore.pack(kept, tmp_path / "anew", pack_size=512)

@@ -95,7 +95,7 @@ def test_answers_are_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert run('{"refused": "unsupported"}') == (1, ["WRONG", "left out", "WRONG"])
     assert run('{"refused": "example-ids"}') == (1, ["WRONG", "WRONG", "ok"])
     assert run('{"refused": ""}') == (1, ["WRONG", "WRONG", "ok"])
-    assert run("[]") == run("?") == (1, ["WRONG"] * 3)
+    assert run("[]") == run("?") == run("{}") == (1, ["WRONG"] * 3)
     assert main(["--kit", str(tmp_path), "no-such-reader"]) == 2
     (tmp_path / "expected" / "empty.json").write_text("{}", encoding="utf-8")
     with pytest.raises(IntegrityError, match="case empty"):
