@@ -167,6 +167,7 @@ def judge_invalid(case: Case, name: str, parse: Parse, load: Load, validator: Va
         parse(name, json.dumps(document).encode())
     assert type(caught.value) is getattr(packstore.errors, case["error"])
     assert case["tells"] in str(caught.value)
+    assert f"{name}-000001.json" in str(caught.value).partition(": ")[0]
     assert validator(name).is_valid(document) != case["schema"]
 
 
