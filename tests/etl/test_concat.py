@@ -16,20 +16,14 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 import packstore
 from packstore import Dataset, errors
-from packstore.format.arrays import to_offsets
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 
 
 def examples(dataset: Dataset) -> list[tuple[int, str]]:
     """Id and tokens of every example, in the order of the dataset."""
-    found = []
-    for packs in dataset.iter_packs():
-        starts, ids = to_offsets(packs.segment_lengths), packs.input_ids
-        for k, example in enumerate(packs.example_ids.tolist()):
-            sides = [ids[starts[i] : starts[i + 1]].tolist() for i in (2 * k, 2 * k + 1)]
-            found.append((example, str(sides)))
-    return found
+    frame = packstore.scan(dataset, tokens=True).collect()
+    return [(i, str(sides)) for i, sides in frame["example_id", "input_ids"].iter_rows()]
 
 
 def texts(dataset: Dataset) -> list[list[int]]:

@@ -16,9 +16,7 @@ from tokenizers import Tokenizer
 
 import packstore
 from packstore.errors import ConfigError, DropRateError
-from packstore.format.arrays import Examples
 from packstore.pack.algorithms import STRATEGIES
-from packstore.pack.fill import unpack
 
 Record = dict[str, Any]
 
@@ -72,21 +70,10 @@ def test_files_with_the_same_bytes_are_named(
     assert [last for _, last in told] == [f"{paths[0]}, {link}", f"{paths[1]}, {paths[1]}"]
 
 
-def by_id(dataset: packstore.Dataset) -> dict[int, tuple[Any, ...]]:
+def by_id(dataset: packstore.Dataset) -> dict[int, dict[str, Any]]:
     """Everything of each example, under its id."""
-    e = Examples.concat([unpack(packs) for packs in dataset.iter_packs()])
-    found = {}
-    for i, example in enumerate(e.example_ids.tolist()):
-        first, last = e.example_offsets[i : i + 2]
-        start, end = e.sequence_offsets[first], e.sequence_offsets[last]
-        found[example] = (
-            e.input_ids[start:end].tobytes(),
-            e.supervised[start:end].tobytes(),
-            tuple((e.sequence_offsets[first : last + 1] - start).tolist()),
-            tuple(e.reward[first:last].tolist()),
-            tuple(column[i] for column in e.columns.values()),
-        )
-    return found
+    frame = packstore.scan(dataset, tokens=True).collect().drop("pack", "shard")
+    return {row.pop("example_id"): row for row in frame.to_dicts()}
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -105,7 +92,7 @@ def test_what_goes_in_comes_out(
     )  # fmt: skip
     assert packed.verify().ok
     assert by_id(packed) == plain
-    assert plain[5][-1] == ("odd", 1.25)
+    assert (plain[5]["source"], plain[5]["measure"]) == ("odd", 1.25)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import http.server
-import itertools
 import json
 import re
 import subprocess
@@ -67,12 +66,8 @@ def command(*arguments: str) -> str:
 
 def sequences(dataset: packstore.Dataset) -> list[list[int]]:
     """The ids of all sequences of a dataset, sorted."""
-    found = []
-    for batch in dataset.iter_batches():
-        for row in batch.select(["input_ids", "seq_boundaries"]).to_pylist():
-            ids, ends = row["input_ids"], row["seq_boundaries"]
-            found += [ids[a:b] for a, b in itertools.pairwise(ends)]
-    return sorted(found)
+    frame = packstore.scan(dataset, tokens=True).collect()
+    return sorted(ids for sides in frame["input_ids"].to_list() for ids in sides)
 
 
 def core() -> str:
