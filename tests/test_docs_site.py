@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import importlib
 import io
 import json
@@ -33,10 +32,8 @@ from children import run_python
 from hub import folder_files, served
 
 from packstore.cli import main, parser
-from packstore.config import PackConfig
 from packstore.errors import PackstoreError, message_with_notes
 from packstore.tokenizer.dialogue.template import BUILTIN
-from packstore.tokenizer.records.shapes import table
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -143,11 +140,6 @@ def test_a_wrong_output_is_found() -> None:
     assert not matches("a … d", "a b c")
 
 
-@pytest.mark.parametrize("page", ELSEWHERE)
-def test_fragments_are_tested_elsewhere(page: str) -> None:
-    assert (ROOT / ELSEWHERE[page]).exists()
-
-
 def test_every_page_is_in_the_navigation() -> None:
     text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     listed = set(re.findall(r": ([\w/-]+\.md)$", text, re.M))
@@ -164,15 +156,6 @@ def test_pictures_are_those_of_the_script() -> None:
     for name, draw in pictures.items():
         stored = (DOCS / "pictures" / f"{name}.svg").read_text(encoding="utf-8")
         assert stored == draw(), f"run docs/pictures.py: {name}.svg is not current"
-
-
-def test_pictures_of_pages_are_small_and_shown() -> None:
-    taken = runpy.run_path(str(DOCS / "screenshots.py"))["SIZES"]
-    page = (DOCS / "looking.md").read_text(encoding="utf-8")
-    assert {f"{name}.png" for name in taken} == {p.name for p in (DOCS / "screenshots").iterdir()}
-    for name in taken:
-        assert (DOCS / "screenshots" / f"{name}.png").stat().st_size < 150_000
-        assert f"](screenshots/{name}.png)" in page
 
 
 def test_every_benchmark_is_on_its_page() -> None:
@@ -209,20 +192,6 @@ def test_it_builds(tmp_path: Path) -> None:
 
 def text_of(folder: Path) -> str:
     return (folder / "index.html").read_text(encoding="utf-8")
-
-
-def test_a_setting_is_on_its_page_with_its_default() -> None:
-    lines = [*runpy.run_path(str(DOCS / "made_pages.py"))["namespace"]("packstore.config")]
-    for field in dataclasses.fields(PackConfig):
-        row = f"| `{field.name}` | `{field.type}` | "
-        assert any(line.startswith(row) for line in lines), field.name
-    assert any(line.startswith("| `pack_size` | `int` | `8192` | ") for line in lines)
-
-
-def test_every_shape_is_on_its_page() -> None:
-    page = "\n".join(runpy.run_path(str(DOCS / "made_pages.py"))["shapes"]())
-    assert all(f"| {shape.name} | {shape.kind} | " in page for shape in table().own)
-    assert all(f"| [{shape.name}](" in page for shape in table().named)
 
 
 def run_page(page: Path, names: dict[str, Any]) -> None:
