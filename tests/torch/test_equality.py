@@ -179,7 +179,6 @@ def on_rank(task: dict[str, Any]) -> list[Any]:
 def test_every_way_to_share_among_ranks(
     kit: SimpleNamespace, tmp_path: Path, cells: list[OnRanks]
 ) -> None:
-    pytest.importorskip("accelerate", reason="training needs accelerate")
     models = [kit.tiny_model(tie_word_embeddings=tied) for tied in (False, True)]
     expected = [expected_step(deepcopy(model), "sdpa") for model in models]
     for rank in launch(__file__, {"models": models, "cells": cells}, 2, tmp_path):

@@ -46,7 +46,6 @@ def run(
 @pytest.mark.slow
 def test_whole_plan_in_two_calls(tmp_path: Path) -> None:
     """The second goes on where the first was cut; a training run is killed and resumed."""
-    pytest.importorskip("accelerate", reason="training needs accelerate")
     from gpu import prepare, sizes
 
     data = tmp_path / "data"

@@ -18,8 +18,6 @@ from packstore.errors import IntegrityError, StorageError, WorkerError
 from packstore.testing import random_examples
 from packstore.torch import PackedDataLoader, PackedDataset, PreferenceLoss, count_step
 
-pytest.importorskip("aiohttp", reason="fsspec reads http with it")
-
 N = 96
 
 

@@ -104,7 +104,6 @@ def on_rank(task: tuple[str, str, Any]) -> dict[str, Any]:
 @pytest.mark.slow
 def test_accelerate(kit: SimpleNamespace, stored: Dataset, tmp_path: Path) -> None:
     """`prepare` leaves our loader as it is; what Accelerate is to shard must be whole."""
-    pytest.importorskip("accelerate", reason="accelerate is in the extra train")
     task = (stored.url, str(tmp_path / "checkpoint"), kit.tiny_model())
     ranks = launch(__file__, task, WORLD, tmp_path)
     assert all(rank["untouched"] for rank in ranks)

@@ -7,12 +7,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import lightning
 import pytest
 import torch
-
-pytest.importorskip("lightning", reason="lightning")
-
-import lightning
 from train_runs import losses
 
 from packstore import open as open_dataset

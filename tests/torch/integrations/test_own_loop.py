@@ -14,8 +14,6 @@ import pytest
 import torch
 from ranks import launch
 
-pytest.importorskip("transformers", reason="the loop loads a model")
-
 PAGE = Path(__file__).parents[3] / "docs" / "frameworks.md"
 CHANGED = {
     'dist.init_process_group("gloo")': "",  # the ranks of tests are connected

@@ -148,7 +148,6 @@ def test_trl_ignores_label_smoothing_for_the_sigmoid_loss(trl: Any, batch: Packe
 
 @pytest.mark.parametrize("kind", ["cpo", "simpo", "orpo"])
 def test_trl_without_a_reference(batch: PackedBatch, kind: str) -> None:
-    pytest.importorskip("trl", reason="TRL's own losses")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that trl.experimental is experimental
         from trl.experimental.cpo.cpo_trainer import CPOTrainer

@@ -218,7 +218,6 @@ def test_training_compiles_policy_reference_and_validation(
 
     A run has one model, with LoRA, or two.
     """
-    pytest.importorskip("accelerate", reason="training needs accelerate")
     found, backend = graphs()
     compiled, uncompiled = [], []
     own, check = nn.Module.compile, flash.check

@@ -9,9 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("accelerate", reason="training needs accelerate")
-
 from children import run_python
 from hub import folder_files, served
 from safetensors.torch import load_file, save_file
@@ -73,7 +70,6 @@ def test_weights_that_the_model_does_not_have_are_named(
 
 def test_an_adapter_without_all_of_its_weights(made: dict[str, Any], tmp_path: Path) -> None:
     """PEFT begins those that are missing anew, so that a part of the adapter does nothing."""
-    pytest.importorskip("peft", reason="LoRA needs peft")
     how = {"peft_config": {"r": 2}, "max_steps": 1, "output_dir": str(tmp_path / "out")}
     folder = train(**made, **how).model
     file = folder / "adapter_model.safetensors"
@@ -111,7 +107,6 @@ def test_a_hub_out_of_reach_is_not_waited_for(made: dict[str, Any], tmp_path: Pa
     assert "model me/modle: it must be a folder or hub name of a causal LM" in line
     assert f"found no such folder: \"We couldn't connect to '{env['HF_ENDPOINT']}'" in line
     assert "Check the name; `hf download me/modle --local-dir FOLDER`" in line
-    pytest.importorskip("trl", reason="TRL's own trainer")
     done = run_python("-c", LOAD_BY_TRL, env=env | cache)
     assert "Retrying" not in done.stderr
     assert "found no such folder: the hub is out of reach" in done.stderr

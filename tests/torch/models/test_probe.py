@@ -257,7 +257,6 @@ def test_commands_stop_where_packing_would_show(
     new_backend: Callable[[Any], str],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    pytest.importorskip("accelerate", reason="training needs accelerate")
     settings = kit.short_run(tmp_path)
     leaking, out = new_backend(with_the_token_before), str(tmp_path / "out")
     with pytest.raises(BackendError, match=OWN):
@@ -273,7 +272,6 @@ def test_commands_stop_where_packing_would_show(
 def test_a_run_may_begin_where_the_probe_cannot_tell(
     kit: SimpleNamespace, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pytest.importorskip("accelerate", reason="training needs accelerate")
     settings = {**kit.short_run(tmp_path), "loss": "simpo", "max_steps": 1}
     model = kit.tiny_model(dtype=torch.float32)
     for layer in model.model.layers:

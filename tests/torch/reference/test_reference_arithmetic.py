@@ -11,9 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("accelerate", reason="training needs accelerate")
-
 from accelerate.state import AcceleratorState
 from places import edit_manifest, manifest_path
 from train_runs import records

@@ -13,9 +13,6 @@ import pytest
 import torch
 from ranks import launch
 from torch.nn.modules.module import register_module_forward_pre_hook
-
-pytest.importorskip("accelerate", reason="training needs accelerate")
-
 from train_runs import records, save_gpt2
 from transformers import GPT2LMHeadModel
 

@@ -7,9 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("accelerate", reason="training needs accelerate")
-
 from children import run_python
 from hub import Hubs, served
 from train_runs import checkpoints, step_of

@@ -18,9 +18,6 @@ from small_jobs import write_jsonl
 from train_runs import losses
 from transformers import AutoModelForSequenceClassification
 
-pytest.importorskip("accelerate", reason="training needs accelerate")
-pytest.importorskip("peft", reason="LoRA needs peft")
-
 import packstore
 from packstore.cli import main
 from packstore.errors import CompatibilityError, ConfigError

@@ -15,9 +15,6 @@ from ranks import launch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.modules.module import register_module_forward_pre_hook
-
-pytest.importorskip("accelerate", reason="training needs accelerate")
-
 from train_runs import shard
 from transformers import AutoModelForCausalLM, TrainingArguments
 

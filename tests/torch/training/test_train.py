@@ -13,14 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
-from torch.nn.functional import logsigmoid
-
-pytest.importorskip("accelerate", reason="training needs accelerate")
-pytest.importorskip("peft", reason="LoRA needs peft")
-
 from gradients import alone
 from huggingface_hub import ModelCard
+from torch import Tensor
+from torch.nn.functional import logsigmoid
 from train_runs import checkpoints, losses, records, save_gpt2, step_of
 from transformers import AutoModelForCausalLM
 

@@ -10,10 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
-pytest.importorskip("accelerate", reason="training needs accelerate")
-pytest.importorskip("peft", reason="LoRA needs peft")
-
 from places import edit_manifest
 from train_runs import records
 from transformers import AutoModelForCausalLM

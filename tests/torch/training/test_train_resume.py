@@ -12,13 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from accelerate import Accelerator
 from ranks import launch
 from torch.optim.optimizer import register_optimizer_step_post_hook
-
-pytest.importorskip("accelerate", reason="training needs accelerate")
-pytest.importorskip("peft", reason="LoRA needs peft")
-
-from accelerate import Accelerator
 from train_runs import checkpoints, losses, records
 
 from packstore.torch import PackedDataLoader, PackedDataset, train

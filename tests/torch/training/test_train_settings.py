@@ -14,10 +14,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("accelerate", reason="training needs accelerate")
-pytest.importorskip("yaml", reason="config files need PyYAML")
-
 import yaml
 from safetensors.torch import load_file
 from train_runs import checkpoints, losses
