@@ -87,12 +87,17 @@ def check_steps(batches: int, last: bool, *, divided: bool) -> None:
 
 
 def check_dealt_once(world_size: int) -> None:
-    """Refuses a framework that deals packs of one of several ranks to the ranks again."""
-    for running, dealer in _found(DEALERS):
-        if world_size > 1 or (dealer is not None and dealer.batch_size is None):
+    """Refuses a framework that deals packs of one of several ranks to the ranks again.
+
+    Accelerate's dispatcher is refused on one rank, too: it cuts each tensor of a batch to the
+    length of the first.
+    """
+    for running, _ in _found(DEALERS):
+        if world_size > 1 or "Dispatcher" in running.method:
             rule = "packs must be dealt to the ranks once; PackedDataset does so"
             remedy = "Pass PackedDataLoader(data) to prepare, which leaves it as it is; or make "
-            remedy += "the dataset with rank=0, world_size=1, and its DataLoader with a batch_size"
+            remedy += "the dataset with rank=0, world_size=1, its DataLoader with a batch_size, "
+            remedy += "and the Accelerator with dispatch_batches=False"
             raise ConfigError(sentence(running.framework, rule, "that it deals, too", remedy))
 
 

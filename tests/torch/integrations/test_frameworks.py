@@ -136,9 +136,14 @@ def accumulating() -> Iterator[Any]:
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def test_accelerate_on_one_rank_cannot_cut_up_packs(stored: Dataset, accumulating: Any) -> None:
-    with pytest.raises(ConfigError, match="Accelerate: packs must be dealt to the ranks once"):
-        next(iter(accumulating.prepare(DataLoader(PackedDataset(stored), None))))
+@pytest.mark.parametrize("size", [None, 2])
+def test_accelerate_on_one_rank_cannot_cut_up_packs(
+    stored: Dataset, accumulating: Any, size: int | None
+) -> None:
+    """Tensors of a packed batch differ in length: it would cut all to that of the first."""
+    loader = DataLoader(PackedDataset(stored), size, collate_fn=lambda packs: vars(packs[0]))
+    with pytest.raises(ConfigError, match=r"once; .* the Accelerator with dispatch_batches=False"):
+        next(iter(accumulating.prepare(loader)))
 
 
 def test_accelerate_out_of_phase(stored: Dataset, accumulating: Any) -> None:
