@@ -65,14 +65,25 @@ class Settings:
     """Command or call that lists all settings, for errors."""
 
     def __post_init__(self) -> None:
-        kind: Any = type(self)
+        given = {name: getattr(self, name) for name in self.names()}
+        for name, value in self.checked(**given).items():
+            object.__setattr__(self, name, value)
+
+    @classmethod
+    def checked(cls, **values: Any) -> dict[str, Any]:
+        """Returns values of some settings, lists as tuples.
+
+        Raises:
+            ConfigError: a value has the wrong type or is out of range.
+        """
+        kind: Any = cls
         hints = _hints(kind)
-        for item in dataclasses.fields(self):
-            value, hint = getattr(self, item.name), hints[item.name]
+        for item in (item for item in dataclasses.fields(kind) if item.name in values):
+            value, hint = values[item.name], hints[item.name]
             if typing.get_origin(hint) is tuple:
                 one = isinstance(value, str) and "place" in item.metadata
                 value = (value,) if one else tuple(value) if isinstance(value, list) else value
-                object.__setattr__(self, item.name, value)
+                values[item.name] = value
             if not _fits(value, hint):
                 rule = _spell(hint)
                 hidden = {"secret", "place"} & item.metadata.keys()
@@ -85,6 +96,7 @@ class Settings:
                 (text, holds), bound = RANGES[name], item.metadata[name]
                 if not holds(value, bound):
                     raise ConfigError(f"setting {item.name} must be {text} {bound}; found {value}.")
+        return values
 
     @classmethod
     def names(cls) -> tuple[str, ...]:

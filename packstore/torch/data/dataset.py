@@ -188,7 +188,13 @@ class PackedDataset(IterableDataset[Packs]):
         return self._packs(copy.copy(self.stream), started, start, number, workers)
 
     def set_epoch(self, epoch: int) -> None:
-        """Moves to the beginning of `epoch`; does nothing for the current epoch."""
+        """Moves to the beginning of `epoch`; does nothing for the current epoch.
+
+        Raises:
+            ConfigError: `epoch` is no whole number.
+        """
+        if not hasattr(epoch, "__index__"):  # of numpy's integers, too
+            raise ConfigError(sentence("epoch", "it must be a whole number", quote(epoch)))
         if epoch != self.epoch:
             self._move(epoch, Position())
 

@@ -108,7 +108,7 @@ class PackedDPOTrainer(PackedSteps, DPOTrainer):  # type: ignore[misc]
             if isinstance(name, str):
                 check_found(name)
         self.loss_fn = loss_of(config)
-        train, held_out = self._opened(train_dataset), self._opened(eval_dataset)
+        train, held_out = self._opened(train_dataset), self._all_opened(eval_dataset)
         if is_packed(train):
             args = copy.copy(config)
             check_arguments(args, OF_PACKS)

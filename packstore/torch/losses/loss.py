@@ -11,6 +11,7 @@ from torch import Tensor
 
 from packstore.config.settings import check_class
 from packstore.errors import CompatibilityError, ConfigError, sentence
+from packstore.format.arrays import COUNTS
 from packstore.io.dataset.dataset import Dataset
 from packstore.registry import choice
 from packstore.torch.batch.batch import PackedBatch
@@ -151,6 +152,13 @@ class PreferenceLoss(StepLoss):
             rule = "an example must have several responses"
             remedy = "Use kto or bco, or pack the responses to a prompt in one record"
             raise CompatibilityError(sentence(where, rule, "single answers, good or bad", remedy))
+        unit = self.rows.unit(manifest.kind)
+        if not unit.startswith("pairs") or self.sft_weight:
+            return
+        counts = dataset.pack_index.counts
+        if counts is not None and not counts[:, COUNTS.index(unit)].any():
+            rule, remedy = "some pairs must differ in score", "Leave it out, or pack other scores"
+            raise CompatibilityError(sentence(where, rule, "none that do", remedy))
 
     def __call__(
         self,
@@ -224,7 +232,7 @@ class PreferenceLoss(StepLoss):
 
     def units(self, batch: PackedBatch) -> tuple[str, str | None]:
         """See :meth:`StepLoss.units`."""
-        unit, sft_unit = self.rows.unit(batch), self._best.unit(batch)
+        unit, sft_unit = self.rows.unit(batch.kind), self._best.unit(batch.kind)
         if self.reduction == "pack_mean":
             unit = sft_unit = "packs"
         return unit, sft_unit if self.sft_weight else None

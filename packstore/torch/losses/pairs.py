@@ -153,9 +153,9 @@ class PairRows:
         # Rewards are those of the first term of the loss; a function may have no beta.
         self.beta, self.baseline = term.get("beta", 1.0), term.get("baseline", 0.0)
 
-    def unit(self, batch: PackedBatch) -> str:
+    def unit(self, kind: str) -> str:
         """Returns what :attr:`Rows.count` counts."""
-        alike = self.by_example or batch.kind == "preference"
+        alike = self.by_example or kind == "preference"
         return "examples" if alike else f"pairs_{self.choice}"
 
     def select(self, sums: SequenceSums, batch: PackedBatch) -> Rows:
@@ -295,7 +295,7 @@ class Sequences(PairRows):
         super().__init__("best_vs_rest", {}, False)
         self.average = sft_average
 
-    def unit(self, batch: PackedBatch) -> str:
+    def unit(self, kind: str) -> str:
         """Returns what :attr:`Rows.count` counts."""
         return "best_tokens" if self.average == "token" else "examples"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from inspect import signature
 from typing import Any
 
 import torch
@@ -99,9 +100,7 @@ def make_terms(
         rule = "it is for a function of your own, which compares with none"
         remedy = "simpo, orpo and cpo need no reference"
         raise ConfigError(sentence("setting reference", rule, f"False for {quote(names)}", remedy))
-    variants = {
-        name_of(x): _variant(x) if isinstance(x, str) else Variant(x, reference) for x in mix
-    }
+    variants = {name_of(x): _variant(x) if isinstance(x, str) else _own(x, reference) for x in mix}
     if len(variants) < len(mix):
         raise ConfigError("the functions of a mix must differ in __name__, which names metrics.")
     of_any = {p: v for each in variants.values() for p, v in each.defaults.items()}
@@ -120,6 +119,19 @@ def make_terms(
     if len(terms) > 1 and sft in variants.values():
         raise ConfigError("'sft' has a count of its own in a mix: give its weight as sft_weight.")
     return tuple(terms)
+
+
+def _own(function: Any, reference: bool) -> Variant:
+    """Takes a function of one's own; refuses one that takes something else than pairs."""
+    try:
+        signature(function).bind(None)
+    except TypeError as error:
+        rule = "it must take the pairs, and parameters with defaults"
+        where, remedy = f"loss {name_of(function)!r}", "Name parameters behind a *"
+        raise ConfigError(sentence(where, rule, str(error), remedy)) from error
+    except ValueError:  # of some builtins nothing is known
+        pass
+    return Variant(function, reference)
 
 
 def _variant(name: str) -> Variant:

@@ -15,6 +15,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from packstore.config.settings import check_class
 from packstore.errors import CompatibilityError, ConfigError, quote, sentence
 from packstore.format.tokenizer_identity import PROBES, probe_sha256, vocabulary_sha256
 from packstore.io.dataset.dataset import Dataset
@@ -47,7 +48,7 @@ def check_model(data: Dataset | Manifest, model: Any) -> None:
             positions.
         ConfigError: `model` has no vocabulary size.
     """
-    manifest = data.manifest if isinstance(data, Dataset) else data
+    manifest = _manifest_of(data)
     text = text_config(unwrapped(model))
     size = getattr(text, "vocab_size", None)
     if not isinstance(size, int):
@@ -86,6 +87,13 @@ def check_model(data: Dataset | Manifest, model: Any) -> None:
         logger.warning(message, longest, places)
 
 
+def _manifest_of(data: Dataset | Manifest) -> Manifest:
+    if isinstance(data, Manifest):
+        return data
+    check_class("argument dataset", data, Dataset, "packstore.open(path) opens one")
+    return data.manifest
+
+
 def check_ids(batch: PackedBatch, model: Any) -> None:
     """Refuses ids of which the model has no embedding, as a dataset without a tokenizer may have.
 
@@ -121,7 +129,7 @@ def check_tokenizer(
         MissingExtraError: the file's bytes differ, so that it must be loaded, and transformers is
             not installed.
     """
-    manifest = data.manifest if isinstance(data, Dataset) else data
+    manifest = _manifest_of(data)
     facts = _tokenizer(manifest)
     if not facts:
         logger.warning("the dataset records no tokenizer; nothing to compare")

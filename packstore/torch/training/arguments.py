@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from inspect import signature
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from transformers import Trainer, TrainingArguments
 
 from packstore.config.settings import check_class, check_names
-from packstore.errors import ConfigError, sentence
+from packstore.errors import ConfigError, PackstoreError, quote, sentence
 
 Refusals = Mapping[str, tuple[tuple[Any, ...], str]]
 """Setting -> values that are taken, and what to do for another."""
@@ -54,15 +55,17 @@ OTHERS = {
     "compute_loss_func": "Give the function as loss",
     "compute_metrics": ROWS,
     "preprocess_logits_for_metrics": ROWS,
-    "model_init": "Give a model",
+    "model_init": "Give a model; a search makes a trainer for each trial",
 }
 """Arguments of the Trainer that are refused, and what to do."""
 
 
-def check_arguments(args: Any, refused: Refusals, others: Iterable[str] = ()) -> None:
+def check_arguments(args: Any, refused: Refusals, others: Mapping[str, Any] | None = None) -> None:
     """Refuses settings, and arguments of the Trainer, that packs do not go with."""
-    for name in OTHERS.keys() & set(others):
-        raise ConfigError(sentence(f"argument {name}", "it must be left out", name, OTHERS[name]))
+    for name, value in (others or {}).items():
+        if name in OTHERS and value is not None:
+            where, found = f"argument {name}", type(value).__name__
+            raise ConfigError(sentence(where, "it must be left out", found, OTHERS[name]))
     config = getattr(args, "accelerator_config", None)
     for name in ("dispatch_batches", "split_batches"):
         if getattr(config, name, None):
@@ -78,7 +81,7 @@ def check_arguments(args: Any, refused: Refusals, others: Iterable[str] = ()) ->
             raise ConfigError(sentence(f"setting {name}", rule, repr(value), remedy))
 
 
-def check_own(trainer: type, args: Any, others: Iterable[str]) -> None:
+def check_own(trainer: type, args: Any, others: Mapping[str, Any]) -> None:
     """Refuses what is no TrainingArguments, what TRL's add to them, and unknown arguments."""
     check_class("argument args", args, TrainingArguments, "Give the dataset as train_dataset")
     plain = {field.name for field in fields(TrainingArguments)}
@@ -91,6 +94,13 @@ def check_own(trainer: type, args: Any, others: Iterable[str]) -> None:
             raise ConfigError(sentence(where, rule, f"{value!r} in {type(args).__name__}", remedy))
     known = {*signature(Trainer.__init__).parameters, *signature(trainer).parameters} - {"others"}
     check_names(others, known, "docs/training.md", "argument")
+    given = others.get("optimizers", ())
+    check_class("argument optimizers", given, Sequence, "Give (optimizer, scheduler)")
+    tokenizer = others.get("processing_class")
+    if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
+        where, rule = "argument processing_class", "it must be a tokenizer, which is saved"
+        remedy = "AutoTokenizer.from_pretrained loads one"
+        raise ConfigError(sentence(where, rule, quote(tokenizer), remedy))
 
 
 def examples_of_step(args: Any, given: int | None) -> int:
@@ -110,3 +120,15 @@ def examples_of_step(args: Any, given: int | None) -> int:
         raise ConfigError(sentence(where, rule, found, remedy))
     args.gradient_accumulation_steps = 1  # of `args`, which are the trainer's own copy
     return own * args.world_size if given is None else given
+
+
+@contextmanager
+def named_settings() -> Iterator[None]:
+    """Names the settings in what transformers says of them."""
+    try:
+        yield
+    except PackstoreError:
+        raise
+    except (ValueError, TypeError, ImportError) as error:
+        rule, found = "transformers must take them", quote(str(error), 300)
+        raise ConfigError(sentence("settings", rule, found)) from error

@@ -82,8 +82,8 @@ def datasets_of(*given: Any) -> Iterator[Dataset]:
 
 
 def is_packed(data: Any) -> bool:
-    """Returns True for a packed dataset or a stream of one, or for several by name."""
-    return any(True for _ in datasets_of(data))
+    """Returns True for a packed dataset or a stream of one."""
+    return isinstance(data, PackedDataset | Dataset)
 
 
 def has_ref_logps(data: Any) -> bool:
@@ -105,12 +105,16 @@ class DataMixin(Trainer):  # type: ignore[misc]
     steps: Steps | None = None
 
     def _opened(self, data: Any) -> Any:
-        """Returns packed datasets in the place of their folders and URLs."""
-        if isinstance(data, Mapping):
-            return {name: self._opened(part) for name, part in data.items()}
+        """Returns a packed dataset in the place of its folder or URL."""
         if isinstance(data, str | Path):
             return open_dataset(str(data), self._options)
         return data
+
+    def _all_opened(self, data: Any) -> Any:
+        """Returns a packed dataset, or several by name, in the place of folders and URLs."""
+        if isinstance(data, Mapping) and data:
+            return {name: self._opened(part) for name, part in data.items()}
+        return self._opened(data)
 
     def get_train_dataloader(self) -> Any:
         """Returns the steps: lists of packed batches; from the checkpoint's position if resumed."""
@@ -168,6 +172,13 @@ class DataMixin(Trainer):  # type: ignore[misc]
             balance=True,
         )
 
+    def num_examples(self, dataloader: Any) -> int:
+        """Returns the number of examples, of packed datasets over all ranks."""
+        loader = getattr(dataloader, "loader", dataloader)
+        if not isinstance(loader, PackedDataLoader):
+            return int(super().num_examples(dataloader))
+        return sum(dataset.manifest.totals.examples for dataset in loader.data.stream.datasets)
+
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
         """Counts steps exactly: those done, and those of the data left."""
         if self.steps is None:
@@ -185,10 +196,9 @@ class DataMixin(Trainer):  # type: ignore[misc]
             steps = math.ceil((done + left) * args.num_train_epochs / epochs)
         if done >= steps:  # the Trainer would run one more
             epochs = loader.data.epoch
-        datasets = [*datasets_of(loader.data)]
-        examples = sum(dataset.manifest.totals.examples for dataset in datasets)
+        examples = self.num_examples(loader)
         if not examples:
-            where = f"dataset {datasets[0].url}"
+            where = f"dataset {loader.data.stream.datasets[0].url}"
             raise ConfigError(sentence(where, "it must hold packs to train on", "none"))
         samples = examples * args.num_train_epochs
         # An epoch ends where its loader does, so its steps are a bound only.

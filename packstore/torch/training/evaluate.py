@@ -47,7 +47,7 @@ def evaluate(
     *,
     loss: PreferenceLoss | str = "dpo",
     reference: nn.Module | None = None,
-    side: Sequence[Side | str | PathLike[str]] = (),
+    side: Side | str | PathLike[str] | Sequence[Side | str | PathLike[str]] = (),
     by: str | None = None,
     rows: bool = False,
     mixed_precision: Precision = "auto",
@@ -84,14 +84,14 @@ def evaluate(
     """
     loss_fn: Any = loss if isinstance(loss, StepLoss) else PreferenceLoss(loss)
     check_class("argument loss", loss_fn, PreferenceLoss)
-    check_class("argument dataset", dataset, Dataset, "packstore.open(path) opens one")
-    loss_fn.check_data(dataset)
     check_kind(loss_fn, model)
     tell_unused(loss_fn, None if reference is None else "reference")
     models = [model] if reference is None or not loss_fn.reference else [model, reference]
     for each in models:
         check_model(dataset, each)
-    sides = [s if isinstance(s, Side) else open_side(os.fspath(s)) for s in side]
+    loss_fn.check_data(dataset)
+    given = [side] if isinstance(side, Side | str | PathLike) else side
+    sides = [s if isinstance(s, Side) else open_side(os.fspath(s)) for s in given]
     data = PackedDataset(dataset, shuffle=False, side=sides)
     device = next(model.parameters()).device
     chosen: Any = inference_batching(batching, device, dataset.manifest.pack_size)

@@ -30,6 +30,7 @@ from packstore.config.training import TrainConfig, TrainModelConfig
 from packstore.errors import ConfigError, PackstoreError, StorageError, quote, sentence
 from packstore.io.store.storage_errors import is_of_client
 from packstore.torch.reference.provenance import choose_precision
+from packstore.torch.training.arguments import named_settings
 from packstore.torch.training.checkpoints import newest_checkpoint, read_position
 from packstore.torch.training.trainer import PackedTrainer
 
@@ -122,9 +123,10 @@ def train(
     if given["compile"] == "auto" and before.get("compile") == "none":
         given["compile"] = "none"
     with _named_places(config.output_dir):
-        with _named_settings():
+        with named_settings():
             args = _arguments(config, before.get("mixed_precision"))
-            trainer = PackedTrainer(args=args, callbacks=[LogLines, *callbacks], **given)
+            trainer = PackedTrainer(args=args, callbacks=callbacks, **given)
+        trainer.add_callback(LogLines)
         trainer.remove_callback(PrinterCallback)  # it would print on stdout
         with _named_metric(trainer):
             trainer.train(checkpoint)
@@ -187,18 +189,6 @@ def _named_places(output_dir: str) -> Iterator[None]:
         remedy = "The same command again goes on from the newest checkpoint"
         found = quote(str(error), 200)
         raise StorageError(sentence(f"output_dir {output_dir}", rule, found, remedy)) from error
-
-
-@contextmanager
-def _named_settings() -> Iterator[None]:
-    """Names the settings in what transformers says of them."""
-    try:
-        yield
-    except PackstoreError:
-        raise
-    except (ValueError, TypeError, ImportError) as error:
-        rule, found = "transformers must take them", quote(str(error), 300)
-        raise ConfigError(sentence("settings", rule, found)) from error
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from torch import Tensor
 from transformers import TrainingArguments, set_seed
 
 from packstore.config.settings import check_class, check_names
+from packstore.config.training import TrainModelConfig
 from packstore.errors import CompatibilityError, ConfigError, display, quote, sentence
 from packstore.io.side.side import open_side
 from packstore.torch.batch.batch import PackedBatch
@@ -80,7 +81,7 @@ class PackedTrainer(PackedSteps):
         packs_per_batch: packs of one forward call; default: 1.
         peft_config: of an adapter to be trained in place of the weights, of PEFT; or members of
             its LoraConfig, by default with all linear layers.
-        dtype, attention: of a model that is loaded, as of `load_model`.
+        dtype, attention: as of `load_model`; a `dtype` beside a model that is made is refused.
         head: backend of log-probs, as of :func:`~packstore.torch.segment_logps`.
         compile: ``layers``, ``none``; ``auto``: layers on CUDA devices with Triton.
         storage_options: of fsspec, for datasets.
@@ -101,12 +102,12 @@ class PackedTrainer(PackedSteps):
         loss: Any = "dpo",
         loss_parameters: Mapping[str, Any] | None = None,
         reference: Any = None,
-        ref_logps: str | Sequence[str] = (),
-        eval_ref_logps: str | Sequence[str] = (),
+        ref_logps: str | Sequence[str] | None = (),
+        eval_ref_logps: str | Sequence[str] | None = (),
         examples_per_step: int | None = None,
         packs_per_batch: int | None = None,
         peft_config: Any = None,
-        dtype: Any = "float32",
+        dtype: Any = None,
         attention: str = "auto",
         head: str = "auto",
         compile: str = "auto",
@@ -117,10 +118,19 @@ class PackedTrainer(PackedSteps):
         args = copy.copy(args or TrainingArguments("tmp_trainer"))
         check_own(PackedTrainer, args, others)
         check_arguments(args, OF_PACKS, others)
+        given = TrainModelConfig.checked(
+            examples_per_step=examples_per_step,
+            packs_per_batch=packs_per_batch,
+            loss_parameters=loss_parameters or {},
+            ref_logps=ref_logps or (),
+            eval_ref_logps=eval_ref_logps or (),
+            storage_options=storage_options or {},
+        )
+        check_class("argument callbacks", callbacks or (), Sequence, "Give a list of them")
         self.examples_per_step = examples_of_step(args, examples_per_step)
         self.packs_per_batch = packs_per_batch
         if not isinstance(loss, StepLoss):
-            loss = PreferenceLoss(loss, **(loss_parameters or {}))
+            loss = PreferenceLoss(loss, **given["loss_parameters"])
         elif loss_parameters:
             where, rule = (
                 "argument loss_parameters",
@@ -128,9 +138,9 @@ class PackedTrainer(PackedSteps):
             )
             raise ConfigError(sentence(where, rule, repr(loss), "Make the loss with them"))
         self.loss_fn: Any = loss
-        self._options = dict(storage_options or {}) or None
-        train, held_out = self._opened(train_dataset), self._opened(eval_dataset)
-        self._sides = {"train": _urls(ref_logps), "eval": _urls(eval_ref_logps)}
+        self._options = dict(given["storage_options"]) or None
+        train, held_out = self._opened(train_dataset), self._all_opened(eval_dataset)
+        self._sides = {"train": given["ref_logps"], "eval": given["eval_ref_logps"]}
         tell_unused(self.loss_fn, _name_of(reference), *itertools.chain(*self._sides.values()))
         needs = self.loss_fn.reference
         stored = all(
@@ -138,6 +148,11 @@ class PackedTrainer(PackedSteps):
             for part, data in (("train", train), ("eval", held_out))
         )
         set_seed(args.seed)  # a new head is drawn
+        if dtype is not None and not isinstance(model, str | os.PathLike):
+            where, rule = "argument dtype", "it is of a model that is loaded"
+            found, remedy = f"{dtype!r} beside {type(model).__name__}", "Give model.to(dtype)"
+            raise ConfigError(sentence(where, rule, found, remedy))
+        dtype = dtype or str(getattr(model, "dtype", "float32")).removeprefix("torch.")
         load = partial(load_model, dtype=dtype, attention=attention)
         model = self._load_policy(model, load, needs and not stored and reference is None)
         self._check_model(model, list(datasets_of(train, held_out)))
@@ -153,7 +168,8 @@ class PackedTrainer(PackedSteps):
         if isinstance(self.loss_fn, PolicyLoss):
             self._how["per_token"] = True
         take_batches(model, **self._how)
-        super().__init__(model, args, callbacks=callbacks, eval_dataset=held_out, **others)
+        others |= {"callbacks": list(callbacks or ()), "eval_dataset": held_out}
+        super().__init__(model, args, **others)
         self.train_dataset = train
         self._reference: Any = reference if needs else None
         self._prepare_run()
@@ -167,10 +183,11 @@ class PackedTrainer(PackedSteps):
             compile_layers(self._reference)
 
     def _opened(self, data: Any) -> Any:
-        """Returns packed datasets in the place of their folders and URLs; refuses other data."""
+        """Returns a packed dataset in the place of its folder or URL; refuses other data."""
         opened = super()._opened(data)
         if opened is not None and not is_packed(opened):
             remedy = "Pack the records: packstore.pack(records, folder, tokenizer)"
+            remedy += "; of several datasets, PackedDataset.mix makes one"
             found = type(opened).__name__
             raise ConfigError(sentence("dataset", "it must be a packed one", found, remedy))
         return opened
@@ -287,10 +304,6 @@ class PackedTrainer(PackedSteps):
             Path(self.args.output_dir, "README.md").write_text(text, encoding="utf-8")
 
 
-def _urls(given: str | Sequence[str]) -> tuple[str, ...]:
-    return (given,) if isinstance(given, str) else tuple(given)
-
-
 def check_apart(reference: Any, policy: Any) -> None:
     """Refuses a reference that is trained itself."""
     trained = {id(p) for p in policy.parameters() if p.requires_grad}
@@ -306,13 +319,14 @@ def _name_of(model: Any) -> str | None:
         return None
     if isinstance(model, str | os.PathLike):
         return os.fspath(model)
-    return str(getattr(unwrapped(model).config, "_name_or_path", "") or type(model).__name__)
+    config = getattr(unwrapped(model), "config", None)
+    return str(getattr(config, "_name_or_path", "") or type(model).__name__)
 
 
 def model_card(trainer: Any, **front: Any) -> str:
     """Returns the text; `front`: further fields of its YAML head."""
     args, state = trainer.args, trainer.state
-    dataset = next(datasets_of(trainer.train_dataset))  # of a mix the first
+    dataset = next(datasets_of(trainer.train_dataset, trainer.eval_dataset))  # of a mix the first
     manifest = dataset.manifest
     started = trainer.accelerator.unwrap_model(trainer.model).config._name_or_path
     tags = ["packstore", *(front.pop("tags", None) or ())]

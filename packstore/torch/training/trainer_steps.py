@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
+from os import PathLike
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -14,9 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.optim import Optimizer
 from transformers import TrainerCallback
 from transformers.trainer_utils import EvalLoopOutput
 
+from packstore.config.settings import check_class
 from packstore.errors import CompatibilityError, ConfigError, DivergedError, sentence
 from packstore.io.dataset.dataset import Dataset
 from packstore.torch.batch.batch import PackedBatch
@@ -28,7 +31,8 @@ from packstore.torch.metrics import Metrics, all_reduce_sums, wide_dtype
 from packstore.torch.models.compatibility import check_ids, check_model, check_same_tokenizer
 from packstore.torch.models.compiled import tell_uncompiled
 from packstore.torch.models.routers import router_settings
-from packstore.torch.models.unwrap import adapted, as_reference, unwrapped
+from packstore.torch.models.unwrap import adapted, as_reference, evaluating, unwrapped
+from packstore.torch.training.arguments import named_settings
 from packstore.torch.training.checkpoints import CheckpointMixin, newest_checkpoint
 from packstore.torch.training.data import DataMixin, Steps, is_packed
 from packstore.torch.training.evaluate import check_kind, evaluate_batches
@@ -170,6 +174,9 @@ class PackedSteps(DataMixin, CheckpointMixin):
 
     def _prepare_run(self) -> None:
         """Completes the constructor, after that of the Trainer."""
+        if type(self).prediction_step is not PackedSteps.prediction_step:
+            rule, remedy = "prediction_step must stay", "Override evaluation_loop, which calls none"
+            raise ConfigError(sentence(type(self).__name__, rule, "one of its own", remedy))
         if self.is_fsdp_enabled and not self.accelerator.is_fsdp2:
             rule, remedy = "its version must be 2", "Set version: 2 in fsdp_config"
             raise ConfigError(sentence("setting fsdp", rule, "version 1", remedy))
@@ -203,27 +210,33 @@ class PackedSteps(DataMixin, CheckpointMixin):
             remedy = "Leave it out, or add them to its config.json"
             raise ConfigError(sentence("loss parameter router_aux_loss_coef", rule, found, remedy))
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
+    def train(
+        self, resume_from_checkpoint: str | PathLike[str] | bool | None = None, **kwargs: Any
+    ) -> Any:
         """Trains; `resume_from_checkpoint`: a folder, or True: the newest that is whole, if any."""
+        found: Any = None if resume_from_checkpoint is False else resume_from_checkpoint
+        if found is True and is_packed(self.train_dataset):
+            found = newest_checkpoint(self.args.output_dir)
+        if found not in (None, True):
+            found = str(found) if isinstance(found, PathLike) else found
+            check_class("argument resume_from_checkpoint", found, str, "Give a folder, or True")
         if is_packed(self.train_dataset):
-            if resume_from_checkpoint is True:
-                resume_from_checkpoint = newest_checkpoint(self.args.output_dir)
-            self._checkpoint = Path(resume_from_checkpoint) if resume_from_checkpoint else None
+            self._checkpoint = None if found is None else Path(found)
             if self._checkpoint:
                 self._check_unchanged(self._checkpoint)
-                resume_from_checkpoint = str(self._checkpoint)
         self._check_trained()
         self._check_reference(self._checkpoint)
         self._guard = None
-        if not resume_from_checkpoint and isinstance(self.loss_fn, PreferenceLoss):
+        if found is None and isinstance(self.loss_fn, PreferenceLoss):
             self._guard = FirstStepCheck(self.loss_fn)
-        return super().train(resume_from_checkpoint, **kwargs)
+        return super().train(found, **kwargs)
 
     def _check_trained(self) -> None:
         """Refuses a model of which nothing is trained, or not by the optimizer that was given."""
         trained = {id(p) for p in self.model.parameters() if p.requires_grad}
         rule, remedy = "some of its weights must be trained", "Set requires_grad"
         if self.optimizer is not None and not hasattr(self.optimizer, "accelerator_state"):
+            check_class("argument optimizers", self.optimizer, Optimizer, "Give one that is made")
             trained &= {id(p) for group in self.optimizer.param_groups for p in group["params"]}
             remedy = "Make the optimizer of this model's parameters, or leave it out"
         if not trained:
@@ -231,6 +244,11 @@ class PackedSteps(DataMixin, CheckpointMixin):
 
     def _check_reference(self, checkpoint: Path | None) -> None:
         """Refuses log-probs of another reference; a collective call."""
+
+    def _prepare_for_training(self, *args: Any) -> Any:
+        """Makes optimizer and schedule, of whose settings transformers raises errors of its own."""
+        with named_settings():
+            return super()._prepare_for_training(*args)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> StepDivisor | None:
         """Counts the whole step, over its batches and all ranks."""
@@ -243,10 +261,15 @@ class PackedSteps(DataMixin, CheckpointMixin):
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Runs batches of one step; returns the part of this rank, times the ranks."""
         batches, total = _as_list(inputs), torch.zeros((), device=self.args.device)
+        if (step := batches[-1].step) is not None and step.batches != len(batches):
+            rule, remedy = "it must yield whole steps", "Return that of PackedTrainer, or its like"
+            found = f"{len(batches)} of the {step.batches} batches of one"
+            raise ConfigError(sentence("get_train_dataloader", rule, found, remedy))
         self._step_metrics.add(batches)
         for number, batch in enumerate(batches, start=1):
             # FSDP2 would hold whole gradients between batches that it does not reduce.
-            reduced = number == len(batches) or self.accelerator.is_fsdp2
+            each = self.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
+            reduced = number == len(batches) or each or self.accelerator.is_fsdp2
             with nullcontext() if reduced else self.accelerator.no_sync(model):
                 total += super().training_step(model, batch, num_items_in_batch)
         return total
@@ -262,14 +285,30 @@ class PackedSteps(DataMixin, CheckpointMixin):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """Computes the part of a step's loss that one batch adds; its outputs are log-probs."""
+        """Computes the part of a step's loss that one batch adds; its outputs are log-probs.
+
+        Of a subclass's own, records of training have the mean over steps; `eval_loss` is of
+        `loss_fn`.
+        """
+        check_class("inputs", inputs, PackedBatch, "Give one batch of a step")
         ref_logps = self._reference_logps(model, inputs)
         logps = model(inputs)
-        if self._guard is not None:
-            self._guard(logps, inputs, ref_logps)
         out = self.loss_fn(logps, inputs, ref_logps=ref_logps, divisor=num_items_in_batch)
-        self._step_metrics.metrics.add(out.metrics)
+        if model.training:
+            if self._guard is not None:
+                self._guard(logps, inputs, ref_logps)
+            self._step_metrics.metrics.add(out.metrics)
         return (out.loss, logps) if return_outputs else out.loss
+
+    def prediction_step(
+        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> tuple[Tensor, Tensor | None, None]:
+        """Returns loss and log-probs `[S]` of a batch, or of a list; evaluation does without."""
+        batches = map(self._prepare_inputs, _as_list(inputs))
+        with torch.no_grad(), evaluating(model):
+            outs = [self.compute_loss(model, batch, return_outputs=True) for batch in batches]
+        loss = torch.stack([loss for loss, _ in outs]).sum()
+        return loss, None if prediction_loss_only else torch.cat([x for _, x in outs]), None
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Returns 0: what the Trainer estimates counts padding."""
@@ -310,6 +349,8 @@ class PackedSteps(DataMixin, CheckpointMixin):
         if isinstance(dataloader, PackedDataLoader):
             dataloader.set_epoch(0)
             dataset = dataloader.data.stream.datasets[0]
+            for each in dataloader.data.stream.datasets if prediction_loss_only else ():
+                self.loss_fn.check_data(each)
         elif prediction_loss_only is not True:
             where, rule = "predict", "it must be asked for rows of a packed dataset"
             raise ConfigError(sentence(where, rule, "another dataset", "Give its folder"))
@@ -346,7 +387,7 @@ class PackedSteps(DataMixin, CheckpointMixin):
             if record:
                 record["num_tokens"] += self._num_tokens
                 tell_uncompiled()
-            if "loss" not in logs:
+            if "loss" not in logs or type(self).compute_loss is not PackedSteps.compute_loss:
                 record.pop("loss", None)
             logs |= record
         super().log(logs, start_time)
@@ -354,11 +395,12 @@ class PackedSteps(DataMixin, CheckpointMixin):
             if not math.isfinite(logs.get(name, 0.0)):
                 rule, found = "loss and gradient must be finite", f"{name} {logs[name]}"
                 remedy = "Lower learning_rate or lengthen warmup_steps; checkpoints are unchanged"
-                if name == "eval_loss":
-                    remedy = f"Without pairs that differ in score, drop eval_dataset; else {remedy}"
                 where = f"training, step {self.state.global_step}"
                 raise DivergedError(sentence(where, rule, found, remedy))
 
 
 def _as_list(inputs: Any) -> list[PackedBatch]:
-    return inputs if isinstance(inputs, list) else [inputs]
+    batches = inputs if isinstance(inputs, list) else [inputs]
+    for batch in batches:
+        check_class("inputs", batch, PackedBatch, "The trainer's own loaders yield them")
+    return batches

@@ -8,6 +8,7 @@ import re
 import signal
 import time
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,14 +24,16 @@ from transformers import AutoModelForCausalLM, TrainerCallback, TrainingArgument
 import packstore
 from packstore.config.training import FURTHER, TrainConfig, TrainModelConfig
 from packstore.errors import (
+    BackendError,
     CompatibilityError,
     ConfigError,
-    DivergedError,
     FormatError,
     UnknownNameError,
 )
 from packstore.testing import random_examples
 from packstore.torch import (
+    PackedDataLoader,
+    PackedDataset,
     PackedTrainer,
     PolicyLoss,
     PreferenceLoss,
@@ -58,7 +61,7 @@ def settings(stored: SimpleNamespace, output: Path, **more: Any) -> dict[str, An
     return {"arguments": arguments, **base, "examples_per_step": 9, **more}
 
 
-def run(given: dict[str, Any], resume: bool | str = True, sharded: bool = False) -> PackedTrainer:
+def run(given: dict[str, Any], resume: Any = True, sharded: bool = False) -> PackedTrainer:
     given = dict(given)
     args = TrainingArguments(**given.pop("arguments"))
     if sharded:
@@ -281,21 +284,45 @@ def test_what_would_train_nothing_or_something_else(
     adapter = peft.LoraConfig(r=2, target_modules=["c_attn"], inference_mode=True)
     dpo, other = PreferenceLoss("dpo"), torch.optim.SGD(model().parameters())
     for given, message in (
-        ({"model": model().requires_grad_(False)}, "some of its weights must be trained"),
+        (
+            {"model": model().requires_grad_(False), "dtype": None},
+            "some of its weights must be trained",
+        ),
         ({"peft_config": adapter}, "some of its weights must be trained"),
         ({"optimizers": (other, None)}, "Make the optimizer of this model's parameters"),
+        ({"optimizers": (torch.optim.SGD, None)}, "optimizers: it must be Optimizer; found type"),
+        ({"optimizers": other}, r"optimizers: it must be Sequence; found SGD. Give \(optimizer, s"),
+        ({"model": model()}, "dtype: it is of a model that is loaded; found 'float64' beside GPT2"),
+        ({"loss_parameters": ["beta"]}, r"loss_parameters must be a mapping .*found \['beta'\]"),
+        ({"loss": lambda chosen, rejected: chosen}, "it must take the pairs, and parameters with"),
+        ({"storage_options": "key"}, "storage_options must be a mapping .*; found a text"),
+        ({"examples_per_step": "9"}, "examples_per_step must be a whole number or None; found '9'"),
+        ({"eval_ref_logps": 3}, "eval_ref_logps must be a list of strings; found a number"),
+        ({"reference": True}, r"use_packed_attention\(bool\): it must be a Hugging Face model"),
+        ({"callbacks": TrainerCallback()}, "callbacks: it must be Sequence; found TrainerCallback"),
+        ({"processing_class": "gpt2"}, "processing_class: it must be a tokenizer, .*found 'gpt2'"),
+        ({"compute_metrics": print}, "compute_metrics: it must be left out; found builtin"),
+        ({"train_dataset": {"a": stored.data}}, "found dict.* several datasets, PackedDataset.mix"),
+        ({"eval_dataset": {"a": {"b": stored.held}}}, "it must be a packed one; found dict."),
+        ({"arguments": {"lr_scheduler_kwargs": {"a": 1}}}, "settings: transformers must take them"),
         ({"loss": dpo, "loss_parameters": {"beta": 5.0}}, "left out beside a loss that is made"),
         ({"compile": False}, "compile must be one of: auto, layers, none; found False"),
         ({"dtype": "bf16"}, "dtype must be one of: float32, bfloat16, float64; found 'bf16'"),
         ({"eval_ref_logps": "side"}, "eval_ref_logps: it must go with a dataset"),
         ({"peft_config": "lora"}, "peft_config: it must be PeftConfig; found 'lora'"),
         (
-            {"model": peft.get_peft_model(model(), adapter), "peft_config": {"r": 2}},
+            {
+                "model": peft.get_peft_model(model(), adapter),
+                "peft_config": {"r": 2},
+                "dtype": None,
+            },
             "the model must have no adapter",
         ),
     ):
-        with pytest.raises((ConfigError, CompatibilityError), match=message):
+        with pytest.raises((ConfigError, CompatibilityError, BackendError), match=message):
             run(settings(stored, tmp_path, **given))
+    with pytest.raises(ConfigError, match="resume_from_checkpoint: it must be str; found int"):
+        run(settings(stored, tmp_path), resume=3)
     data = packstore.open(stored.data)
     with pytest.raises(ConfigError, match="loss: it must be PreferenceLoss; found PolicyLoss"):
         evaluate(model(), data, loss=PolicyLoss())
@@ -324,7 +351,6 @@ ANSWER, PAIR = {"prompt": [1], "response": [2, 3]}, {"prompt": [1], "chosen": [2
         ("kto", [{**ANSWER, "score": s} for s in (0.5, 2)], "some answers must be good.* 40 good"),
         ("bco", [{**ANSWER, "score": s} for s in (0, -1)], "found 0 good and 40 bad ones"),
         ("kto", [{**ANSWER, "score": s} for s in (1, -1)], None),
-        ("dpo", [{"prompt": [1], "responses": [[2], [3]], "scores": [4, 4]}], "none that do"),
         (
             "odpo",
             [{**PAIR, "chosen_reward": 1, "rejected_reward": 1}],
@@ -356,9 +382,61 @@ def test_data_of_one_side_is_told_once(
     found = [r for r in caplog.messages if r.startswith("data of PreferenceLoss")]
     assert len(found) == (told is not None)
     assert told is None or re.search(told, found[0])
-    if "responses" in records[0]:
-        with pytest.raises(DivergedError, match="Without pairs that differ in score, drop eval_d"):
-            trainer.evaluate(data.url)
+
+
+def test_data_without_a_pair_is_named_before_the_first_step(
+    stored: SimpleNamespace, tmp_path: Path
+) -> None:
+    """Its loss would be no number, in an evaluation after hours; its log-probs are there."""
+    alike = {"prompt": [1], "responses": [[2], [3]], "scores": [4, 4]}
+    url = packstore.pack([alike] * 9, tmp_path / "data", pack_size=64).url
+    message = f"loss 'dpo' on {url}: some pairs must differ in score; found none that do"
+    more = {"arguments": {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 2}}
+    for given in ({"train_dataset": url}, {"eval_dataset": {"held": stored.held, "alike": url}}):
+        with pytest.raises(CompatibilityError, match=message):
+            PackedTrainer(stored.model, loss="dpo", **given)
+    trainer = run(settings(stored, tmp_path / "run", eval_dataset=stored.held, **more))
+    with pytest.raises(CompatibilityError, match=message):
+        trainer.evaluate(url)
+    assert len(trainer.predict(url).predictions) == 9
+    with pytest.raises(CompatibilityError, match=message):
+        evaluate(trainer.model, packstore.open(url))
+    run(settings(stored, tmp_path / "sft", train_dataset=url, loss_parameters={"sft_weight": 1.0}))
+
+
+def test_steps_called_by_hand(stored: SimpleNamespace, tmp_path: Path) -> None:
+    """Of a callback, say: they add nothing to the records, and take what the loaders yield."""
+    trainer = PackedTrainer(stored.model, TrainingArguments(str(tmp_path)), stored.data)
+    step = next(iter(trainer.get_train_dataloader()))
+    loss, logps, labels = trainer.prediction_step(trainer.model, step, False)
+    assert loss == pytest.approx(math.log(2))
+    assert len(logps) == sum(batch.num_segments for batch in step)
+    assert labels is None
+    assert trainer._step_metrics.metrics.means() == {}
+    assert trainer.num_examples(trainer.get_train_dataloader()) == 60
+    for call in (trainer.prediction_step, trainer.training_step):
+        with pytest.raises(ConfigError, match="inputs: it must be PackedBatch; found dict"):
+            call(trainer.model, {"input_ids": [1]}, False)
+    with pytest.raises(ConfigError, match="inputs: it must be PackedBatch; found list"):
+        trainer.compute_loss(trainer.model, step)
+
+
+def test_subclasses(stored: SimpleNamespace, tmp_path: Path) -> None:
+    """What they override is honoured, or refused by name."""
+    own = PackedDataLoader(PackedDataset(stored.data), examples_per_step=9)
+    twice = lambda self, *args, **kw: 2 * PackedTrainer.compute_loss(self, *args, **kw)  # noqa: E731
+    given = settings(stored, tmp_path, arguments={"max_steps": 1})
+    args = TrainingArguments(**given.pop("arguments"))
+    for name, method, message in (
+        ("get_train_dataloader", lambda _: own, "must yield whole steps; found 1 of the 3 batches"),
+        ("prediction_step", lambda *_: None, "Other: prediction_step must stay"),
+        ("compute_loss", twice, None),
+    ):
+        other = type("Other", (PackedTrainer,), {name: method})
+        with nullcontext() if message is None else pytest.raises(ConfigError, match=message):
+            trainer = other(args=args, **given)
+            trainer.train()
+    assert history(trainer)[0] == pytest.approx(2 * math.log(2))
 
 
 def test_a_loss_of_tokens(kit: SimpleNamespace, stored: SimpleNamespace, tmp_path: Path) -> None:
