@@ -29,7 +29,6 @@ REFUSED: Refusals = {
     "label_smoothing_factor": ((0, 0.0), "Label smoothing is part of the loss: take cdpo"),
     "neftune_noise_alpha": ((None,), "Its noise would depend on the length of the packed row"),
     "parallelism_config": ((None,), "Split rows by packstore.torch.parallel in your own loop"),
-    "deepspeed": ((None,), "Run DeepSpeed's engine in a loop of your own: docs/frameworks.md"),
     "fp16": ((False,), "Log-probs of a packed row need bf16"),
     "fp16_full_eval": ((False,), "Leave it out"),
     "bf16_full_eval": ((False,), "Use bf16, which is autocast"),
@@ -66,6 +65,10 @@ def check_arguments(args: Any, refused: Refusals, others: Mapping[str, Any] | No
         if name in OTHERS and value is not None:
             where, found = f"argument {name}", type(value).__name__
             raise ConfigError(sentence(where, "it must be left out", found, OTHERS[name]))
+    plugin = getattr(args, "deepspeed_plugin", None)  # also of Accelerate's config
+    if plugin is not None and plugin.zero_stage == 3:
+        rule, remedy = "its ZeRO stage must be 0, 1 or 2", "FSDP2 shards weights, too"
+        raise ConfigError(sentence("setting deepspeed", rule, "3", remedy))
     config = getattr(args, "accelerator_config", None)
     for name in ("dispatch_batches", "split_batches"):
         if getattr(config, name, None):

@@ -59,9 +59,13 @@ class CheckpointMixin(Trainer):  # type: ignore[misc]
         names = signature(type(self.loss_fn)).parameters
         given = {name: getattr(self.loss_fn, name, None) for name in names}
         settings = {n: v for n, v in given.items() if isinstance(v, bool | int | float | str)}
+        engine = ""
+        if self.is_deepspeed_enabled:
+            stage = self.accelerator.state.deepspeed_plugin.zero_stage
+            engine = f" of DeepSpeed, ZeRO {stage} on {self.args.world_size} ranks"
         run = {
             "loss": f"{self.loss_fn!r}, {settings}",
-            "optimizer": self.args.optim.value.removesuffix("_fused"),
+            "optimizer": self.args.optim.value.removesuffix("_fused") + engine,
             "model": str(getattr(model.config, "_name_or_path", "")),
             "weights": f"{sum(1 for _ in model.parameters())}, of which trained {trained}",
         }

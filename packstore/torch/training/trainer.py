@@ -265,6 +265,8 @@ class PackedTrainer(PackedSteps):
         """The reference on the device of the run, and what gives it the policy's precision."""
         accelerator, model = self.accelerator, self._reference
         policy: Any = PackedPolicy(model.requires_grad_(False), **self._how).eval()
+        if self.is_deepspeed_enabled:  # its engine casts the policy, in place of autocast
+            policy = policy.to(next(self.model.parameters()).dtype)
         if not accelerator.is_fsdp2:
             return policy.to(accelerator.device), accelerator.autocast
         from accelerate.utils.fsdp_utils import fsdp2_prepare_model

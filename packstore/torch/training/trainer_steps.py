@@ -177,6 +177,9 @@ class PackedSteps(DataMixin, CheckpointMixin):
         if type(self).prediction_step is not PackedSteps.prediction_step:
             rule, remedy = "prediction_step must stay", "Override evaluation_loop, which calls none"
             raise ConfigError(sentence(type(self).__name__, rule, "one of its own", remedy))
+        if self.args.deepspeed and not self.is_deepspeed_enabled:
+            rule, found = "Accelerate runs it on accelerators only", self.args.device.type
+            raise ConfigError(sentence("setting deepspeed", rule, found, "Leave it out"))
         if self.is_fsdp_enabled and not self.accelerator.is_fsdp2:
             rule, remedy = "its version must be 2", "Set version: 2 in fsdp_config"
             raise ConfigError(sentence("setting fsdp", rule, "version 1", remedy))
@@ -267,9 +270,12 @@ class PackedSteps(DataMixin, CheckpointMixin):
             raise ConfigError(sentence("get_train_dataloader", rule, found, remedy))
         self._step_metrics.add(batches)
         for number, batch in enumerate(batches, start=1):
+            last = number == len(batches)
+            if isinstance(inputs, list):  # the whole step; DeepSpeed's engine steps at its end
+                self.accelerator.gradient_state._set_sync_gradients(last)
             # FSDP2 would hold whole gradients between batches that it does not reduce.
             each = self.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
-            reduced = number == len(batches) or each or self.accelerator.is_fsdp2
+            reduced = last or each or self.accelerator.is_fsdp2 or self.is_deepspeed_enabled
             with nullcontext() if reduced else self.accelerator.no_sync(model):
                 total += super().training_step(model, batch, num_items_in_batch)
         return total
