@@ -83,7 +83,8 @@ def said(byte_level):
 
     @functools.cache
     def stage(kind, is_text, shape):
-        config = PackConfig(on={"unread_field": "drop", "unpaired_feedback": "drop"}, shape=shape)
+        on = dict.fromkeys(("unread_field", "unknown_key", "unpaired_feedback"), "drop")
+        config = PackConfig(on=on, shape=shape)
         return RecordTokenizer(tokenizer if is_text else None, config, kind)
 
     def go(kind, *records, shape=None):
