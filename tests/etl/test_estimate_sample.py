@@ -73,15 +73,15 @@ def test_input_in_order_of_length_is_estimated_within_the_stated_error(
 ) -> None:
     (true,) = truth.choices
     packs, overlong = 0, 0
-    for seed in range(20):
+    for seed in range(10):
         found = sampled(ordered, seed=seed)
         (choice,) = found.choices
         assert 300 < found.tally.read <= 900
         assert found.sample.total == len(LENGTHS)
         packs += abs(choice.packs - true.packs) <= choice.packs_error < 0.2 * true.packs
         overlong += abs(choice.overlong - true.overlong) <= choice.overlong_error
-    assert packs >= 18
-    assert overlong >= 18
+    assert packs >= 9
+    assert overlong >= 9
 
 
 def test_lists_and_tables_are_sampled_and_generators_are_not(truth: Any) -> None:
