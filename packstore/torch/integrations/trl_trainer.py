@@ -117,10 +117,7 @@ class PackedDPOTrainer(PackedSteps, DPOTrainer):  # type: ignore[misc]
             train_dataset = datasets.Dataset.from_list([{"prompt": ""}])
         self._packed = train
         self._collator = data_collator or PackCollator("preference")
-        given: Any = self._collator
-        if not isinstance(given, PackCollator):
-            where, rule = type(self).__name__, "data_collator must be a PackCollator"
-            raise ConfigError(sentence(where, rule, type(given).__name__, "Leave it out"))
+        check_class("argument data_collator", self._collator, PackCollator, "Leave it out")
         check_arguments(None, {}, kwargs)
         super().__init__(model, ref_model, args, self._collator, train_dataset, held_out, **kwargs)
         # Accelerate's first rank would cut up batches for all ranks.

@@ -132,6 +132,6 @@ def named_settings() -> Iterator[None]:
         yield
     except PackstoreError:
         raise
-    except (ValueError, TypeError, ImportError) as error:
-        rule, found = "transformers must take them", quote(str(error), 300)
+    except (ValueError, TypeError, ImportError, KeyError) as error:
+        rule, found = "transformers must take them", quote(str(*error.args[:1]), 300)
         raise ConfigError(sentence("settings", rule, found)) from error

@@ -128,8 +128,7 @@ def train(
             trainer = PackedTrainer(args=args, callbacks=callbacks, **given)
         trainer.add_callback(LogLines)
         trainer.remove_callback(PrinterCallback)  # it would print on stdout
-        with _named_metric(trainer):
-            trainer.train(checkpoint)
+        trainer.train(checkpoint)
         step, history = trainer.state.global_step, trainer.state.log_history
         evaluated = [record for record in history if "eval_loss" in record]
         if config.eval_dataset and not (evaluated and evaluated[-1]["step"] == step):
@@ -189,22 +188,6 @@ def _named_places(output_dir: str) -> Iterator[None]:
         remedy = "The same command again goes on from the newest checkpoint"
         found = quote(str(error), 200)
         raise StorageError(sentence(f"output_dir {output_dir}", rule, found, remedy)) from error
-
-
-@contextmanager
-def _named_metric(trainer: PackedTrainer) -> Iterator[None]:
-    """Names the setting where the Trainer finds no metric of that name in an evaluation."""
-    try:
-        yield
-    except KeyError as error:
-        if "metric_for_best_model" not in str(error):
-            raise
-        where, rule = "setting metric_for_best_model", "evaluations must have it"
-        names = [name for name in trainer.state.log_history[-1] if name.startswith("eval_")]
-        found = quote(trainer.args.metric_for_best_model)
-        raise ConfigError(
-            sentence(where, rule, found, f"Take one of: {', '.join(names)}")
-        ) from error
 
 
 def _checkpoint(config: TrainConfig) -> str | None:

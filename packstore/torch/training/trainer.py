@@ -132,10 +132,8 @@ class PackedTrainer(PackedSteps):
         if not isinstance(loss, StepLoss):
             loss = PreferenceLoss(loss, **given["loss_parameters"])
         elif loss_parameters:
-            where, rule = (
-                "argument loss_parameters",
-                "it must be left out beside a loss that is made",
-            )
+            where = "argument loss_parameters"
+            rule = "it must be left out beside a loss that is made"
             raise ConfigError(sentence(where, rule, repr(loss), "Make the loss with them"))
         self.loss_fn: Any = loss
         self._options = dict(given["storage_options"]) or None

@@ -253,6 +253,11 @@ class PackedSteps(DataMixin, CheckpointMixin):
         with named_settings():
             return super()._prepare_for_training(*args)
 
+    def _determine_best_metric(self, *args: Any, **kwargs: Any) -> bool:
+        """Finds the metric by its name in an evaluation, or names it."""
+        with named_settings():
+            return bool(super()._determine_best_metric(*args, **kwargs))
+
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> StepDivisor | None:
         """Counts the whole step, over its batches and all ranks."""
         batches = [batch for samples in batch_samples for batch in _as_list(samples)]
@@ -375,23 +380,18 @@ class PackedSteps(DataMixin, CheckpointMixin):
         )
         means = dict(figures["metrics"])
         number = int(means.pop("examples"))
-        if self._num_tokens:
-            means["num_tokens"] = self._num_tokens
+        if self.state.num_input_tokens_seen:
+            means["num_tokens"] = float(self.state.num_input_tokens_seen)
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in means.items()}
         return EvalLoopOutput(figures.get("rows"), None, metrics, number)
-
-    @property
-    def _num_tokens(self) -> float:
-        """Tokens trained on, by the last record; also of a run that goes on."""
-        logged = (r["num_tokens"] for r in reversed(self.state.log_history) if "num_tokens" in r)
-        return next(logged, 0.0)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds the metrics since the last record, over all ranks; stops a diverged run."""
         if "loss" in logs or "train_loss" in logs:  # the last record has those of the last steps
             record = self._step_metrics.close()
             if record:
-                record["num_tokens"] += self._num_tokens
+                self.state.num_input_tokens_seen += int(record["num_tokens"])
+                record["num_tokens"] = float(self.state.num_input_tokens_seen)
                 tell_uncompiled()
             if "loss" not in logs or type(self).compute_loss is not PackedSteps.compute_loss:
                 record.pop("loss", None)

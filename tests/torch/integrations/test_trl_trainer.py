@@ -326,7 +326,7 @@ def test_doors_that_do_not_lead_to_packs(
 
     args = config_of(trl, tmp_path)
     collator = trl.trainer.dpo_trainer.DataCollatorForPreference(pad_token_id=0)
-    with pytest.raises(ConfigError, match="data_collator must be a PackCollator"):
+    with pytest.raises(ConfigError, match="data_collator: it must be PackCollator"):
         packed_trainer(folder, args=args, train_dataset=rows, data_collator=collator)
     with pytest.raises(ConfigError, match="argument compute_metrics: it must be left out"):
         packed_trainer(folder, args=args, train_dataset=rows, compute_metrics=print)
