@@ -112,7 +112,10 @@ class Settings:
             ConfigError: a value has the wrong type or is out of range, or a setting is missing.
         """
         check_names(settings, cls.names(), cls.LISTED_BY)
-        base = {} if config is None else {name: getattr(config, name) for name in cls.names()}
+        base = {}
+        if config is not None:
+            check_class("argument config", config, Settings, "Give settings by name")
+            base = {name: getattr(config, name) for name in cls.names()}
         values = {**base, **settings}
         for item in dataclasses.fields(cls):
             if item.name not in values and item.default is item.default_factory:  # both missing

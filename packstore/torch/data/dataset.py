@@ -123,6 +123,7 @@ class PackedDataset(IterableDataset[Packs]):
             CompatibilityError: sources differ in kind, tokenizer or chat template.
             DatasetNotFoundError: a URL holds no dataset.
         """
+        check_class("argument weights", weights, Mapping, "Give each dataset with its weight")
         sources = [
             (each if isinstance(each, PackedDataset) else cls(each, seed=seed)).stream
             for each in weights

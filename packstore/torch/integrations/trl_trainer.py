@@ -128,6 +128,12 @@ class PackedDPOTrainer(PackedSteps, DPOTrainer):  # type: ignore[misc]
         if self.ref_model is not None:
             # Its parts then run under autocast, in place of the whole that Accelerate prepared.
             inner = self.accelerator.unwrap_model(self.ref_model, keep_fp32_wrapper=False)
+            own, given = self.accelerator.unwrap_model(self.model).dtype, config.model_init_kwargs
+            if ref_model is None and "dtype" in (given or ()) and inner.dtype != own:
+                rule, remedy = f"dtype must be the model's own, {own}", "Leave it out, or cast it"
+                raise ConfigError(
+                    sentence("setting model_init_kwargs", rule, str(inner.dtype), remedy)
+                )
             use_packed_attention(inner, disable_dropout=dropout)
             if not (self.is_fsdp_enabled or self.is_deepspeed_enabled):  # whose heads are not whole
                 self._reference_policy = PackedPolicy(inner).eval()

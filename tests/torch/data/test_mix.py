@@ -194,6 +194,8 @@ def test_refusals(stored: list[Dataset], kit: SimpleNamespace, tmp_path: Path) -
     for weight in (0, -1, math.inf, math.nan):
         with pytest.raises(ConfigError, match="weights above 0; found"):
             PackedDataset.mix({a: 1, b: weight})
+    with pytest.raises(ConfigError, match="weights: it must be Mapping; found list"):
+        PackedDataset.mix(stored)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="weights above 0"):
         PackedDataset.mix({})
     with pytest.raises(

@@ -331,6 +331,11 @@ def test_doors_that_do_not_lead_to_packs(
     with pytest.raises(ConfigError, match="argument compute_metrics: it must be left out"):
         packed_trainer(folder, args=args, train_dataset=rows, compute_metrics=print)
     model = AutoModelForCausalLM.from_pretrained(folder)
+    other = config_of(trl, tmp_path, model_init_kwargs={"dtype": "bfloat16"})
+    with pytest.raises(
+        ConfigError, match=r"dtype must be the model's own, .*; found torch.bfloat16"
+    ):
+        packed_trainer(model, args=other, train_dataset=rows, processing_class=tokenizer)
     arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
     with pytest.raises(CompatibilityError, match=r"reference: .*found weights that are trained"):
         PackedTrainer(model, arguments, packed, reference=model)

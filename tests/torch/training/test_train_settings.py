@@ -144,6 +144,10 @@ def test_examples_of_configs_run(
 def test_wrong_values(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         train(**settings)
+    with pytest.raises(
+        ConfigError, match=r"config: it must be Settings; found dict. Give settings"
+    ):
+        train(settings)  # type: ignore[arg-type]
 
 
 def test_lines_of_the_log(
