@@ -40,10 +40,14 @@ settings.register_profile("patient", settings(), deadline=None, suppress_health_
 settings.load_profile("patient")
 
 
+gc.disable()  # until all is loaded
+
+
 def pytest_collection_finish() -> None:
     """Freezes what is loaded: torch and all else is not searched for garbage again and again."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")
