@@ -126,12 +126,13 @@ def examples_of_step(args: Any, given: int | None) -> int:
 
 
 @contextmanager
-def named_settings() -> Iterator[None]:
-    """Names the settings in what transformers says of them."""
+def named_settings(
+    where: str = "settings", rule: str = "transformers must take them"
+) -> Iterator[None]:
+    """Names the settings in what transformers, or PEFT, says of them."""
     try:
         yield
     except PackstoreError:
         raise
     except (ValueError, TypeError, ImportError, KeyError) as error:
-        rule, found = "transformers must take them", quote(str(*error.args[:1]), 300)
-        raise ConfigError(sentence("settings", rule, found)) from error
+        raise ConfigError(sentence(where, rule, quote(str(*error.args[:1]), 300))) from error

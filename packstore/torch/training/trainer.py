@@ -29,7 +29,7 @@ from transformers import TrainingArguments, set_seed
 
 from packstore.config.settings import check_class, check_names
 from packstore.config.training import TrainModelConfig
-from packstore.errors import CompatibilityError, ConfigError, display, quote, sentence
+from packstore.errors import CompatibilityError, ConfigError, display, sentence
 from packstore.io.side.side import open_side
 from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.logprobs.head import PackedPolicy
@@ -48,6 +48,7 @@ from packstore.torch.training.arguments import (
     check_arguments,
     check_own,
     examples_of_step,
+    named_settings,
 )
 from packstore.torch.training.checkpoints import read_position
 from packstore.torch.training.data import datasets_of, has_ref_logps, is_packed
@@ -233,22 +234,15 @@ class PackedTrainer(PackedSteps):
         if self._goes_on or adapted(model):
             rule, remedy = "the model must have no adapter", "Leave it out to train it further"
             raise ConfigError(sentence("peft_config", rule, str(_name_of(model)), remedy))
-        if isinstance(peft_config, Mapping):
-            known = [field.name for field in fields(LoraConfig)]
-            check_names(peft_config, known, "PEFT's LoraConfig", "member of peft_config")
-            task = "SEQ_CLS" if self.loss_fn.scores else "CAUSAL_LM"
-            peft_config = {"target_modules": "all-linear", "task_type": task, **peft_config}
-        else:
-            check_class(
-                "peft_config", peft_config, PeftConfig, "Give members of LoraConfig by name"
-            )
-        try:
+        with named_settings("peft_config", "PEFT must be able to add it to the model"):
             if isinstance(peft_config, Mapping):
-                peft_config = LoraConfig(**peft_config)
+                known = [field.name for field in fields(LoraConfig)]
+                check_names(peft_config, known, "PEFT's LoraConfig", "member of peft_config")
+                task = "SEQ_CLS" if self.loss_fn.scores else "CAUSAL_LM"
+                usual = {"target_modules": "all-linear", "task_type": task}
+                peft_config = LoraConfig(**usual | dict(peft_config))
+            check_class("peft_config", peft_config, PeftConfig, "Give members of LoraConfig")
             return get_peft_model(model.requires_grad_(False), peft_config)
-        except (ValueError, TypeError) as error:
-            rule = "PEFT must be able to add it to the model"
-            raise ConfigError(sentence("peft_config", rule, quote(str(error), 200))) from error
 
     def _online_reference(self, model: Any, batch: PackedBatch) -> Tensor | None:
         if self._reference is None:

@@ -37,15 +37,35 @@ def on_rank(task: dict[str, Any]) -> Any:
         config = {"zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True}
         config |= dict.fromkeys((*AUTO, "gradient_clipping"), "auto")
         arguments |= {"deepspeed": config, "accelerator_config": {"use_configured_state": True}}
-    args = TrainingArguments(**arguments, use_cpu=stage is None)
+    arguments["use_cpu"] = stage is None
     try:
-        trainer = PackedTrainer(args=args, **given)
+        if task.get("trl"):
+            trainer = by_trl(arguments, **given)
+        else:
+            trainer = PackedTrainer(args=TrainingArguments(**arguments), **given)
         trainer.train(resume_from_checkpoint=task.get("resume"))
     except ConfigError as error:
         return str(error)
     weights = trainer.accelerator.unwrap_model(trainer.model).state_dict()
     losses = [record["loss"] for record in trainer.state.log_history if "loss" in record]
     return losses, {name: weight.clone() for name, weight in weights.items()}
+
+
+def by_trl(arguments: dict[str, Any], model: str, train_dataset: str, **_: Any) -> Any:
+    """TRL's trainer, with a reference that it prepares, and a tokenizer that nothing uses."""
+    from tokenizers import Tokenizer, models
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+    from trl import DPOConfig
+
+    from packstore.torch import PackedDPOTrainer
+
+    words = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="a", pad_token="a")
+    both = [AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32) for _ in range(2)]
+    own = {"bf16": False, "max_length": None, "per_device_train_batch_size": 4}
+    args = DPOConfig(**arguments, **own)
+    how = {"train_dataset": train_dataset, "processing_class": tokenizer}
+    return PackedDPOTrainer(*both, args=args, **how)
 
 
 @pytest.mark.slow
@@ -74,6 +94,10 @@ def test_zero_trains_the_same(
         resumed = trained(stage, "again", resume=str(tmp_path / str(stage) / "checkpoint-3"))
         assert resumed[0] == whole[0]
         assert all(torch.equal(resumed[1][name], weight) for name, weight in whole[1].items())
+    pytest.importorskip("trl", reason="trl is in the extra train")
+    np.testing.assert_allclose(
+        trained(2, "trl-2", trl=True)[0], trained(None, "trl", trl=True)[0], atol=1e-6
+    )
     assert "its ZeRO stage must be 0, 1 or 2; found 3" in trained(3, "3")
     for stage, begun in ((None, "1"), (2, "1"), (1, "none")):
         text = trained(stage, "other", resume=str(tmp_path / begun / "checkpoint-3"))
