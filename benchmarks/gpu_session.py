@@ -28,6 +28,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [p for p in (str(ROOT), str(ROOT / "benchmarks")) if p not in sys.path]
+os.environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"  # of children
 
 NO_GPU = "gpu_session.py needs a CUDA GPU; --cpu-dry-run tries the script without one."
 
