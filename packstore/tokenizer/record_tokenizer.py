@@ -229,6 +229,8 @@ class RecordTokenizer:
             found = draft_record(parsed, self._needed(), self.config)
             record.parsed, record.sequences, events = found
         record.events = [*parsed.events, *events]
+        if parsed.asks_nothing:
+            record.events.append("empty_prompt")
         if len({*map(np.float32, parsed.rewards)}) < len({*parsed.rewards}):
             record.events.append("reward_rounded")
 

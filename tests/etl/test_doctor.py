@@ -82,6 +82,12 @@ def answer(prompt: str, response: str) -> dict[str, str]:
         ("empty_prompt", answer("Say. ", "Yes."), answer("", "Yes."), None),
         ("empty_prompt", IDS, IDS | {"prompt": []}, None),
         ("empty_prompt", DIALOGUE, BLANK, "plain"),
+        (
+            "empty_prompt",
+            {"messages": [{"role": "user", "content": "Q"}, *DIALOGUE["chosen"]]},
+            {"messages": [*BLANK["prompt"], *DIALOGUE["chosen"]]},
+            "plain",
+        ),
         ("glued_prompt", answer("Who?", " Many."), answer("Who?", "Many."), None),
         ("glued_prompt", answer("Who?\n", "Many."), answer("Say", "yes"), None),
         ("glued_prompt", answer("谁？", "很多。"), answer("Say", "yes"), None),

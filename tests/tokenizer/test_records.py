@@ -129,7 +129,9 @@ CASES = {
         **TURNS,
     ),
     "the first token is not supervised": case(
-        {"prompt": "", "chosen": "cd", "rejected": "r"}, ["c«d</s>»", "r«</s>»"]
+        {"prompt": "", "chosen": "cd", "rejected": "r"},
+        ["c«d</s>»", "r«</s>»"],
+        "empty_prompt",
     ),
     "a merged token is of the response": case(
         {"prompt": "p: ", "chosen": "xy", "rejected": "r"},

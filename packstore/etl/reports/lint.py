@@ -7,7 +7,6 @@ import unicodedata
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
@@ -38,7 +37,7 @@ _REMARKS = {
     "<tool_response>: they are written once",
     "arguments_quoted": "arguments of tool calls that are JSON text, quoted by the chat template",
     "reasoning_unrendered": "the chat template leaves out the reasoning of a supervised turn",
-    "empty_prompt": "the prompt is empty, or only white space",
+    "empty_prompt": "the prompt, or every question, is empty, or only white space or a dash",
     "glued_prompt": "no white space separates the prompt from its answer",
     "duplicate_prompts": "the prompt of an earlier record again (dedup=prompt leaves it out)",
     "duplicate_records": "an earlier record again, rewards apart (dedup=pair leaves it out)",
@@ -134,8 +133,8 @@ class _TextLint:
     def __call__(self, record: Parsed) -> Iterator[tuple[str, str]]:
         """Yields checks with a hit, each with a detail."""
         prompt, responses = record.prompt, record.responses
-        # Messages and ids of kind sft are all response, prompts included.
-        if (isinstance(prompt, str) or self._kind != "sft") and not _says(prompt):
+        # Ids of kind sft are all response, prompts included.
+        if isinstance(prompt, np.ndarray) and self._kind != "sft" and not len(prompt):
             yield "empty_prompt", ""
         if isinstance(prompt, str) and any(_glued(prompt, str(r)) for r in responses):
             yield "glued_prompt", f"{quote(prompt[-20:])} and {quote(str(responses[0])[:20])}"
@@ -156,15 +155,6 @@ class _TextLint:
             return []
         markers = dict.fromkeys(re.findall(r"<[^<>\s]{1,40}>", text))
         return [m for m in markers if tokenizer.engine.token_to_id(m) is None]
-
-
-def _says(prompt: Any) -> bool:
-    """Returns True if a prompt is not only white space."""
-    if isinstance(prompt, str):
-        return bool(prompt.strip())
-    if isinstance(prompt, list):
-        return any(str(m.get("content") or "").strip() for m in prompt if m["role"] != "system")
-    return len(prompt) > 0
 
 
 def _glued(prompt: str, response: str) -> bool:

@@ -69,6 +69,12 @@ class Parsed(NamedTuple):
         turns: Any = itertools.chain(self.prompt, *self.responses) if self.is_chat else ()
         return [turn["content"] or "" for turn in turns if turn["role"] == "user"]
 
+    @property
+    def asks_nothing(self) -> bool:
+        """True if its questions are empty: a set may hold places for those of another set."""
+        asked = self.questions
+        return bool(asked) and not any(text.strip().strip("-") for text in asked)
+
 
 def parse_record(
     record: object, kind: str, config: TokenizeConfig, is_turn: Callable[[str], bool]
