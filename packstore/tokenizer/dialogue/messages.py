@@ -29,12 +29,16 @@ ROLES = {
     "assistant": "assistant",
     "gpt": "assistant",
     "model": "assistant",
+    "bot": "assistant",
+    "chatbot": "assistant",
     "tool": "tool",
+    "tool_response": "tool",
     "observation": "tool",
     "environment": "tool",
     "function": "tool",
     "assistant_tool_call": "call",
     "function_call": "call",
+    "tool_call": "call",
     "assistant_reasoning": "reasoning",
 }
 """Role in the input -> our role. ``call`` and ``reasoning`` are merged into assistant messages."""
@@ -69,6 +73,7 @@ MESSAGE_KEYS = frozenset(
 PARTS: dict[str, tuple[str, dict[str, str]]] = {
     "reasoning": ("thought", {"text": "value"}),  # LLaMA-Factory
     "thinking": ("thought", {"text": "thinking"}),  # Anthropic, Mistral
+    "reasoningContent": ("thought", {"text": "reasoningText"}),  # Bedrock
     "tool_call": ("call", {"json": "value"}),  # LLaMA-Factory
     "tool_use": ("call", {"id": "id", "name": "name", "arguments": "input"}),  # Anthropic
     "toolUse": ("call", {"id": "toolUseId", "name": "name", "arguments": "input"}),  # Bedrock
