@@ -113,9 +113,9 @@ def test_what_lacks_a_field_stops_and_what_has_it_in_another_form_is_dropped(
 
 def test_ties_are_dropped_and_counted(pack, byte_level):
     given = {"context": Q, "response1": "x", "response2": "y"}
-    rows = [{**given, "overall_preference": n} for n in (0, -2, 0, 1)]
+    rows = [{**given, "overall_preference": n} for n in (None, 0, -2, 0, 1)]
     packed = pack(byte_level(template=TEMPLATE), *rows, max_drop_rate=0)
-    assert packed.dropped == {"tie": 2}
+    assert packed.dropped == {"tie": 3}  # null: nobody judged
     assert [text[-5:-2] for text in packed.marked] == ["x<e", "y<e", "y<e", "x<e"]
 
 
@@ -132,6 +132,40 @@ def test_two_shapes_that_fit_are_refused_unless_one_is_named(pack, byte_level):
     pair = {"prompt": "Q", "chosen": "x", "rejected": "y"}
     with pytest.raises(RecordError, match=r"text pairs .* but it is of kind preference"):
         pack(tokenizer, pair, shape="text pairs", kind="sft")
+
+
+def test_of_shapes_that_fit_the_one_that_reads_most_is_taken(pack, byte_level):
+    tokenizer = byte_level(template=TEMPLATE)
+    empty = {"instruction": "", "input": "Q", "output": "x"}  # also input and output
+    assert pack(tokenizer, empty).marked == ["[u]Q<e>[a]«x<e>»"]
+    with pytest.raises(RecordError, match=r"a record of one text .*: prompt and answer stand"):
+        pack(tokenizer, {"text": "T", "system": "S", "chat": "C"})  # refused either way
+
+
+def test_reasoning_in_a_field_of_its_own_is_that_of_the_answer(pack, byte_level):
+    record = {"Question": "Q", "Complex_CoT": "t", "Response": "x"}
+    assert pack(byte_level(template=TEMPLATE), record).marked == ["[u]Q<e>[a]«(t)x<e>»"]
+    with pytest.raises(RecordError, match="reasoning beside plain text"):
+        pack(byte_level(), record)
+
+
+@pytest.mark.parametrize("question", ["", " ", "-"])
+def test_answers_without_a_question_are_noted(question, pack, byte_level):
+    """As Nemotron has them, whose questions stand in other sets."""
+    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": "x"}]
+    asked = [*Q, messages[1], *messages]
+    for record, empty in [
+        ({"messages": messages}, True),
+        ({"messages": asked}, False),
+        ({"messages": messages, "label": True}, True),
+        (
+            {"chosen": messages, "rejected": [messages[0], {"role": "assistant", "content": "y"}]},
+            True,
+        ),
+        ({"prompt": question, "completion": "x"}, True),
+    ]:
+        packed = pack(byte_level(template=TEMPLATE), record)
+        assert ("empty_prompt" in packed.noted) is empty
 
 
 def test_texts_of_an_instruct_set_are_chats_if_there_is_a_template(pack, byte_level):
@@ -303,17 +337,15 @@ def test_keys_and_roles_of_ones_own(tmp_path, pack, byte_level):
     entry |= {"reads": {"prompt": "talk", "chosen": "best", "rejected": "worst"}}
     own.write_text(
         json.dumps({"mine": {**entry, "turns": {"who": "role", "says": "content"},
-                             "roles": {"USER": "user", "BOT": "assistant"}}}),
+                             "roles": {"USER": "user", "IT": "assistant"}}}),
         encoding="utf-8",
     )  # fmt: skip
-    turns = [
-        {"who": who, "says": said} for who, said in [("USER", "Q"), ("BOT", "x"), ("BOT", "y")]
-    ]
+    turns = [{"who": who, "says": said} for who, said in [("USER", "Q"), ("IT", "x"), ("IT", "y")]]
     record = {"talk": turns[:1], "best": turns[1], "worst": turns[2]}
     packed = pack(chat, record, shape=str(own))
     assert packed.marked == ["[u]Q<e>[a]«x<e>»", "[u]Q<e>[a]«y<e>»"]
-    unknown = {"messages": [{"role": "USER", "content": "Q"}, {"role": "BOT", "content": "x"}]}
-    with pytest.raises(RecordError, match=r"unknown role 'BOT'.*roles: \{NAME: assistant\}"):
+    unknown = {"messages": [{"role": "USER", "content": "Q"}, {"role": "IT", "content": "x"}]}
+    with pytest.raises(RecordError, match=r"unknown role 'IT'.*roles: \{NAME: assistant\}"):
         pack(chat, unknown, on={"bad_role": "error"})
 
 

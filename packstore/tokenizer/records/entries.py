@@ -21,7 +21,7 @@ OPTIONAL = ("history", "judged", "earlier", "order")
 _READS = (
     *OPTIONAL,
     *("ranks", "first", "second", "options", "verdict", "votes", "first_score", "second_score"),
-    *("questions", "good", "bad"),
+    *("questions", "good", "bad", "reasoning"),
 )
 """Keys of `reads` that are no fields of ours."""
 

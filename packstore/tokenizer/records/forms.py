@@ -36,7 +36,7 @@ def role_at(messages: Any, i: int) -> str | None:
     """Returns the role of a message, our name of it, if this is a message."""
     message: Any = messages[i] if isinstance(messages, list) and messages else None
     named = isinstance(message, dict) and (message.get("role") or message.get("from"))
-    return ROLES.get(named) if isinstance(named, str) else None
+    return ROLES.get(named.lower()) if isinstance(named, str) else None
 
 
 def _is_turns(value: object) -> bool:

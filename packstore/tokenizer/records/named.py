@@ -14,7 +14,7 @@ from packstore.errors import quote
 from packstore.tokenizer.dialogue.messages import is_empty, normalize_messages, text_as_messages
 from packstore.tokenizer.records.entries import OPTIONAL
 from packstore.tokenizer.records.fields import check_mapped, is_number
-from packstore.tokenizer.records.forms import is_text, role_at
+from packstore.tokenizer.records.forms import FORMS, is_text, role_at
 from packstore.tokenizer.records.paths import follow, missing, parse_path
 from packstore.tokenizer.records.shapes import Shape, named_shape, written
 from packstore.tokenizer.refusals import Refused, wrong_type
@@ -96,6 +96,8 @@ def _read(
         found["system"] = _joined(found["system"])
     if isinstance(scores := found.get("scores"), list):
         found["scores"] = [_number(score) for score in scores]
+    if FORMS["numeral"].fits(score := found.get("score")):
+        found["score"] = _number(score)
     history = found.pop("history", None)
     prompt: Any = found.get("prompt")
     as_chat = config.as_chat
@@ -105,9 +107,9 @@ def _read(
         *history, found["prompt"] = re.split(shape.entry["splits"], prompt)
     if as_chat:
         _render(shape, found, _rounds(history or [], shape.entry.get("rounds", (0, 1))))
-    elif not is_empty(history):
+    elif not is_empty(history) or "reasoning" in found:
         remedy = "Make chats of text (--as-chat)"
-        raise Refused("unread_field", "earlier turns beside plain text", remedy)
+        raise Refused("unread_field", "earlier turns or reasoning beside plain text", remedy)
     return found
 
 
@@ -236,6 +238,10 @@ def _render(shape: Shape, found: dict[str, Any], earlier: list[dict[str, Any]]) 
             answer[0]["role"] = role
     elif is_text(prompt):
         prompt = [{"role": "user", "content": prompt}]
+    if "reasoning" in found:
+        thought = {"role": "assistant_reasoning", "content": found.pop("reasoning")}
+        said = [[{"role": "assistant", "content": a}] if is_text(a) else a for a in answers]
+        answers = [[thought, *turns] for turns in said]
     if prompt is not None:
         found["prompt"] = [*earlier, *prompt]
     if earlier and shape.kind == "sft":  # the earlier answers are learned, too

@@ -50,6 +50,8 @@ class Shape:
             name: [parse_path(path) for path in ([paths] if isinstance(paths, str) else paths)]
             for name, paths in entry.get("reads", {}).items()
         }
+        drops = entry.get("drops", {}).items()
+        self._nullable = {parse_path(path) for path, values in drops if None in values}
         self._passes = {*entry.get("passes", ())}
         self._patterns = [name for name in self._passes if "*" in name]
         read = [path for paths in self.reads.values() for path in paths]
@@ -109,6 +111,8 @@ class Shape:
                 value = self.value(fields, path)
             except Refused:  # what is no JSON, of which the refusal tells
                 value = None
+            if value is None and path in self._nullable and path[0] in fields.record:
+                continue  # such a record is dropped
             if value is None or not form.fits(value):
                 fits = False
                 yield path
@@ -171,7 +175,9 @@ class Table:
             return None
         fits = [s for s in fits if not any(s.roots < other.roots for other in fits)]
         if len(fits) > 1:
-            fits = [shape for shape in fits if not shape.refuse]
+            fits = [shape for shape in fits if not shape.refuse] or fits[:1]
+            of = [s for s in fits if not any(s.roots < o.known for o in fits if o is not s)]
+            fits = of or fits  # the one that reads what the others have
         if not (self._ids.isdisjoint(names) or self.insists):
             of_ids = [shape for shape in self.own_of(kind, ids=True) if shape.holds_ids]
             fits += [shape for shape in of_ids if not any(shape.misfits(fields))][:1]
