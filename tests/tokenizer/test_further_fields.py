@@ -278,7 +278,7 @@ IGNORED = [
     (ANSWER | {"a": "S"}, {"system": "a"}, "prompt and response"),
     ({"messages": [{"role": "system", "content": "T"}, Q, A], "a": "S"}, {"system": "a"},
      "dialogue"),
-    (PAIR, {"score": "chosen_score"}, "text pairs"),
+    (PAIR | {"a": 3}, {"score": "a"}, "text pairs"),
     (PAIR | {"a": [1, 0]}, {"scores": "a"}, "text pairs"),
     ({"context": "Q", "response1": "x", "response2": "y", "overall_preference": 1, "a": 3},
      {"chosen_reward": "a"}, "HelpSteer3"),
@@ -296,6 +296,23 @@ def test_a_mapped_field_is_read_or_its_record_refused(record, fields, shape, pac
         pack(tokenizer, record, fields=fields, shape=named)
     keep = {"unread_field": "keep", "unpaired_feedback": "keep"}
     assert pack(tokenizer, record, fields=fields, shape=named, on=keep).marked
+
+
+@pytest.mark.parametrize(
+    ("record", "fields", "kind"),
+    [
+        ({"prompt": "Q", "label": "good"}, {"response": "label"}, "sft"),
+        ({"prompt": "Q", "score": "5", "label": True}, {"response": "score"}, "scored"),
+        ({"q": "Q", "chosen": "x", "rejected": "y", "reward": "z"}, {"prompt": "q"}, "preference"),
+        ({"score": "Q", "completion": "x"}, {"prompt": "score"}, "sft"),
+    ],
+)
+def test_a_mapped_field_is_not_read_under_its_own_name_too(record, fields, kind, pack, byte_level):
+    keep = {"unread_field": "keep"}
+    dataset = pack(byte_level(), record, fields=fields, on=keep).dataset
+    assert dataset.manifest.kind == kind
+    rewards = packstore.scan(dataset).collect()["rewards"].to_list()
+    assert rewards == [[1, 0] if kind == "preference" else [1]]
 
 
 def test_a_mapped_score_that_is_none_is_no_answer_to_learn(pack, byte_level):

@@ -57,10 +57,17 @@ class Fields:
         self._found: dict[tuple[str, bool], tuple[str, Any]] = {}
 
     def spellings(self, name: str, ids: bool = False) -> tuple[str, ...]:
-        """Returns the names that a field may have: the mapped one, or all synonyms."""
-        if mapped := self.config.fields.get(name):
-            return (mapped,)
-        return (ids and known().id_spellings.get(name)) or known().spellings[name]
+        """Returns the names that a field may have: the mapped one, or all synonyms.
+
+        What is mapped to another may be text here as well, such as a prompt, but judges no answer.
+        """
+        mapped = self.config.fields
+        if name in mapped:
+            return (mapped[name],)
+        names = (ids and known().id_spellings.get(name)) or known().spellings[name]
+        if not mapped or name in known().turns:
+            return names
+        return tuple(n for n in names if n not in mapped.values())
 
     def has(self, name: str, ids: bool = False) -> bool:
         """Returns True if the record has a field; `ids`: under the names of token ids as well."""
@@ -78,7 +85,7 @@ class Fields:
                 if (value := unwrapped(self.record.get(at))) is not None:
                     break
             else:
-                at = spellings[0]
+                at = spellings[0] if spellings else name
             if name in known().lists and isinstance(value, list | np.ndarray):
                 value = [parsed_json(unwrapped(item)) for item in value]
             elif name in known().turns:
