@@ -136,7 +136,7 @@ def shapes() -> Iterator[str]:
     from packstore.config.record_shapes import known
 
     entries = {n: entry for n, entry in known().entries.items() if "becomes" not in entry}
-    yield "# Shapes\n"
+    yield "---\nhide: [toc]  # its table is wide\n---\n# Shapes\n"
     yield "The forms of records that packstore reads ([Records](../records.md)).\n"
     yield "## Named shapes\n"
     yield "Records of these sets and trainers are read without a flag: `packstore pack "
@@ -146,11 +146,12 @@ def shapes() -> Iterator[str]:
     rows = []
     for name, entry in entries.items():
         sets = "<br>".join(f"`{s}`" for s in entry.get("sets", ()))
-        becomes = "<br>".join(f"`{text}`" for text in entry.get("shows", ())) or entry.get("refuse")
+        shown = (text.replace("\n", "↵").replace("|", "\\|") for text in entry.get("shows", ()))
+        becomes = "<br>".join(f"`{text}`" for text in shown) or _cell(entry.get("refuse"))
         fields = ", ".join(f"`{path}`" for path in entry["fields"])
         tried = next((mark for mark in ("tried", "seen") if entry.get(mark)), "memory")
         kind = entry.get("kind", "refused")
-        rows.append((f"[{name}]({entry['source']})", fields, sets, kind, tried, _cell(becomes)))
+        rows.append((f"[{name}]({entry['source']})", fields, sets, kind, tried, becomes))
     yield from _table(("shape", "fields", "sets", "kind", "", "becomes"), rows)
     yield from own_shapes()
 
