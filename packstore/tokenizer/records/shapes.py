@@ -176,8 +176,8 @@ class Table:
         fits = [s for s in fits if not any(s.roots < other.roots for other in fits)]
         if len(fits) > 1:
             fits = [shape for shape in fits if not shape.refuse] or fits[:1]
-            of = [s for s in fits if not any(s.roots < o.known for o in fits if o is not s)]
-            fits = of or fits  # the one that reads what the others have
+            fullest = [s for s in fits if not any(s.roots < o.known for o in fits if o is not s)]
+            fits = fullest or fits  # the one that reads what the others have
         if not (self._ids.isdisjoint(names) or self.insists):
             of_ids = [shape for shape in self.own_of(kind, ids=True) if shape.holds_ids]
             fits += [shape for shape in of_ids if not any(shape.misfits(fields))][:1]
