@@ -130,13 +130,7 @@ class PackedTrainer(PackedSteps):
         check_class("argument callbacks", callbacks or (), Sequence, "Give a list of them")
         self.examples_per_step = examples_of_step(args, examples_per_step)
         self.packs_per_batch = packs_per_batch
-        if not isinstance(loss, StepLoss):
-            loss = PreferenceLoss(loss, **given["loss_parameters"])
-        elif loss_parameters:
-            where = "argument loss_parameters"
-            rule = "it must be left out beside a loss that is made"
-            raise ConfigError(sentence(where, rule, repr(loss), "Make the loss with them"))
-        self.loss_fn: Any = loss
+        self.loss_fn: Any = _make_loss(loss, given["loss_parameters"])
         self._options = dict(given["storage_options"]) or None
         train, held_out = self._opened(train_dataset), self._all_opened(eval_dataset)
         self._sides = {"train": given["ref_logps"], "eval": given["eval_ref_logps"]}
@@ -147,12 +141,7 @@ class PackedTrainer(PackedSteps):
             for part, data in (("train", train), ("eval", held_out))
         )
         set_seed(args.seed)  # a new head is drawn
-        if dtype is not None and not isinstance(model, str | os.PathLike):
-            where, rule = "argument dtype", "it is of a model that is loaded"
-            found, remedy = f"{dtype!r} beside {type(model).__name__}", "Give model.to(dtype)"
-            raise ConfigError(sentence(where, rule, found, remedy))
-        dtype = dtype or str(getattr(model, "dtype", "float32")).removeprefix("torch.")
-        load = partial(load_model, dtype=dtype, attention=attention)
+        load = partial(load_model, dtype=_dtype_of(model, dtype), attention=attention)
         model = self._load_policy(model, load, needs and not stored and reference is None)
         self._check_model(model, list(datasets_of(train, held_out)))
         if isinstance(reference, str | os.PathLike):
@@ -296,6 +285,25 @@ class PackedTrainer(PackedSteps):
         if self.is_world_process_zero():
             text = model_card(self, **given)
             Path(self.args.output_dir, "README.md").write_text(text, encoding="utf-8")
+
+
+def _make_loss(loss: Any, parameters: Mapping[str, Any]) -> StepLoss:
+    """Returns the loss of a name, a mix or a function, or one that is made already."""
+    if not isinstance(loss, StepLoss):
+        return PreferenceLoss(loss, **parameters)
+    if parameters:
+        where, rule = "argument loss_parameters", "it must be left out beside a loss that is made"
+        raise ConfigError(sentence(where, rule, repr(loss), "Make the loss with them"))
+    return loss
+
+
+def _dtype_of(model: Any, dtype: Any) -> Any:
+    """Returns the dtype of what is loaded: that of a model that is made, which takes no other."""
+    if dtype is not None and not isinstance(model, str | os.PathLike):
+        where, rule = "argument dtype", "it is of a model that is loaded"
+        found, remedy = f"{dtype!r} beside {type(model).__name__}", "Give model.to(dtype)"
+        raise ConfigError(sentence(where, rule, found, remedy))
+    return dtype or str(getattr(model, "dtype", "float32")).removeprefix("torch.")
 
 
 def check_apart(reference: Any, policy: Any) -> None:
