@@ -12,7 +12,7 @@ import msgspec
 from packstore.config.record_shapes import known
 from packstore.errors import ConfigError, quote, sentence
 from packstore.registry import meant
-from packstore.tokenizer.records.forms import FORMS
+from packstore.tokenizer.records.old_forms import FORMS
 from packstore.tokenizer.records.paths import parse_path
 
 OPTIONAL = ("history", "judged", "earlier", "order")

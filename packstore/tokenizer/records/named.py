@@ -14,7 +14,7 @@ from packstore.errors import quote
 from packstore.tokenizer.dialogue.messages import is_empty, normalize_messages, text_as_messages
 from packstore.tokenizer.records.entries import OPTIONAL
 from packstore.tokenizer.records.fields import check_mapped, is_number
-from packstore.tokenizer.records.forms import FORMS, is_text, role_at
+from packstore.tokenizer.records.old_forms import FORMS, is_text, role_at
 from packstore.tokenizer.records.paths import follow, missing, parse_path
 from packstore.tokenizer.records.shapes import Shape, named_shape, written
 from packstore.tokenizer.refusals import Refused, wrong_type

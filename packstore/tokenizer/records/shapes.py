@@ -18,7 +18,7 @@ from packstore.tokenizer.dialogue.messages import is_empty
 from packstore.tokenizer.dialogue.sandbox import as_json
 from packstore.tokenizer.records.entries import check_entry
 from packstore.tokenizer.records.fields import Fields, is_score
-from packstore.tokenizer.records.forms import FORMS
+from packstore.tokenizer.records.old_forms import FORMS
 from packstore.tokenizer.records.paths import Path, follow, missing, parse_path, with_paths
 from packstore.tokenizer.refusals import Refused
 
