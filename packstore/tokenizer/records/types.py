@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from packstore.tokenizer.dialogue.messages import ROLES, is_hh, parsed_json
+from packstore.tokenizer.records.paths import parse_json_text
 from packstore.tokenizer.records.sequences import holds_ids
 
 
@@ -61,6 +62,10 @@ def _is_question(value: object) -> bool:
     return role_at(value, -1) in ("user", "tool")
 
 
+def _is_prompt(value: object) -> bool:
+    return isinstance(value, str) or _is_question(value)
+
+
 def _is_turns(value: object) -> bool:
     return isinstance(value, str) or is_messages(value)
 
@@ -95,17 +100,31 @@ def _parse_items(value: Any) -> Any:
     return [parsed_json(item) for item in value]
 
 
+def _without_nan(value: Any) -> Any:
+    """Return None for NaN: pandas writes it for null."""
+    return None if value != value else value
+
+
+def _without_switch(value: Any) -> Any:
+    """Return None for a switch of thinking, which some sets have in place of thoughts."""
+    return None if value in ("on", "off", True, False) else _without_nan(value)
+
+
 def _is_anything(value: object) -> bool:
     return True
 
 
 text = FieldType("text", is_text)
+text_or_null = FieldType("text", is_text, _without_nan)
+thoughts = FieldType("text of thoughts", is_text, _without_switch)
 hh_text = FieldType("text of turns that begin with Human: and Assistant:", is_hh)
 texts = FieldType("a list of texts", _is_list_of(is_text))
 messages = FieldType("a list of messages, or its JSON text", is_messages, parsed_json)
 chat = FieldType("a list of messages with roles", _is_chat, parsed_json)
 question = FieldType("a list of messages that ends with a question", _is_question, parsed_json)
 answer = FieldType("text, or messages that begin with an answer", _is_answer, parsed_json)
+prompt = FieldType("text, or messages that end with a question", _is_prompt, parsed_json)
+rounds = FieldType("a list of rounds, or its JSON text", _is_list, parse_json_text)
 turns = FieldType("text or messages", _is_turns, parsed_json)
 dialogues = FieldType("a list of texts or lists of messages", _is_list_of(_is_turns), _parse_items)
 token_ids = FieldType("token ids", holds_ids)

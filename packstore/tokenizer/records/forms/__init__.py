@@ -250,6 +250,7 @@ def match_forms(record: Mapping[str, Any], names: Iterable[Form] | None = None) 
     """Return the forms that a record has: none, one, or several that nothing decides between.
 
     Of two structures that fit, one that requires all fields of the other and more goes first.
+    Several may be structures of one form: `question` beside `answer` and `response`.
 
     Args:
         names: the forms to look at; by default all.
@@ -275,8 +276,7 @@ def _most_specific(matches: list[Match]) -> list[Match]:
         required = match.structure.required.keys()
         if not any(required < other.structure.required.keys() for other in matches):
             specific.append(match)
-    by_form = {match.form.name: match for match in reversed(specific)}
-    return list(reversed(by_form.values()))
+    return specific
 
 
 @functools.lru_cache(maxsize=1000)

@@ -172,9 +172,16 @@ def questions_and_answers(questions: Any, answers: Any) -> list[Message]:
     return rounds_as_messages(rounds)
 
 
+def as_turns(said: Any, role: str) -> list[Message]:
+    """Return text, or one message, as a list of messages; a list as it is."""
+    if isinstance(said, str):
+        return [{"role": role, "content": said}]
+    return said if isinstance(said, list) else [said]
+
+
 def with_reasoning(thoughts: str, answer: Any) -> list[Message]:
     """Return an answer with the reasoning before it, as messages."""
-    turns = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
+    turns = as_turns(answer, "assistant")
     return [{"role": "assistant_reasoning", "content": thoughts}, *turns]
 
 
