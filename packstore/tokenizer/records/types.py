@@ -102,12 +102,13 @@ def _parse_items(value: Any) -> Any:
 
 def _without_nan(value: Any) -> Any:
     """Return None for NaN: pandas writes it for null."""
-    return None if value != value else value
+    return None if isinstance(value, float) and value != value else value
 
 
 def _without_switch(value: Any) -> Any:
     """Return None for a switch of thinking, which some sets have in place of thoughts."""
-    return None if value in ("on", "off", True, False) else _without_nan(value)
+    is_switch = isinstance(value, str) and value.lower() in ("on", "off")
+    return None if is_switch or isinstance(value, bool) else _without_nan(value)
 
 
 def _is_anything(value: object) -> bool:

@@ -28,6 +28,7 @@ from importlib import import_module
 from typing import Any, TypeAlias, TypeVar
 
 from packstore.errors import quote
+from packstore.tokenizer.dialogue.messages import is_empty
 from packstore.tokenizer.records.paths import Path, follow, parse_path
 from packstore.tokenizer.records.reading import Answers, Chat, Drop, Pair
 from packstore.tokenizer.records.types import FieldType
@@ -99,7 +100,7 @@ class Structure:
                 return None
             fields[path] = value
         for path in self.without:
-            if follow(record, parse_path(path)) not in (None, "", [], {}):
+            if not is_empty(follow(record, parse_path(path))):
                 return None
         return fields
 
