@@ -171,6 +171,7 @@ def infinity_instruct(fields: Fields) -> Chat:
 @form(
     "sft",
     {"conversations": chat, "tools": anything, "subcategory": text, "task": text},
+    leaves=("tools", "category"),
     sets=("NousResearch/hermes-function-calling-v1",),
     source="https://huggingface.co/datasets/NousResearch/hermes-function-calling-v1",
 )
@@ -302,6 +303,7 @@ def gemini_contents(fields: Fields) -> Chat:
     "sft",
     {"schemaVersion": text, "messages": messages},
     optional={"system[].text": texts},
+    leaves=("system",),
     source="https://docs.aws.amazon.com/bedrock/latest/userguide/preparing-text-data.html",
 )
 def bedrock_conversation(fields: Fields) -> Chat:

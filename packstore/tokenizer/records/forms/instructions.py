@@ -75,7 +75,7 @@ def read_answer(fields: Fields, prompt: Any, response: Any) -> Chat:
     "sft",
     {"instruction": text, "output": text},
     optional=AFTER_INSTRUCTION,
-    without=(*OWN_NAMES, "candidates"),
+    without=(*OWN_NAMES, "candidates", "orig_instruction"),
     leaves=("text", "prompt", "category", "reasoning_chains"),
     as_chat=True,
     sets=(
