@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,6 +11,45 @@ import numpy as np
 from packstore.tokenizer.dialogue.messages import ROLES, is_hh, parsed_json
 from packstore.tokenizer.records.paths import parse_json_text
 from packstore.tokenizer.records.sequences import holds_ids
+
+GOOD = frozenset(
+    {
+        "accepted",
+        "better",
+        "chosen",
+        "correct",
+        "good",
+        "pass",
+        "pos",
+        "positive",
+        "preferred",
+        "true",
+        "up",
+        "yes",
+    }
+)
+"""Words that call an answer good, in small letters."""
+
+BAD = frozenset(
+    {
+        "bad",
+        "dispreferred",
+        "down",
+        "fail",
+        "false",
+        "incorrect",
+        "neg",
+        "negative",
+        "no",
+        "non-preferred",
+        "rejected",
+        "worse",
+        "wrong",
+    }
+)
+"""Words that call an answer bad, in small letters."""
+
+_NUMERAL = re.compile(r"[+-]?\d+(\.\d*)?([eE][+-]?\d+)?")
 
 
 class FieldType(NamedTuple):
@@ -79,8 +119,14 @@ def _is_answer(value: object) -> bool:
 
 def _is_numeral(value: object) -> bool:
     if isinstance(value, str):
-        return value.replace(".", "", 1).isdecimal()
+        return _NUMERAL.fullmatch(value.strip()) is not None
     return is_number(value)
+
+
+def _is_score(value: object) -> bool:
+    if isinstance(value, str) and value.lower() in GOOD | BAD:
+        return True
+    return isinstance(value, bool) or _is_numeral(value)
 
 
 def _is_list(value: object) -> bool:
@@ -131,6 +177,7 @@ dialogues = FieldType("a list of texts or lists of messages", _is_list_of(_is_tu
 token_ids = FieldType("token ids", holds_ids)
 number = FieldType("a number", is_number)
 numeral = FieldType("a number, or its text", _is_numeral)
+score = FieldType("a number, true or false, or a word such as good or bad", _is_score)
 numbers = FieldType("a list of numbers", _is_list)
 labels = FieldType("a list of numbers", _is_list)
 anything = FieldType("anything", _is_anything)

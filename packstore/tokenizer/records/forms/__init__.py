@@ -20,7 +20,9 @@ Forms that differ in the names of their fields alone are one function with sever
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -31,7 +33,7 @@ from packstore.errors import quote
 from packstore.tokenizer.dialogue.messages import is_empty
 from packstore.tokenizer.records.paths import Path, follow, parse_path
 from packstore.tokenizer.records.reading import Answers, Chat, Drop, Pair
-from packstore.tokenizer.records.types import FieldType
+from packstore.tokenizer.records.types import FieldType, anything, is_number, text
 from packstore.tokenizer.refusals import wrong_type
 
 FAMILIES = ("verdicts", "pairs", "scored", "chats", "instructions", "refused")
@@ -41,6 +43,36 @@ Fields: TypeAlias = dict[str, Any]
 """Declared path -> the value there; a field that is absent or null has no entry."""
 
 Reader: TypeAlias = Callable[[Fields], Pair | Answers | Chat | Drop]
+
+CHAT_FIELDS: Mapping[str, Mapping[str, FieldType]] = {
+    "system": {"system": text, "system_prompt": text},
+    "tools": {"tools": anything},
+    "chat_template_kwargs": {"chat_template_kwargs": anything},
+}
+"""Argument of a reading -> names under which it is read beside any form, and their types."""
+
+REWARDS: Mapping[str, Mapping[str, FieldType]] = {
+    "chosen_reward": {
+        "chosen_reward": anything,
+        "reward_chosen": anything,
+        "chosen_score": anything,
+        "score_chosen": anything,
+        "chosen_rating": anything,
+        "rating_chosen": anything,
+        "chosen-rating": anything,
+    },
+    "rejected_reward": {
+        "rejected_reward": anything,
+        "reward_rejected": anything,
+        "rejected_score": anything,
+        "score_rejected": anything,
+        "rejected_rating": anything,
+        "rating_rejected": anything,
+        "rejected-rating": anything,
+    },
+    "margin": {"margin": anything},
+}
+"""The same, beside any form of kind preference."""
 
 R = TypeVar("R", bound=Reader)
 
@@ -74,8 +106,32 @@ class Structure:
     @functools.cached_property
     def declared(self) -> dict[str, tuple[Path, FieldType]]:
         """Path of each declared field -> its parts, and its type."""
-        fields = {**self.required, **self.optional}
+        fields: dict[str, FieldType] = {}
+        for names in self.beside.values():
+            fields |= names
+        fields |= {**self.optional, **self.required}
         return {path: (parse_path(path), kind) for path, kind in fields.items()}
+
+    @functools.cached_property
+    def beside(self) -> dict[str, dict[str, FieldType]]:
+        """The fields of :data:`CHAT_FIELDS` and :data:`REWARDS` that go straight to a reading.
+
+        Not those that the form declares as optional, must not have, or leaves.
+        """
+        groups = dict(CHAT_FIELDS)
+        if self.kind == "preference":
+            groups |= REWARDS
+        if not self.kind:
+            groups = {}
+        paths = {*self.optional, *self.without}
+        return {
+            argument: {
+                name: kind
+                for name, kind in names.items()
+                if name not in paths and not self.leaves_out(name)
+            }
+            for argument, names in groups.items()
+        }
 
     @functools.cached_property
     def roots(self) -> frozenset[str]:
@@ -105,13 +161,15 @@ class Structure:
         return fields
 
     def read_optional(self, record: Mapping[str, Any]) -> Fields:
-        """Return the optional fields that a record has.
+        """Return the optional fields that a record has, and those beside any form.
 
         Raises:
             Refused: one of them is not of its type.
         """
         fields: Fields = {}
-        for path, kind in self.optional.items():
+        for path, (_, kind) in self.declared.items():
+            if path in self.required:
+                continue
             value = self._value(record, path)
             if value is None:
                 continue
@@ -123,6 +181,8 @@ class Structure:
     def _value(self, record: Mapping[str, Any], path: str) -> Any:
         parts, kind = self.declared[path]
         value = follow(record, parts)
+        if isinstance(value, float) and math.isnan(value):  # pandas writes it for null
+            return None
         if kind.convert is not None and value is not None:
             value = kind.convert(value)
         if self.turns is not None:
@@ -171,7 +231,9 @@ def form(
 ) -> Callable[[R], R]:
     """Register a function as the reader of a structure; see :class:`Structure` for the arguments.
 
-    The function gets the declared fields by path and returns a :class:`Pair`, :class:`Answers`,
+    System, tools, template variables and rewards under their usual names are read beside any form
+    (:data:`CHAT_FIELDS`, :data:`REWARDS`); a form declares them only to use them otherwise. The
+    function gets the declared fields by path and returns a :class:`Pair`, :class:`Answers`,
     :class:`Chat` or :class:`Drop`; it may raise :class:`Refused`.
     """
     structure = Structure(
@@ -245,6 +307,36 @@ class Match:
         self.form = form
         self.structure = structure
         self.fields = fields
+
+    def read(self, record: Mapping[str, Any]) -> Pair | Answers | Chat | Drop:
+        """Return the reading of the record: by its form, with the fields that stand beside any.
+
+        Raises:
+            Refused: the form cannot read it.
+        """
+        fields = {**self.fields, **self.structure.read_optional(record)}
+        reading = self.form.function(fields)
+        if isinstance(reading, Drop):
+            return reading
+
+        further = {}
+        for argument, names in self.structure.beside.items():
+            value = _first_value(fields, names)
+            if value is not None and getattr(reading, argument) is None:
+                further[argument] = value
+        return dataclasses.replace(reading, **further) if further else reading
+
+
+def _first_value(fields: Fields, names: Iterable[str]) -> Any:
+    """Return the first field that is there; a synonym of a reward only if it is a number."""
+    for name in names:
+        value = fields.get(name)
+        if value is None:
+            continue
+        is_synonym = name not in REWARDS and any(name in group for group in REWARDS.values())
+        if is_number(value) or not is_synonym:
+            return value
+    return None
 
 
 def match_forms(record: Mapping[str, Any], names: Iterable[Form] | None = None) -> list[Match]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from packstore.errors import quote
 from packstore.tokenizer.records.reading import Drop, Pair
-from packstore.tokenizer.records.types import is_number
+from packstore.tokenizer.records.types import BAD, GOOD, is_number, role_at
 from packstore.tokenizer.refusals import Refused, wrong_type
 
 Message = dict[str, Any]
@@ -30,6 +30,17 @@ def by_score(
     if first_number > second_number:
         return Pair(prompt, first, second, first_number, second_number, **further)
     return Pair(prompt, second, first, second_number, first_number, **further)
+
+
+def by_scores(prompt: Any, answers: Any, scores: Any, **further: Any) -> Pair | Drop:
+    """Return a pair of two listed answers by their listed scores.
+
+    Raises:
+        Refused: there are not two (``wrong_type``).
+    """
+    if len(answers) != 2 or len(scores) != 2:
+        raise wrong_type("there must be two answers with a score each", scores)
+    return by_score(prompt, answers[0], answers[1], scores[0], scores[1], **further)
 
 
 def by_sign(prompt: Any, first: Any, second: Any, preference: Any, **further: Any) -> Pair | Drop:
@@ -86,12 +97,28 @@ def to_number(value: Any) -> float:
     Raises:
         Refused: it is none (``wrong_type``).
     """
+    if value != value:  # NaN: pandas writes it for null
+        raise wrong_type("a score must be a number", value)
     if is_number(value):
         return value  # type: ignore[no-any-return]
     try:
         return float(value)
     except (TypeError, ValueError):
         raise wrong_type("a score must be a number", value) from None
+
+
+def to_score(judgement: Any) -> float:
+    """Return the score of a single answer: a number, or 1 for good and 0 for bad.
+
+    Raises:
+        Refused: it is neither a number nor one of the words (``wrong_type``).
+    """
+    word = judgement.lower() if isinstance(judgement, str) else judgement
+    if word in GOOD:
+        return 1.0
+    if word in BAD:
+        return 0.0
+    return to_number(judgement)
 
 
 def first_present(fields: Mapping[str, Any], *names: str) -> Any:
@@ -191,7 +218,7 @@ def cut_at(messages: list[Message], answer_number: Any) -> list[Message]:
     Raises:
         Refused: the dialogue has not so many (``wrong_type``).
     """
-    asked = [i for i, message in enumerate(messages) if message.get("role") == "user"]
+    asked = [i for i in range(len(messages)) if role_at(messages, i) == "user"]
     if answer_number not in range(1, len(asked) + 1):
         rule = f"the number of the judged round must be from 1 to {len(asked)}"
         raise wrong_type(rule, answer_number)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from packstore.tokenizer.records.forms import refused
-from packstore.tokenizer.records.types import anything, messages, question, text
+from packstore.tokenizer.records.types import anything, messages, question, text, turns
 
 # Prompts without an answer to learn, and answers that nothing chooses between
 
@@ -63,4 +63,23 @@ refused(
     "--ignore reflection --ignore corrected, or write what is to be learned with "
     "--adapter FILE.py:FUNCTION",
     source="https://github.com/axolotl-ai-cloud/axolotl/blob/main/docs/dataset-formats/inst_tune.qmd",
+)
+
+# Pairs
+
+refused(
+    "step_dpo",
+    {"prompt": text, "initial_reason_steps": text, "chosen": text, "rejected": text},
+    "its sides are single steps, which follow initial_reason_steps. Learn whole solutions "
+    "(--field chosen=full_chosen --field rejected=full_rejected), or join the steps to the prompt "
+    "(--adapter FILE.py:FUNCTION)",
+    sets=("xinlai/Math-Step-DPO-10K",),
+    source="https://github.com/dvlab-research/Step-DPO/blob/main/train.py",
+)
+refused(
+    "trl_triple_preference",
+    {"prompt": turns, "reference": turns, "chosen": turns, "rejected": turns},
+    "its third answer, reference, has no place in a pair. Leave it out (--ignore reference), or "
+    "give all three a score (--adapter FILE.py:FUNCTION)",
+    source="https://github.com/huggingface/trl/blob/main/docs/source/tpo_trainer.md",
 )
