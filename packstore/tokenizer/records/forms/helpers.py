@@ -226,6 +226,20 @@ def cut_at(messages: list[Message], answer_number: Any) -> list[Message]:
     return messages[: ends[answer_number]]
 
 
+def split_at_first_answer(messages: list[Message]) -> tuple[list[Message], list[Message]]:
+    """Return a dialogue up to its first question, and the rest of it up to its last answer.
+
+    Raises:
+        Refused: no answer follows a question (``wrong_type``).
+    """
+    roles = [role_at(messages, i) for i in range(len(messages))]
+    answers = [i for i, role in enumerate(roles) if role in ("assistant", "call")]
+    if "user" not in roles or not answers or answers[-1] < roles.index("user"):
+        raise wrong_type("messages must hold a question and an answer", messages)
+    start = roles.index("user") + 1
+    return messages[:start], messages[start : answers[-1] + 1]
+
+
 def with_roles(messages: Any, roles: Mapping[str, str]) -> Any:
     """Return messages with some roles renamed."""
     renamed = []

@@ -7,6 +7,7 @@ from packstore.tokenizer.records.forms.helpers import (
     after_rounds,
     first_present,
     join_texts,
+    split_at_first_answer,
     split_rounds,
     to_number,
     to_score,
@@ -357,5 +358,6 @@ def kto_mix(fields: Fields) -> Answers:
     source="https://github.com/sierra-research/tau-bench/blob/main/tau_bench/types.py",
 )
 def tau_bench(fields: Fields) -> Answers:
-    """A dialogue of an agent with a user and tools, and its reward."""
-    return Answers(None, [fields["traj"]], [fields["reward"]])
+    """A dialogue of an agent with a user and tools, and its reward; all its answers are learned."""
+    prompt, response = split_at_first_answer(fields["traj"])
+    return Answers(prompt, [response], [fields["reward"]])
