@@ -146,15 +146,10 @@ def _parse_items(value: Any) -> Any:
     return [parsed_json(item) for item in value]
 
 
-def _without_nan(value: Any) -> Any:
-    """Return None for NaN: pandas writes it for null."""
-    return None if isinstance(value, float) and value != value else value
-
-
 def _without_switch(value: Any) -> Any:
     """Return None for a switch of thinking, which some sets have in place of thoughts."""
     is_switch = isinstance(value, str) and value.lower() in ("on", "off")
-    return None if is_switch or isinstance(value, bool) else _without_nan(value)
+    return None if is_switch or isinstance(value, bool) else value
 
 
 def _is_anything(value: object) -> bool:
@@ -162,7 +157,6 @@ def _is_anything(value: object) -> bool:
 
 
 text = FieldType("text", is_text)
-text_or_null = FieldType("text", is_text, _without_nan)
 thoughts = FieldType("text of thoughts", is_text, _without_switch)
 hh_text = FieldType("text of turns that begin with Human: and Assistant:", is_hh)
 texts = FieldType("a list of texts", _is_list_of(is_text))

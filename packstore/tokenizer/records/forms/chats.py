@@ -16,7 +16,6 @@ from packstore.tokenizer.records.types import (
     messages,
     number,
     text,
-    text_or_null,
     texts,
 )
 
@@ -68,7 +67,6 @@ LEFT_BY_MAGPIE_ULTRA = (
 @form(
     "sft",
     {"conversation": chat},
-    optional={"system": text_or_null, "tools": anything},
     without=OWN_CHATS,
     leaves=(
         "conversation_id",
@@ -120,11 +118,7 @@ LEFT_BY_MAGPIE_ULTRA = (
 )
 def conversation(fields: Fields) -> Chat:
     """One dialogue as messages."""
-    return Chat(
-        messages=first_present(fields, "conversation", "text", "chat_rounds"),
-        system=fields.get("system"),
-        tools=fields.get("tools"),
-    )
+    return Chat(messages=first_present(fields, "conversation", "text", "chat_rounds"))
 
 
 @form(
@@ -189,10 +183,8 @@ def hermes_function_calling(fields: Fields) -> Chat:
 )
 def nemotron(fields: Fields) -> Chat:
     """One dialogue as messages, with the tools that stand in its metadata."""
-    return Chat(
-        messages=fields["messages"],
-        tools=first_present(fields, "tools", "metadata.tools"),
-    )
+    tools = first_present(fields, "tools", "metadata.tools")
+    return Chat(messages=fields["messages"], tools=tools)
 
 
 @form(
@@ -232,7 +224,6 @@ def problem_as_messages(fields: Fields) -> Chat:
 @form(
     "sft",
     {"conversation[].human": texts, "conversation[].assistant": texts},
-    optional={"system": text_or_null},
     without=OWN_CHATS,
     as_chat=True,
     source="https://github.com/modelscope/ms-swift/blob/main/docs/source_en/Customization/Custom-dataset.md",
@@ -240,7 +231,6 @@ def problem_as_messages(fields: Fields) -> Chat:
 @form(
     "sft",
     {"conversation[].input": texts, "conversation[].output": texts},
-    optional={"system": text_or_null},
     without=OWN_CHATS,
     leaves=("source",),
     as_chat=True,
@@ -251,13 +241,12 @@ def conversation_rounds(fields: Fields) -> Chat:
     """One dialogue as rounds, each an object with a question and an answer."""
     questions = first_present(fields, "conversation[].human", "conversation[].input")
     answers = first_present(fields, "conversation[].assistant", "conversation[].output")
-    return Chat(messages=questions_and_answers(questions, answers), system=fields.get("system"))
+    return Chat(messages=questions_and_answers(questions, answers))
 
 
 @form(
     "sft",
     {"conversations": texts},
-    optional={"system": text_or_null},
     without=("messages", "chosen"),
     leaves=("source",),
     as_chat=True,
@@ -274,10 +263,7 @@ def conversation_rounds(fields: Fields) -> Chat:
 )
 def alternating_texts(fields: Fields) -> Chat:
     """One dialogue as texts: a question, its answer, the next question, and so on."""
-    return Chat(
-        messages=texts_as_messages(first_present(fields, "conversations", "data")),
-        system=fields.get("system"),
-    )
+    return Chat(messages=texts_as_messages(first_present(fields, "conversations", "data")))
 
 
 @form(
@@ -315,7 +301,6 @@ def bedrock_conversation(fields: Fields) -> Chat:
 @form(
     "sft",
     {"conversations": chat, "mask": text},
-    optional={"system": text_or_null},
     without=("messages",),
     leaves=("type", "dataset"),
     turns={"label": None},
@@ -326,4 +311,4 @@ def nemo_chat(fields: Fields) -> Chat | Drop:
     """One dialogue of NeMo; turns of the role that mask names are not learned."""
     if fields["mask"] == "Assistant":
         return Drop("unsupervised", "mask 'Assistant': no answer is to be learned")
-    return Chat(messages=fields["conversations"], system=fields.get("system"))
+    return Chat(messages=fields["conversations"])

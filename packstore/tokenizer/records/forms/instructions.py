@@ -20,7 +20,6 @@ from packstore.tokenizer.records.types import (
     question,
     rounds,
     text,
-    text_or_null,
     texts,
     thoughts,
 )
@@ -41,34 +40,29 @@ OWN_NAMES = (
 """Packstore's own names: a record that has one of them is read by it."""
 
 BESIDE = {
-    "system": text_or_null,
-    "system_prompt": text_or_null,
     "history": rounds,
     "reasoning": thoughts,
     "reasoning_content": thoughts,
     "thinking": thoughts,
-    "tools": anything,
 }
 """Fields that may stand beside any prompt with its answer."""
 
-AFTER_INSTRUCTION = {**BESIDE, "input": text_or_null, "context": text_or_null}
-BEFORE_QUESTION = {**BESIDE, "context": text_or_null, "article": text_or_null}
+AFTER_INSTRUCTION = {**BESIDE, "input": text, "context": text}
+BEFORE_QUESTION = {**BESIDE, "context": text, "article": text}
 
 
 def read_answer(fields: Fields, prompt: Any, response: Any) -> Chat:
     """Return a prompt with its answer, and with the fields that stand beside them."""
     history = fields.get("history")
     reasoning = first_present(fields, "reasoning", "reasoning_content", "thinking")
-    system = first_present(fields, "system", "system_prompt")
-    tools = fields.get("tools")
     if reasoning:
         prompt = as_turns(prompt, "user")
         response = with_reasoning(reasoning, response)
     if history:
         earlier = rounds_as_messages(history)
         messages = [*earlier, *as_turns(prompt, "user"), *as_turns(response, "assistant")]
-        return Chat(messages=messages, system=system, tools=tools)
-    return Chat(prompt=prompt, response=response, system=system, tools=tools)
+        return Chat(messages=messages)
+    return Chat(prompt=prompt, response=response)
 
 
 @form(
@@ -365,7 +359,7 @@ def problem_solution(fields: Fields) -> Chat:
 @form(
     "sft",
     {"inputs": text, "targets": text},
-    optional={**BESIDE, "definition": text_or_null},
+    optional={**BESIDE, "definition": text},
     without=(*OWN_NAMES, "prompt", "instruction", "question", "query", "problem"),
     leaves=(
         "annotation_type",

@@ -206,6 +206,12 @@ def reward_bench_2(fields: Fields) -> Answers:
 )
 @form(
     "scored",
+    {"question": text, "answer": text, "truth": score},
+    as_chat=True,
+    source="https://github.com/modelscope/data-juicer/blob/main/demos/data/auto-prompt-optim/init_infer_dataset.jsonl",
+)
+@form(
+    "scored",
     {"orig_instruction": text, "orig_response": text, "orig_score": numeral},
     leaves=(
         "orig_reference_answer",
@@ -272,6 +278,7 @@ def judged_answer(fields: Fields) -> Answers:
         fields,
         "is_safe",
         "is_correct",
+        "truth",
         "orig_score",
         "label",
         "preference",
@@ -279,7 +286,13 @@ def judged_answer(fields: Fields) -> Answers:
         "reward",
     )
     response = first_present(
-        fields, "response", "generated_solution", "orig_response", "completion", "output"
+        fields,
+        "response",
+        "generated_solution",
+        "answer",
+        "orig_response",
+        "completion",
+        "output",
     )
     return Answers(
         first_present(fields, "prompt", "question", "orig_instruction", "instruction", "input"),
