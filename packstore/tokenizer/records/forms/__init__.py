@@ -167,8 +167,8 @@ class Structure:
             Refused: one of them is not of its type.
         """
         fields: Fields = {}
-        for path, (_, kind) in self.declared.items():
-            if path in self.required:
+        for path, (parts, kind) in self.declared.items():
+            if path in self.required or parts[0] not in record:
                 continue
             value = self._value(record, path)
             if value is None:

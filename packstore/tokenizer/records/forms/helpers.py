@@ -60,7 +60,7 @@ def by_word(
     tie_is: Iterable[Any] = (),
     **further: Any,
 ) -> Pair | Drop:
-    """Return a pair by a verdict, of which the values for each side are listed.
+    """Return a pair by a verdict; the values that name each side are listed.
 
     Raises:
         Refused: the verdict is none of the listed values (``wrong_type``).

@@ -13,6 +13,7 @@ from packstore.tokenizer.records.types import (
     number,
     numbers,
     question,
+    rounds,
     text,
     texts,
 )
@@ -95,7 +96,7 @@ def question_pairs(fields: Fields) -> Pair:
 @form(
     "preference",
     {"instruction": text, "chosen": text, "rejected": text},
-    optional={"input": text, "history": anything},
+    optional={"input": text, "history": rounds},
     without=("prompt", "messages"),
     as_chat=True,
     sets=("llamafactory/ultrafeedback_binarized", "AstraMindAI/RLAIF-Nectar"),
@@ -104,7 +105,7 @@ def question_pairs(fields: Fields) -> Pair:
 @form(
     "preference",
     {"query": text, "response": text, "rejected_response": text},
-    optional={"history": anything},
+    optional={"history": rounds},
     as_chat=True,
     source="https://github.com/modelscope/ms-swift/blob/main/swift/dataset/preprocessor/core.py",
 )

@@ -21,6 +21,7 @@ from packstore.tokenizer.records.types import (
     number,
     numbers,
     numeral,
+    rounds,
     score,
     text,
     texts,
@@ -304,7 +305,7 @@ def judged_answer(fields: Fields) -> Answers:
 @form(
     "scored",
     {"instruction": text, "output": text, "kto_tag": score},
-    optional={"input": text, "history": anything},
+    optional={"input": text, "history": rounds},
     as_chat=True,
     source="https://github.com/hiyouga/LLaMA-Factory/blob/main/data/README.md",
 )
