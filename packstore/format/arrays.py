@@ -29,9 +29,6 @@ TOKEN_BYTES = 4
 MAX_FIELDS = 100
 """Most field names that are counted, as names may be data."""
 
-FEW_VALUES = 10
-"""Most values of a field that may be a verdict, such as up and down."""
-
 SOURCE_SHIFT = 40
 """``example_id = (ordinal of the source file << SOURCE_SHIFT) + ordinal of the record in it``."""
 
@@ -322,10 +319,8 @@ class Tally:
     used: Counter[str] = field(default_factory=Counter)
     # field name -> records kept in which it has a value that was not used
     unused: Counter[str] = field(default_factory=Counter)
-    # such a field -> its values as short texts; above FEW_VALUES, some of them
-    values: dict[str, set[str]] = field(default_factory=dict)
-    # named shape -> records kept that have it
-    shapes: Counter[str] = field(default_factory=Counter)
+    # form or adapter -> records kept that it read; own field names: empty text
+    forms: Counter[str] = field(default_factory=Counter)
     scored: int = 0  # pairs kept with rewards in the record
     unscored: int = 0  # pairs kept without rewards in the record
     texts: int = 0  # records kept that are plain text
@@ -365,13 +360,10 @@ class Tally:
         self.dropped.update(other.dropped)
         self.noted.update(other.noted)
         self.used.update(other.used)
-        self.shapes.update(other.shapes)
+        self.forms.update(other.forms)
         for name, count in other.unused.items():
             if name in self.unused or len(self.unused) < MAX_FIELDS:
                 self.unused[name] += count
-                values = self.values.setdefault(name, set())
-                if len(values) <= FEW_VALUES:
-                    values |= other.values.get(name, set())
         self.scored += other.scored
         self.unscored += other.unscored
         self.texts += other.texts

@@ -16,13 +16,25 @@ class Refused(Exception):
         self.remedy = remedy
 
     def as_error(self, where: str) -> RecordError:
-        """Returns the error of the record at `where`."""
+        """Return the error of the record at `where`."""
         reason = self.reason
         setting = f'set on={{"{reason}": "drop"}} (--on {reason}=drop)'
         remedy = f"{self.remedy}, or {setting} to count and leave out such records"
         return RecordError(sentence(where, REASONS[reason].rule, self.detail, remedy))
 
 
+class Stop(Refused):
+    """One record shows that the whole input is read wrongly: the job stops, whatever `on` says."""
+
+    def __init__(self, rule: str, detail: str, remedy: str = "") -> None:
+        super().__init__("wrong_type", detail, remedy)
+        self.rule = rule
+
+    def as_error(self, where: str) -> RecordError:
+        """Return the error of the record at `where`."""
+        return RecordError(sentence(where, self.rule, self.detail, self.remedy))
+
+
 def wrong_type(rule: str, found: object, remedy: str = "Correct it") -> Refused:
-    """Returns the refusal of a value that breaks a rule of its type."""
+    """Return the refusal of a value that breaks a rule of its type."""
     return Refused("wrong_type", f"{rule}, found {quote(found)}", remedy)

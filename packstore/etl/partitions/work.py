@@ -37,7 +37,6 @@ from packstore.io.versions.shard_writer import ShardWriter
 from packstore.pack.layout import sizes
 from packstore.pack.plan import plan
 from packstore.tokenizer.dialogue import limits
-from packstore.tokenizer.records.fields import VerdictWatch
 
 T = TypeVar("T")
 
@@ -143,7 +142,7 @@ class PackPartitions:
         self, groups: Iterable[Group], counter: ProgressCounter
     ) -> Iterator[Partition]:
         """Writes the partitions of each group while those of the next one are read."""
-        stop, watch = threading.Event(), VerdictWatch(self.shape.kind, self.config)
+        stop = threading.Event()
 
         def read() -> Iterator[list[Spilled | Partition]]:
             for group, parts in groups:
@@ -151,7 +150,6 @@ class PackPartitions:
                     for partition, part, size in tokenized:
                         if stop.is_set():
                             return
-                        watch.add(part[1])
                         partition.add(part)
                         counter.add_records(part[1].read, size)
                 yield group

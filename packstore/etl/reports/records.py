@@ -207,6 +207,8 @@ def _read(
     lint: bool = False,
 ) -> Report:
     """Reads everything once; adds the lengths to a projection, if there is one."""
+    if isinstance(reader, RecordExampleReader):
+        reader.announce()
     tally = Tally()
     for examples, part in linted(reader) if lint else reader:
         tally.add(part)

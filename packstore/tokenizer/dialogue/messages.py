@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from packstore.config.packing import RESERVED_VARIABLES
@@ -91,20 +91,23 @@ OBJECTS = re.compile(r"""\s*\[?\s*\{\s*(["'])\w+\1\s*:""")
 """The beginning of a text that may be messages, written as JSON or as Python."""
 
 
-def normalize_messages(value: Any, unknown: set[str]) -> list[Message]:
+def normalize_messages(
+    value: Any, unknown: set[str], roles: Mapping[str, str] | None = None
+) -> list[Message]:
     """Converts messages to the form that templates expect.
 
     Accepts ``role`` / ``content`` and ShareGPT's ``from`` / ``value``; content as text or as parts
     of text, reasoning, calls and their results; a tool call or reasoning as a separate message,
     which is merged into its assistant message. A turn with calls only has the record's content, or
     null; arguments that are JSON text stay text. Keys that are not read are added to `unknown`.
+    `roles`: further names of roles -> the role that each means, before packstore's own.
     """
     found: list[Message] = []
     reasoning: Message | None = None
     calling = False
     turns = [value] if isinstance(value, dict) else value
     for raw in itertools.chain.from_iterable(map(_spread, turns)):
-        role, message = _normalize(raw, unknown)
+        role, message = _normalize(raw, unknown, roles)
         if role == "reasoning":
             reasoning, calling = message, False
             continue
@@ -290,10 +293,15 @@ def map_strings(value: Any, change: Callable[[str], str]) -> Any:
     return value
 
 
-def _normalize(raw: object, unknown: set[str]) -> tuple[str, Message]:
+def _normalize(
+    raw: object, unknown: set[str], roles: Mapping[str, str] | None
+) -> tuple[str, Message]:
     if not isinstance(raw, dict):
         raise wrong_type("a message must be an object", raw)
     written = raw.get("role")
+    if roles:
+        raw = _with_role(raw, roles)
+        written = raw.get("role")
     if len(raw) == 2 and type(written) is str and type(content := raw.get("content")) is str:
         role = ROLES.get(written)
         if role is not None:  # the most common form
@@ -307,7 +315,7 @@ def _normalize(raw: object, unknown: set[str]) -> tuple[str, Message]:
         remedy = "Give the list of messages itself" if "messages" in raw else ""
         raise Refused("bad_role", f"a message without a role, {quote(raw)}", remedy)
     if role is None:
-        remedy = "Say what it means in a shape of your own (roles: {NAME: assistant})"
+        remedy = f"Say what it means (--role {written}=assistant)"
         raise Refused("bad_role", f"unknown role {quote(written)}", remedy)
     message: Message = {"role": role}
     thoughts, calls = _one_of(raw, REASONING), _one_of(raw, CALLS)
@@ -329,6 +337,16 @@ def _normalize(raw: object, unknown: set[str]) -> tuple[str, Message]:
     if not _is_learned(raw, role):
         message[SKIPPED] = True
     return role, message
+
+
+def _with_role(raw: dict[str, Any], roles: Mapping[str, str]) -> dict[str, Any]:
+    """Return a message with its role renamed, if it is one of `roles`."""
+    renamed = dict(raw)
+    for key in ("role", "from"):
+        role = raw.get(key)
+        if isinstance(role, str) and role in roles:
+            renamed[key] = roles[role]
+    return renamed
 
 
 def _one_of(raw: dict[str, Any], names: tuple[str, ...]) -> Any:

@@ -12,7 +12,6 @@ import re
 from contextlib import suppress
 from typing import Any
 
-from packstore.config import TokenizeConfig
 from packstore.errors import ConfigError, quote, sentence
 
 _PART = re.compile(r'(\[\])|(?:^|(?<=.)\.)(?:("(?:[^"\\]|\\.)+")|([^."\[\]]+))')
@@ -82,20 +81,3 @@ def parse_json_text(value: Any) -> Any:
 def is_path(name: str) -> bool:
     """Returns True for what the setting `fields` maps to that is more than a name."""
     return any(mark in name for mark in '.["')
-
-
-def with_paths(record: Any, config: TokenizeConfig) -> Any:
-    """Returns a record with what is at each path of the setting `fields`, under the path as a name.
-
-    The field that a path begins with is then left out, unless it is mapped itself, a part of a path
-    is missing, or a shape is named, which may read it, too.
-    """
-    names = [name for name in config.fields.values() if is_path(name)]
-    if not names or type(record) is not dict:
-        return record
-    paths = {name: parse_path(name) for name in names if name not in record}
-    found = {name: value for name, p in paths.items() if (value := follow(record, p)) is not None}
-    whole = len(found) == len(paths) and not config.shape
-    gone = {path[0] for path in paths.values()} if whole else set()
-    gone -= {*config.fields.values()}
-    return {**{name: value for name, value in record.items() if name not in gone}, **found}

@@ -151,7 +151,7 @@ class Structure:
         """Return the required fields of a record, or None if it has not this structure."""
         fields: Fields = {}
         for path in self.required:
-            value = self._value(record, path)
+            value = self.value_at(record, path)
             if value is None or not self.required[path].fits(value):
                 return None
             fields[path] = value
@@ -170,7 +170,7 @@ class Structure:
         for path, (parts, kind) in self.declared.items():
             if path in self.required or parts[0] not in record:
                 continue
-            value = self._value(record, path)
+            value = self.value_at(record, path)
             if value is None:
                 continue
             if not kind.fits(value):
@@ -178,7 +178,8 @@ class Structure:
             fields[path] = value
         return fields
 
-    def _value(self, record: Mapping[str, Any], path: str) -> Any:
+    def value_at(self, record: Mapping[str, Any], path: str) -> Any:
+        """Return the value at a declared path, parsed, or None."""
         parts, kind = self.declared[path]
         value = follow(record, parts)
         if isinstance(value, float) and math.isnan(value):  # pandas writes it for null

@@ -1,4 +1,4 @@
-"""Converts a parsed record to texts: template, control strings, and supervised spans."""
+"""Renders parsed records as texts: template, control strings, and supervised spans."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 import operator
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from packstore.tokenizer.dialogue.dialogue import Dialogue
 from packstore.tokenizer.dialogue.messages import has_content, map_strings, without_thinking
 from packstore.tokenizer.dialogue.sandbox import as_json
 from packstore.tokenizer.dialogue.template import ChatTemplate, Message
-from packstore.tokenizer.records.parse import Parsed
+from packstore.tokenizer.records.parsed import Parsed
 from packstore.tokenizer.records.sequences import Draft, Mode
 from packstore.tokenizer.refusals import Refused
 from packstore.tokenizer.tokenizer import Tokenizer
@@ -47,23 +47,42 @@ def check_responses(parsed: Parsed, config: TokenizeConfig) -> Parsed:
     return parsed
 
 
-def draft_record(
-    parsed: Parsed, tokenizer: Tokenizer, config: TokenizeConfig
-) -> tuple[Parsed, list[Draft], list[str]]:
-    """Returns a record as it was rendered, the texts of its sequences, and events to note.
+class Rendered(NamedTuple):
+    """A record as texts.
+
+    Attributes:
+        parsed: the record as it was rendered.
+        drafts: the texts of its sequences.
+        events: what is to be noted.
+    """
+
+    parsed: Parsed
+    drafts: list[Draft]
+    events: list[str]
+
+
+def render_record(parsed: Parsed, tokenizer: Tokenizer, config: TokenizeConfig) -> Rendered:
+    """Return the texts of a record's sequences.
 
     Tags that the template writes around text which stands in them already are written once.
+
+    Raises:
+        Refused: for a reason of :data:`packstore.config.REASONS`.
     """
     drafts, events = _draft(parsed, tokenizer, config)
-    if parsed.is_chat:
-        texts = [draft.text.replace(draft.guard, "") for draft in drafts]
-        prompt = _without_tags(parsed.prompt, texts[0])
-        responses = [*map(_without_tags, parsed.responses, texts)]
-        if [prompt, *responses] != [parsed.prompt, *parsed.responses]:
-            parsed = parsed._replace(prompt=prompt, responses=responses)
-            drafts, events = _draft(parsed, tokenizer, config)
-            events.append("tags_once")
-    return parsed, drafts, events
+    if not parsed.is_chat:
+        return Rendered(parsed, drafts, events)
+    texts = [draft.text.replace(draft.guard, "") for draft in drafts]
+    prompt = _without_tags(parsed.prompt, texts[0])
+    responses = [
+        _without_tags(response, text)
+        for response, text in zip(parsed.responses, texts, strict=True)
+    ]
+    if [prompt, *responses] == [parsed.prompt, *parsed.responses]:
+        return Rendered(parsed, drafts, events)
+    parsed = parsed._replace(prompt=prompt, responses=responses)
+    drafts, events = _draft(parsed, tokenizer, config)
+    return Rendered(parsed, drafts, [*events, "tags_once"])
 
 
 def _draft(
@@ -71,20 +90,17 @@ def _draft(
 ) -> tuple[list[Draft], list[str]]:
     """Returns the texts of a record's sequences, and events to note."""
     guard = ""
-    events: list[str] = []
-    rendered = not parsed.is_plain and _is_rendered(parsed, tokenizer, config)
-    if rendered:
+    is_rendered = _is_rendered(parsed, tokenizer, config)
+    if is_rendered:
         events = ["rendered_text"]
-    elif not parsed.is_plain:
+    else:
         parsed, guard, events = _apply_special_tokens(parsed, tokenizer, config)
     prompt = parsed.prompt
     if isinstance(prompt, str):
-        literal = config.on["special_tokens"] == "keep" and not rendered
-        mode: Mode = "literal" if literal else "control"
+        is_literal = config.on["special_tokens"] == "keep" and not is_rendered
+        mode: Mode = "literal" if is_literal else "control"
         texts = [prompt + response for response in parsed.responses]  # type: ignore[operator]
         drafts = [Draft(text, ((len(prompt), len(text)),), mode) for text in texts]
-        if parsed.is_plain:
-            return drafts, events
     else:
         drafts, noted = _draft_messages(parsed, tokenizer, config, guard)
         events += noted
@@ -99,6 +115,11 @@ def _draft(
     if guard:
         _check_separable(drafts, tokenizer)
     return drafts, events
+
+
+def is_rendered_prompt(prompt: str, tokenizer: Tokenizer) -> bool:
+    """Return True if a text begins as the chat template renders dialogues."""
+    return holds(prompt, tokenizer.control_hint) and bool(begins_rendered(prompt, tokenizer))
 
 
 def begins_rendered(text: str, tokenizer: Tokenizer) -> str:
@@ -213,8 +234,7 @@ def _draft_messages(
         rule = "chat messages need a chat template"
         remedy = "Set chat_template: a Jinja file, chatml or plain"
         raise TokenizerError(sentence(f"tokenizer {tokenizer.name}", rule, "none", remedy))
-    if config.on["unread_field"] != "keep":
-        _check_variables(parsed.variables or {}, template)
+    _check_variables(parsed.variables or {}, template)
     prompt: Any = parsed.prompt
     responses: Any = parsed.responses
     sides: list[Dialogue] = []

@@ -1,0 +1,89 @@
+"""Describes how records are read: before the work begins, and for the manifest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from packstore.errors import RecordError, quote, sentence
+from packstore.tokenizer.dialogue.messages import is_empty
+from packstore.tokenizer.records.adapters import Adapter
+from packstore.tokenizer.records.forms import load
+from packstore.tokenizer.records.read import ReadRecord
+from packstore.tokenizer.records.unread import first_values, sibling_remedy
+
+
+def describe(
+    read: ReadRecord, record: Mapping[str, Any], kind: str, adapter: Adapter | None
+) -> list[str]:
+    """Return lines that say how the first record is read, and what of it is not.
+
+    Args:
+        read: the record as it was read.
+        record: its columns; the values of those that nothing reads are shown, cut at 200
+            characters.
+        kind: of the dataset.
+    """
+    if adapter is not None:
+        lines = [f"reading records by the adapter {adapter.name} ({kind}): {adapter.summary}"]
+        lines.append(f"  fields: {', '.join(sorted(read.further_columns)) or 'none'}")
+    elif read.source:
+        form = load()[read.source]
+        lines = [f"reading records as the form {form.name} ({kind}): {form.summary}"]
+        lines.append(f"  fields: {', '.join(read.columns.values())}")
+    else:
+        lines = [f"reading records by packstore's own field names ({kind})"]
+    pairs = [f"{role} <- {name}" for role, name in read.columns.items() if role != name]
+    if pairs and not read.source:
+        lines.append(f"  fields: {', '.join(f'{r} <- {c}' for r, c in read.columns.items())}")
+    elif not read.source:
+        lines.append(f"  fields: {', '.join(read.columns)}")
+    for name, text in first_values(record, unread_columns(read, record)).items():
+        lines.append(f"  not read: {name} = {text}")
+    lines.append("  a later record that cannot be read so stops the job")
+    return lines
+
+
+def unread_columns(read: ReadRecord, record: Mapping[str, Any]) -> list[str]:
+    """Return the names of a record's columns with a value that nothing reads, in its order."""
+    names = []
+    for name, value in record.items():
+        if not is_empty(value) and name not in read.column_names:
+            names.append(name)
+    return names
+
+
+def reading_provenance(read: ReadRecord | None, adapter: Adapter | None) -> dict[str, Any]:
+    """Return how records are read for the manifest, without any text of a record.
+
+    Args:
+        read: the first record that can be read, if there is one.
+    """
+    if adapter is not None:
+        return adapter.provenance()
+    if read is None:
+        return {}
+    if read.source:
+        form = load()[read.source]
+        return {
+            "form": form.name,
+            "form_version": form.version,
+            "fields": sorted(read.columns.values()),
+        }
+    return {"fields": dict(sorted(read.columns.items()))}
+
+
+def without_a_kind(record: Mapping[str, Any], where: str) -> RecordError:
+    """Return the error of a record that has no form, and none of packstore's own fields."""
+    columns = f"fields {', '.join(repr(name) for name in record)}" if record else quote(record)
+    rule = (
+        "a record must have a form, or chosen and rejected, or messages, or prompt and response, "
+        "or responses and scores, or input_ids"
+    )
+    remedy = sibling_remedy(record)
+    if not remedy:
+        remedy = (
+            "Say which field holds what (--field prompt=NAME --field response=NAME), or write an "
+            "adapter (--adapter FILE.py:FUNCTION)"
+        )
+    return RecordError(sentence(where, rule, columns, remedy))

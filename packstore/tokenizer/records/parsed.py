@@ -1,0 +1,441 @@
+"""Parsed records: readings whose prompt and responses are all text, all messages, or all ids."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from packstore.config import TokenizeConfig
+from packstore.errors import quote
+from packstore.format.arrays import Bool, Int32
+from packstore.tokenizer.dialogue.messages import (
+    ASSISTANT,
+    HH_BEGINNING,
+    HUMAN,
+    is_hh,
+    normalize_messages,
+    normalize_tools,
+    normalize_variables,
+    split_messages,
+    split_texts,
+    text_as_messages,
+)
+from packstore.tokenizer.dialogue.sandbox import as_json
+from packstore.tokenizer.dialogue.template import Message, Tools
+from packstore.tokenizer.records.own import number_of
+from packstore.tokenizer.records.reading import Answers, Chat, Pair, Reading
+from packstore.tokenizer.records.sequences import as_ids, holds_ids, masked_ids, supervised_ids
+from packstore.tokenizer.refusals import Refused, wrong_type
+
+SYSTEM = ("system", "developer")
+"""Roles of turns before the first question."""
+
+DEFAULT_REWARDS = (1.0, 0.0)
+"""Default rewards of chosen and rejected."""
+
+LARGEST_REWARD = float(np.finfo(np.float32).max)
+"""Rewards are stored as float32."""
+
+MARGIN_TOLERANCE = 1e-3
+"""Relative difference between a margin and the difference of the rewards beside it."""
+
+
+class Parsed(NamedTuple):
+    """A parsed record, whose prompt and responses are all text, all messages, or all ids."""
+
+    prompt: str | list[Message] | Int32  # may be empty
+    responses: Sequence[str] | Sequence[list[Message]] | Sequence[Int32]
+    rewards: Sequence[float]  # one for each response
+    has_rewards: bool = False  # the record has them
+    tools: Tools = None
+    variables: dict[str, Any] | None = None  # of the chat template
+    supervised: list[Bool] | None = None  # masks of responses that are ids; None: all tokens
+    events: tuple[str, ...] = ()
+
+    @property
+    def is_chat(self) -> bool:
+        """True if prompt and responses are messages."""
+        return isinstance(self.prompt, list)
+
+    @property
+    def is_ids(self) -> bool:
+        """True if prompt and responses are token ids."""
+        return isinstance(self.prompt, np.ndarray)
+
+    @property
+    def has_close_rewards(self) -> bool:
+        """True if rewards that differ are one number as float32."""
+        if self.rewards is DEFAULT_REWARDS or len(self.rewards) == 1:
+            return False
+        stored = {float(np.float32(reward)) for reward in self.rewards}
+        return len(stored) < len(set(self.rewards))
+
+    @property
+    def questions(self) -> list[str]:
+        """The text before the responses, or of each turn of the user."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        turns: Any = itertools.chain(self.prompt, *self.responses) if self.is_chat else ()
+        return [turn["content"] or "" for turn in turns if turn["role"] == "user"]
+
+    @property
+    def asks_nothing(self) -> bool:
+        """True if its questions are empty: a set may hold places for those of another set."""
+        questions = self.questions
+        return bool(questions) and not any(text.strip().strip("-") for text in questions)
+
+
+def parse(
+    reading: Reading, config: TokenizeConfig, as_chat: bool, roles: dict[str, str] | None = None
+) -> Parsed:
+    """Return a reading as text, messages or ids, checked.
+
+    Args:
+        as_chat: whether text becomes user and assistant turns.
+        roles: further names of roles -> the role that each means.
+
+    Raises:
+        Refused: a value is of the wrong type, sides share no prompt, or messages have unknown keys.
+    """
+    rewards, has_rewards, events = _rewards_of(reading)
+    if _holds_token_ids(reading):
+        if config.as_chat:
+            raise Refused("wrong_type", "as_chat needs text or messages, found token ids")
+        parsed = _parse_ids(reading)
+    else:
+        prompt, responses = _contents(reading)
+        if _are_texts(prompt, responses):
+            prompt, responses = _split_texts(prompt, responses)
+            if not as_chat:
+                _refuse_beside_text(reading)
+                return Parsed(prompt, responses, rewards, has_rewards, events=events)
+            prompt, responses = text_as_messages(prompt, responses)
+        parsed = _parse_chat(reading, prompt, responses, config, roles or {})
+    return parsed._replace(
+        rewards=rewards, has_rewards=has_rewards, events=(*events, *parsed.events)
+    )
+
+
+def _contents(reading: Reading) -> tuple[Any, list[Any]]:
+    """Return the prompt, or None, and the list of responses."""
+    if isinstance(reading, Pair):
+        return reading.prompt, [reading.chosen, reading.rejected]
+    if isinstance(reading, Answers):
+        if not isinstance(reading.responses, list):
+            raise wrong_type("responses must be a list", reading.responses)
+        return reading.prompt, reading.responses
+    if reading.messages is not None:
+        return reading.prompt, [reading.messages]
+    return reading.prompt, [reading.response]
+
+
+def _are_texts(prompt: Any, responses: list[Any]) -> bool:
+    if prompt is not None and not isinstance(prompt, str):
+        return False
+    return all(isinstance(response, str) for response in responses)
+
+
+def _rewards_of(reading: Reading) -> tuple[Sequence[float], bool, tuple[str, ...]]:
+    """Return the rewards of the responses, whether the record has them, and events to note.
+
+    Raises:
+        Refused: one is not a finite number, or a margin is not the difference of the rewards.
+    """
+    if isinstance(reading, Chat):
+        return (1.0,), False, ()
+    if isinstance(reading, Answers):
+        responses, scores = reading.responses, reading.scores
+        if not isinstance(scores, list | tuple | np.ndarray) or not isinstance(responses, list):
+            raise wrong_type("scores must be a list of numbers, one for each response", scores)
+        if len(scores) != len(responses):
+            raise wrong_type(f"scores must be a list of {len(responses)}", scores)
+        return [_number(score, "a score") for score in scores], False, ()
+    chosen, rejected, margin = reading.chosen_reward, reading.rejected_reward, reading.margin
+    if chosen is None and rejected is None and margin is None:
+        return DEFAULT_REWARDS, False, ()
+    if chosen is None and rejected is None:
+        rewards = (_number(margin, "margin"), 0.0)
+    elif chosen is None or rejected is None:
+        detail = "a reward on one side alone, and nothing for the other"
+        raise Refused("one_reward", detail)
+    else:
+        rewards = (_number(chosen, "chosen_reward"), _number(rejected, "rejected_reward"))
+        if margin is not None:
+            difference = rewards[0] - rewards[1]
+            if not math.isclose(difference, _number(margin, "margin"), rel_tol=MARGIN_TOLERANCE):
+                detail = f"margin {quote(margin)} beside rewards {chosen} and {rejected}"
+                remedy = "Leave out it or the rewards (--ignore margin)"
+                raise Refused("unread_field", detail, remedy)
+    events = ("reward_reversed",) if rewards[0] < rewards[1] else ()
+    return rewards, True, events
+
+
+def _number(value: Any, name: str) -> float:
+    """Return a finite float32 number; an integer stays one, as a float could be another number."""
+    number = number_of(value)
+    if number is None or not abs(number) <= LARGEST_REWARD:
+        raise wrong_type(f"{name} must be a finite number, as a float32", value)
+    return number
+
+
+def _refuse_beside_text(reading: Reading) -> None:
+    """Raise for a system text, tools or template variables, which plain text has no place for."""
+    for role in ("system", "tools", "chat_template_kwargs"):
+        value = getattr(reading, role)
+        if value is None or value in ("", [], {}):
+            continue
+        detail = f"{role} {quote(value)} beside plain text"
+        raise Refused("unread_field", detail, f"Make chats of text (--as-chat), or --ignore {role}")
+
+
+def _split_texts(prompt: Any, responses: list[str]) -> tuple[str, list[str]]:
+    """Return the prompt and the responses of plain text; dialogues of the HH form are split.
+
+    Raises:
+        Refused: there is no prompt (``missing_field``), or a dialogue does not begin with it.
+    """
+    are_dialogues = len(responses) > 1 and all(is_hh(response) for response in responses)
+    if are_dialogues:
+        shared, rest = split_texts(responses)
+        if prompt is None or shared.startswith(prompt):
+            return shared, rest
+        if not all(response.startswith(prompt) for response in responses):
+            raise _no_common_prompt()
+        return prompt, [response[len(prompt) :] for response in responses]
+    if prompt is None:
+        raise Refused("missing_field", "answers without a prompt", "Name it (--field prompt=NAME)")
+    for response in responses:
+        if HH_BEGINNING.match(response) and ASSISTANT in response and _repeats(prompt, response):
+            raise _no_common_prompt()
+    return prompt, responses
+
+
+def _repeats(prompt: str, response: str) -> bool:
+    """Return True unless a response of the HH form goes on after an empty answer."""
+    first = prompt.lstrip().partition(ASSISTANT)[0]
+    return not first.startswith(HUMAN.lstrip()) or response.lstrip().startswith(first)
+
+
+def _parse_chat(
+    reading: Reading,
+    prompt: Any,
+    responses: list[Any],
+    config: TokenizeConfig,
+    roles: dict[str, str],
+) -> Parsed:
+    unknown: set[str] = set()
+    events: tuple[str, ...] = ()
+    if isinstance(reading, Chat) and reading.messages is not None:
+        dialogue = _turns(reading.messages, "assistant", unknown, roles)
+        dialogue = _with_system(reading.system, dialogue)
+        if prompt:
+            _check_prompt(_turns(prompt, "user", unknown, roles), dialogue)
+        begins: list[Message] = []
+        ends = [dialogue]
+    elif isinstance(reading, Answers) and prompt is None and len(responses) == 1:
+        dialogue = _with_system(reading.system, _turns(responses[0], "assistant", unknown, roles))
+        begins, ends, events = _split_last_answer(dialogue)
+    else:
+        begins, ends = _split_dialogues(prompt, responses, unknown, roles)
+        begins = _with_system(reading.system, begins)
+    events = (*events, *_unknown_keys(unknown, config))
+    return Parsed(
+        begins,
+        ends,
+        (),
+        tools=normalize_tools(reading.tools),
+        variables=normalize_variables(reading.chat_template_kwargs),
+        events=events,
+    )
+
+
+def _unknown_keys(unknown: set[str], config: TokenizeConfig) -> tuple[str, ...]:
+    """Return the event to note for keys of messages that are not read.
+
+    Raises:
+        Refused: the job does not ignore such keys (``unknown_key``).
+    """
+    if not unknown:
+        return ()
+    if config.on["unknown_key"] == "keep":
+        return ("unknown_key",)
+    keys = ", ".join(sorted(unknown))
+    remedy = 'Remove it, or set on={"unknown_key": "keep"} to ignore it'
+    raise Refused("unknown_key", f"messages with {quote(keys)}", remedy)
+
+
+def _split_last_answer(
+    dialogue: list[Message],
+) -> tuple[list[Message], list[list[Message]], tuple[str, ...]]:
+    """Return the turns of a judged dialogue up to its last question, and the answer behind it."""
+    answers = [i for i, message in enumerate(dialogue) if message["role"] == "assistant"]
+    if not answers:
+        raise Refused("wrong_type", "messages must hold an answer, found questions alone")
+    events: tuple[str, ...] = ()
+    while dialogue[-1]["role"] == "user":
+        dialogue = dialogue[:-1]
+        events = ("question_without_answer",)
+    questions = [i for i, message in enumerate(dialogue) if message["role"] == "user"]
+    start = questions[-1] + 1 if questions else 0
+    return dialogue[:start], [dialogue[start:]], events
+
+
+def _turns(value: Any, role: str, unknown: set[str], roles: dict[str, str]) -> list[Message]:
+    """Return text as a turn of a role, and messages in the form that templates expect."""
+    written = [{"role": role, "content": value}] if isinstance(value, str) else value
+    return normalize_messages(written, unknown, roles)
+
+
+def _split_dialogues(
+    prompt: Any, responses: list[Any], unknown: set[str], roles: dict[str, str]
+) -> tuple[list[Message], list[list[Message]]]:
+    """Return all sides as messages: a text prompt is a user turn, a text response an answer."""
+    ends = [_turns(response, "assistant", unknown, roles) for response in responses]
+    begins = [] if prompt is None else _turns(prompt, "user", unknown, roles)
+    are_dialogues = any(end and end[0]["role"] in (*SYSTEM, "user") for end in ends)
+    if begins and not are_dialogues:
+        question = (begins[-1]["content"] or "").strip()
+        for response in responses:  # not an answer that only quotes a dialogue
+            if is_hh(response) and question in response:
+                raise _no_common_prompt()
+        return begins, ends
+    if not are_dialogues:
+        remedy = "Name the turns before the answers (--field prompt=NAME)"
+        raise Refused("missing_field", "answers without a prompt", remedy)
+    shared, rest = split_messages(ends)
+    if prompt:
+        _check_prompt(begins, shared)
+    return shared, rest
+
+
+def _check_prompt(prompt: list[Message], messages: list[Message]) -> None:
+    """Raise for a prompt that is neither the beginning of messages nor their last question.
+
+    A system turn may stand before the beginning.
+    """
+    start = int(messages[0]["role"] in SYSTEM and prompt[:1] != messages[:1])
+    beginning = messages[start : start + len(prompt)]
+    expected = [_trimmed(message) for message in prompt]
+    for part in (beginning, messages[-1:]):
+        if [_trimmed(message) for message in part] == expected:
+            return
+    raise _no_common_prompt()
+
+
+def _trimmed(message: Message) -> Message:
+    return {**message, "content": (message["content"] or "").strip()}
+
+
+def _no_common_prompt() -> Refused:
+    remedy = "Leave the prompt out, or the turns before the answers"
+    return Refused("no_common_prompt", "the text after the prompt does not begin with it", remedy)
+
+
+def _with_system(system: Any, messages: list[Message]) -> list[Message]:
+    """Return messages after a system turn, unless they begin with the same text.
+
+    Raises:
+        Refused: they begin with another system turn (``unread_field``).
+    """
+    if system is None or system == "":
+        return messages
+    if not isinstance(system, str):
+        raise wrong_type("system must be text", system)
+    if messages and messages[0]["role"] in SYSTEM:
+        if messages[0]["content"] == system:
+            return messages
+        detail = f"system {quote(system)} beside messages with another system turn"
+        raise Refused("unread_field", detail, "Leave out one of them (--ignore system)")
+    return [{"role": "system", "content": system}, *messages]
+
+
+def _holds_token_ids(reading: Reading) -> bool:
+    if isinstance(reading, Chat):
+        return reading.input_ids is not None or _is_id_list(reading.response)
+    if isinstance(reading, Pair):
+        return _is_id_list(reading.chosen) or _is_id_list(reading.rejected)
+    responses = reading.responses
+    if not isinstance(responses, list) or not responses:
+        return False
+    return _is_id_list(responses[0])
+
+
+def _is_id_list(value: Any) -> bool:
+    return holds_ids(value) and not isinstance(value, str)
+
+
+def _parse_ids(reading: Reading) -> Parsed:
+    """Return a reading of token ids, with the mask of supervised places."""
+    _refuse_beside_text(reading)
+    if isinstance(reading, Chat) and reading.input_ids is not None:
+        ids = as_ids(reading.input_ids, "input_ids")
+        if reading.labels is not None:
+            mask = supervised_ids(ids, reading.labels, "input_ids")
+        else:
+            mask = masked_ids(ids, reading.mask)
+        return Parsed(ids[:0], [ids], (), supervised=[mask])
+    prompt, responses = _contents(reading)
+    names, labels = _labels_of(reading, responses)
+    if prompt is None and any(label is None for label in labels):
+        detail = "token ids without a prompt need labels of both sides"
+        raise Refused("missing_field", detail, "Name the prompt's (--field prompt=NAME)")
+    sequences = [as_ids(ids, name) for ids, name in zip(responses, names, strict=True)]
+    masks = None
+    if any(label is not None for label in labels):
+        masks = [
+            supervised_ids(ids, label, name)
+            for ids, label, name in zip(sequences, labels, names, strict=True)
+        ]
+    begin = as_ids([] if prompt is None else prompt, "prompt")
+    return Parsed(begin, sequences, (), supervised=masks)
+
+
+def _labels_of(reading: Reading, responses: list[Any]) -> tuple[list[str], list[Any]]:
+    """Return the names of responses that are ids, for messages, and their labels or None."""
+    if isinstance(reading, Pair):
+        return ["chosen", "rejected"], [reading.chosen_labels, reading.rejected_labels]
+    names = [f"response {i + 1}" for i in range(len(responses))]
+    labels = reading.response_labels if isinstance(reading, Answers) else None
+    if labels is None:
+        return names, [None] * len(responses)
+    if not isinstance(labels, list | np.ndarray) or len(labels) != len(responses):
+        raise wrong_type(f"response_labels must be a list of {len(responses)}", labels)
+    return names, list(labels)
+
+
+def prompt_key(parsed: Parsed) -> int:
+    """Return a 64-bit hash of the prompt.
+
+    It hashes text, not ids, which at the end of a prompt may depend on what follows. The prompt of
+    a dialogue without a separate one ends before its first answer; without an answer, the whole
+    record is the prompt.
+    """
+    record = [parsed.prompt, *parsed.responses, parsed.tools]
+    if parsed.variables:
+        record.append(parsed.variables)
+    prompt: Any = parsed.prompt
+    if len(prompt) == 0 and isinstance(prompt, list):
+        first: Any = parsed.responses[0]
+        roles = [message["role"] for message in first]
+        prompt = first[: roles.index("assistant")] if "assistant" in roles else []
+    return _hash([prompt, parsed.tools] if len(prompt) else record)
+
+
+def _hash(parts: list[Any]) -> int:
+    digest = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        if isinstance(part, np.ndarray):
+            kind, data = b"i", part.tobytes()
+        elif isinstance(part, str):
+            kind, data = b"t", part.encode(errors="surrogatepass")
+        else:
+            text = as_json(part, sort_keys=True)
+            kind, data = b"m", text.encode(errors="surrogatepass")
+        digest.update(b"%b%d:" % (kind, len(data)))
+        digest.update(data)
+    return int.from_bytes(digest.digest(), "little")
