@@ -54,6 +54,7 @@ class TokenizeConfig(SizeConfig):
         dict,
         "values of the mapped verdict: first=VALUE,second=VALUE,tie=VALUE",
         metavar="SIDE=VALUE",
+        splits=True,
     )
     roles: Mapping[str, str] = setting(
         dict, "meaning of a message role (repeatable)", flag="role", metavar="ROLE=MEANING"

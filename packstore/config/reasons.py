@@ -21,6 +21,7 @@ class Reason(NamedTuple):
 _KEPT_BY_WISH = ("drop", "keep", "error")
 
 REASONS: Mapping[str, Reason] = {
+    "not_json": Reason("a line must be valid JSON, in UTF-8", ("error", "drop")),
     "not_an_object": Reason("a record must be an object with named fields"),
     "missing_field": Reason("a record must have the fields of its kind", ("error", "drop")),
     "one_reward": Reason("rewards must stand on both sides, or on none", ("error", "drop")),

@@ -296,6 +296,14 @@ class PackSizes:
 
 
 @dataclass(frozen=True, slots=True)
+class BrokenLine:
+    """A line of the input that is no JSON, in place of its record."""
+
+    detail: str
+    remedy: str
+
+
+@dataclass(frozen=True, slots=True)
 class Sample:
     """One record that a policy acted on, kept as an example."""
 

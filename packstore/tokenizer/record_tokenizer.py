@@ -12,7 +12,15 @@ import numpy as np
 
 from packstore.config import RunConfig, SelectConfig, TokenizeConfig
 from packstore.errors import TokenizerError, quote, sentence
-from packstore.format.arrays import Column, Examples, Rows, Tally, example_id, to_offsets
+from packstore.format.arrays import (
+    BrokenLine,
+    Column,
+    Examples,
+    Rows,
+    Tally,
+    example_id,
+    to_offsets,
+)
 from packstore.tokenizer.dialogue.limits import limited, restart_clock
 from packstore.tokenizer.encode import assemble
 from packstore.tokenizer.records.adapters import Adapter
@@ -127,6 +135,8 @@ class RecordTokenizer:
 
     def _read(self, record: Record) -> None:
         """Set the reading of a record and its text, messages or ids."""
+        if isinstance(record.value, BrokenLine):
+            raise Refused("not_json", record.value.detail, record.value.remedy)
         if not isinstance(record.value, dict):
             detail = f"a record must be an object, found {quote(record.value)}"
             raise Refused("not_an_object", detail)

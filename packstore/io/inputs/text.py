@@ -16,6 +16,7 @@ import numpy as np
 import orjson
 
 from packstore.errors import InputError, quote, sentence
+from packstore.format.arrays import BrokenLine
 from packstore.io.inputs import pieces
 from packstore.io.inputs.pieces import Format, Piece, ReadOptions
 
@@ -65,9 +66,21 @@ def _count(payload: bytes) -> tuple[int, int]:
 def _parse_lines(payload: bytes, path: str, first: int) -> tuple[list[int], list[object]]:
     lines = payload.split(b"\n")
     numbers = [i for i, line in enumerate(lines, first) if line.strip()]
-    values = [parse_json(lines[i - first], f"{path}, line {i + 1}", _LINE_REMEDY) for i in numbers]
+    values = [_parse_line(lines[number - first]) for number in numbers]
     _refuse_table(values[: not first], path)
     return numbers, values
+
+
+def _parse_line(line: bytes) -> object:
+    """Return the value of a line; a line that is no JSON is left to the setting `on`."""
+    try:
+        return orjson.loads(line)
+    except orjson.JSONDecodeError:
+        pass
+    try:
+        return parse_json(line, "line", _LINE_REMEDY)
+    except InputError as error:
+        return BrokenLine(str(error).removeprefix("line").lstrip(", "), _LINE_REMEDY)
 
 
 def _read_document(stream: BinaryIO, path: str, options: ReadOptions) -> Iterator[Piece]:
