@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from packstore.config import REASONS, TokenizeConfig
-from packstore.config.record_fields import SPELLINGS, VERDICT_ROLES
+from packstore.config.record_fields import VERDICT_ROLES
 from packstore.errors import ConfigError, quote, sentence
 from packstore.registry import meant
 from packstore.tokenizer.dialogue.messages import is_empty
@@ -21,9 +21,6 @@ from packstore.tokenizer.refusals import Refused, Stop
 
 OWN = "none"
 """Value of the setting `form` for records under packstore's own field names."""
-
-BESIDE = ("system", "tools", "chat_template_kwargs", "chosen_reward", "rejected_reward", "margin")
-"""Roles that are read beside a form that does not declare them."""
 
 
 @dataclass(slots=True)
@@ -173,47 +170,20 @@ class RecordReader:
         return Refused("wrong_type", f"form {form.name} must stand without {columns}")
 
     def _read_by_form(self, record: dict[str, Any], match: Match) -> ReadRecord:
-        structure = match.structure
-        columns = {path: path for path in match.fields}
+        name = match.form.name
         try:
-            optional = structure.read_optional(record)
-            result = match.form.function({**match.fields, **optional})
+            result = match.read(record)
         except Refused as refused:
             if refused.reason == "wrong_type":
-                refused.detail = f"form {match.form.name}: {refused.detail}"
+                refused.detail = f"form {name}: {refused.detail}"
             raise
-        columns |= {path: path for path in optional}
-        reading = _reading_of(result, f"form {match.form.name}")
-        reading, beside = self._with_roles_beside(record, structure, reading)
         return ReadRecord(
-            reading=reading,
-            source=match.form.name,
-            columns={**columns, **beside},
-            structure=structure,
-            as_chat=structure.as_chat,
+            reading=_reading_of(result, f"form {name}"),
+            source=name,
+            columns={path: path for path in match.structure.declared_in(record)},
+            structure=match.structure,
+            as_chat=match.structure.as_chat,
         )
-
-    def _with_roles_beside(
-        self, record: dict[str, Any], structure: Structure, reading: Reading
-    ) -> tuple[Reading, dict[str, str]]:
-        """Return a reading with fields that every form may have beside its own."""
-        values: dict[str, Any] = {}
-        columns: dict[str, str] = {}
-        for role in BESIDE:
-            for name in SPELLINGS[role]:
-                value = record.get(name)
-                if is_empty(value) or name in structure.columns or structure.leaves_out(name):
-                    continue
-                if hasattr(reading, role) and getattr(reading, role) is None:
-                    values[role] = value
-                    columns[role] = name
-                    break
-        if ("chosen_reward" in values) != ("rejected_reward" in values):
-            side = "chosen_reward" if "chosen_reward" in values else "rejected_reward"
-            raise Refused("one_reward", f"{columns[side]!r} alone, and none of the other side")
-        if not values:
-            return reading, {}
-        return dataclasses.replace(reading, **values), columns
 
     def _read_by_adapter(self, record: dict[str, Any], adapter: Adapter) -> ReadRecord:
         where = f"adapter {adapter.name}"

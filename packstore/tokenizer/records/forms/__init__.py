@@ -178,6 +178,10 @@ class Structure:
             fields[path] = value
         return fields
 
+    def declared_in(self, record: Mapping[str, Any]) -> list[str]:
+        """Return the declared paths of the columns that a record has."""
+        return [path for path, (parts, _) in self.declared.items() if parts[0] in record]
+
     def value_at(self, record: Mapping[str, Any], path: str) -> Any:
         """Return the value at a declared path, parsed, or None."""
         parts, kind = self.declared[path]
