@@ -20,7 +20,7 @@ from packstore.tokenizer.dialogue.messages import parsed_json
 from packstore.tokenizer.records.paths import Path, follow, is_path, missing, parse_path
 from packstore.tokenizer.records.reading import Answers, Chat, Pair, Reading
 from packstore.tokenizer.records.sequences import unwrapped
-from packstore.tokenizer.records.types import is_number
+from packstore.tokenizer.records.types import BAD, GOOD, is_number
 from packstore.tokenizer.refusals import Refused, Stop, wrong_type
 
 TURN_ROLES = frozenset(
@@ -33,45 +33,6 @@ LIST_ROLES = frozenset(("responses", "scores", "response_labels"))
 
 JSON_BEGINNINGS = "[{ \t\r\n"
 """Characters with which JSON text of messages may begin."""
-
-GOOD = frozenset(
-    [
-        "1",
-        "true",
-        "yes",
-        "good",
-        "better",
-        "up",
-        "pass",
-        "correct",
-        "pos",
-        "positive",
-        "accepted",
-        "chosen",
-        "preferred",
-    ]
-)
-"""Values of a label, in small letters, that call an answer good: a score of 1."""
-
-BAD = frozenset(
-    [
-        "0",
-        "false",
-        "no",
-        "bad",
-        "worse",
-        "down",
-        "fail",
-        "wrong",
-        "incorrect",
-        "neg",
-        "negative",
-        "rejected",
-        "dispreferred",
-        "non-preferred",
-    ]
-)
-"""Values of a label, in small letters, that call an answer bad: a score of 0."""
 
 
 class OwnFields:
@@ -456,20 +417,17 @@ def score_of(value: Any, name: str) -> float:
     Raises:
         Refused: it is something else (``wrong_type``).
     """
-    written = _written(value)
-    if written in GOOD:
+    if isinstance(value, bool):
+        return float(value)
+    word = value.strip().casefold() if isinstance(value, str) else ""
+    if word in GOOD:
         return 1.0
-    if written in BAD:
+    if word in BAD:
         return 0.0
     number = number_of(value)
     if number is None:
         raise wrong_type(f"{name} must be a number, or a label such as good or bad", value)
     return number
-
-
-def _written(value: Any) -> str:
-    """Return a value as text in small letters: 1, 1.0 and True differ from each other."""
-    return (value if isinstance(value, str) else str(value)).strip().casefold()
 
 
 def side_names(first: str, second: str) -> dict[str, set[str]]:
