@@ -28,6 +28,9 @@ TURN_ROLES = frozenset(
 )
 """Roles of text or messages; messages may stand as JSON text."""
 
+REWARD_ROLES = frozenset(("chosen_reward", "rejected_reward", "margin"))
+"""Roles of numbers that stand beside a pair."""
+
 LIST_ROLES = frozenset(("responses", "scores", "response_labels"))
 """Roles with one value for each response."""
 
@@ -87,6 +90,8 @@ class OwnNames:
                 value = record[name] if name in record else follow(record, self._paths[name])
                 if value is None:
                     continue
+                if role in REWARD_ROLES and self._is_no_reward(role, name, value):
+                    continue
                 if type(value) is not str:
                     value = _converted(role, value)
                 elif role in TURN_ROLES and value[:1] in JSON_BEGINNINGS:
@@ -123,22 +128,13 @@ class OwnNames:
             return spellings
         return [name for name in spellings if name not in self._mapped.values()]
 
-    def rewards_at(self, record: Mapping[str, Any], role: str) -> tuple[str, Any] | None:
-        """Return the column and the value of a reward, or None.
+    def _is_no_reward(self, role: str, name: str, value: Any) -> bool:
+        """Return True for a synonym of a reward that holds no number, so that it means another.
 
-        The first name, or the mapped one, must hold a number; under another one, which may mean
-        something else, anything but a number is no reward.
+        The first name of a reward, or the mapped one, must hold a number.
         """
-        for place, name in enumerate(self._spellings(role)):
-            if name in self._paths and name not in record:
-                value = follow(record, self._paths[name])
-            else:
-                value = unwrapped(record.get(name))
-            if value is None:
-                continue
-            if place == 0 or number_of(value) is not None:
-                return name, value
-        return None
+        is_synonym = role not in self._mapped and name != SPELLINGS[role][0]
+        return is_synonym and number_of(unwrapped(value)) is None
 
     def missing_part(self, record: Mapping[str, Any], role: str) -> str:
         """Return the part of a mapped path that a record lacks."""
@@ -236,29 +232,24 @@ class OwnReader:
             chat_template_kwargs=fields.get("chat_template_kwargs"),
             chosen_labels=fields.get("chosen_labels"),
             rejected_labels=fields.get("rejected_labels"),
-            **self._rewards(record, columns),
+            **self._rewards(fields),
         )
         roles += ["chosen_reward", "rejected_reward", "margin", "system", "tools"]
         roles += ["chat_template_kwargs", "chosen_labels", "rejected_labels"]
         return pair, _of_roles(columns, roles)
 
-    def _rewards(self, record: Mapping[str, Any], columns: dict[str, str]) -> dict[str, Any]:
-        """Return the rewards of both sides, or nothing; `columns` gets the names they stand under.
+    def _rewards(self, fields: OwnFields) -> dict[str, Any]:
+        """Return the rewards of both sides, or nothing.
 
         Raises:
             Refused: only one side has a reward (``one_reward``).
         """
-        rewards: dict[str, Any] = {}
-        for role in ("chosen_reward", "rejected_reward", "margin"):
-            columns.pop(role, None)
-            place = self._names.rewards_at(record, role)
-            if place is not None:
-                columns[role], rewards[role] = place
+        rewards = {role: fields.values[role] for role in REWARD_ROLES if role in fields.values}
         if ("chosen_reward" in rewards) != ("rejected_reward" in rewards):
             side, role = "chosen", "rejected_reward"
             if "rejected_reward" in rewards:
                 side, role = "rejected", "chosen_reward"
-            column = columns[f"{side}_reward"]
+            column = fields.columns[f"{side}_reward"]
             remedy = f"Name the field of the other side (--field {role}=NAME), "
             remedy += f"or leave it out (--ignore {column})"
             raise Refused("one_reward", f"{column!r} alone, and nothing for {role}", remedy)

@@ -185,6 +185,8 @@ def _number(value: Any, name: str) -> float:
 
 def _refuse_beside_text(reading: Reading) -> None:
     """Raise for a system text, tools or template variables, which plain text has no place for."""
+    if reading.system is None and reading.tools is None and reading.chat_template_kwargs is None:
+        return
     for role in ("system", "tools", "chat_template_kwargs"):
         value = getattr(reading, role)
         if value is None or value in ("", [], {}):
