@@ -330,7 +330,7 @@ class RecordTokenizer:
         if not remaining:
             return Examples.empty(columns)
         is_example = [not record.refused for record in records for _ in record.sequences]
-        ids, supervised, lengths = sequences.kept(np.array(is_example))
+        ids, supervised, lengths = sequences.select(np.array(is_example))
         counts = np.array([len(record.sequences) for record in remaining])
         ordinals = np.array([rows.ordinals[record.index] for record in remaining], np.int64)
         keys = [prompt_key(record.parsed) for record in remaining] if self._wants_keys else None
