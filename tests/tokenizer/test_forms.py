@@ -8,10 +8,12 @@ reason why it is left out instead. An example of a form that cannot be read has 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from children import run_python
 
 import packstore
 from packstore.errors import RecordError
@@ -73,3 +75,24 @@ def test_every_form_says_what_it_reads() -> None:
     for form in load().values():
         assert form.refusal or form.summary.endswith(".")
         assert all(structure.kind or form.refusal for structure in form.structures)
+
+
+README = Path(packstore.__file__).parent / "tokenizer" / "records" / "forms" / "README.md"
+
+
+def test_the_form_of_the_readme_reads_the_example_beside_it() -> None:
+    """In another process, as a form is registered for good."""
+    text = README.read_text(encoding="utf-8")
+    (function,) = re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)
+    (line,) = re.findall(r"^```json\n(.*?)^```$", text, re.M | re.S)
+    imports = "from packstore.tokenizer.records.forms.verdicts import *\n"
+    checks = (
+        "from packstore.tokenizer.records.forms import match_forms\n"
+        f"line = {json.loads(line)!r}\n"
+        "(match,) = match_forms(line['example'])\n"
+        "assert match.form.name == line['form']\n"
+        "reading = match.read(line['example'])\n"
+        "assert (reading.chosen, reading.rejected, reading.system) == ('x', 'y', 'p')\n"
+    )
+    done = run_python("-c", imports + function + checks)
+    assert done.returncode == 0, done.stderr
