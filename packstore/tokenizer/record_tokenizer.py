@@ -16,6 +16,7 @@ from packstore.format.arrays import (
     BrokenLine,
     Column,
     Examples,
+    Int64,
     Rows,
     Tally,
     example_id,
@@ -237,37 +238,55 @@ class RecordTokenizer:
         if not records:
             return sequences
         owners = [(record, i + 1) for record in records for i in range(len(record.sequences))]
-        for j, refused in sorted(sequences.refused.items()):
-            owners[j][0].refused = owners[j][0].refused or refused
-        lengths = np.diff(sequences.offsets)
-        learned = np.diff(np.append(0, np.cumsum(sequences.supervised))[sequences.offsets])
-        for j in np.flatnonzero(learned == 0).tolist():
-            record, number = owners[j]
-            detail = f"response {number} has no supervised token"
-            record.refused = record.refused or Refused("unsupervised", detail)
-        # Shared prefixes only shorten an example: one that fits without them needs no check.
-        firsts = to_offsets(np.array([len(record.sequences) for record in records]))
-        multiple = self.config.pad_to_multiple
-        total = np.add.reduceat(-(-lengths // multiple) * multiple, firsts[:-1])
-        longest = np.maximum.reduceat(lengths, firsts[:-1])
-        is_large = (total > self.config.pack_size) | (longest > self.config.sequence_limit)
+        first_rows = to_offsets(np.array([len(record.sequences) for record in records]))
+        for row, refused in sorted(sequences.refused.items()):
+            _refuse(owners[row][0], refused)
+        for row in _unsupervised_rows(sequences):
+            record, number = owners[row]
+            _refuse(record, Refused("unsupervised", f"response {number} has no supervised token"))
+        sequences = self._truncate(records, sequences, first_rows)
+        if self.config.on["identical_sides"] != "keep":
+            _refuse_identical_sides(records, sequences, first_rows)
+        for row, events in sorted(sequences.events.items()):
+            owners[row][0].events.extend(events)
+        return sequences
+
+    def _truncate(
+        self, records: list[Record], sequences: Sequences, first_rows: Int64
+    ) -> Sequences:
+        """Return the sequences with overlong ones truncated, or their records refused."""
         specials = self.tokenizer.special_ids if self.tokenizer else frozenset()
         changed: dict[int, Tokens] = {}
-        for i in np.flatnonzero(is_large).tolist():
-            record, rows = records[i], range(*firsts[i : i + 2].tolist())
+        for index in self._overlong_records(sequences, first_rows):
+            record = records[index]
             if record.refused:
                 continue
+            rows = range(first_rows[index], first_rows[index + 1])
+            whole = [sequences.row(row) for row in rows]
             try:
-                fitted = fit([sequences.row(j) for j in rows], self.config, specials)
+                fitted = fit(whole, self.config, specials)
             except Refused as error:
-                record.refused = error.with_traceback(None)
+                _refuse(record, error.with_traceback(None))
                 continue
-            changed |= {j: t for j, t in zip(rows, fitted, strict=True) if len(t.ids) != lengths[j]}
-        if changed:
-            sequences = sequences.with_rows(changed)
-        for j, events in sorted(sequences.events.items()):
-            owners[j][0].events += events
-        return sequences
+            for row, before, after in zip(rows, whole, fitted, strict=True):
+                if len(after.ids) != len(before.ids):
+                    changed[row] = after
+        return sequences.with_rows(changed) if changed else sequences
+
+    def _overlong_records(self, sequences: Sequences, first_rows: Int64) -> list[int]:
+        """Return the indices of records that may be too long.
+
+        Shared prefixes only shorten an example: one that fits without them needs no check.
+        """
+        lengths = np.diff(sequences.offsets)
+        multiple = self.config.pad_to_multiple
+        padded = -(-lengths // multiple) * multiple
+        totals = np.add.reduceat(padded, first_rows[:-1])
+        longest = np.maximum.reduceat(lengths, first_rows[:-1])
+        is_large = (totals > self.config.pack_size) | (longest > self.config.sequence_limit)
+        return [int(index) for index in np.flatnonzero(is_large)]
+
+    # Count.
 
     def _tally(self, rows: Rows, records: list[Record]) -> Tally:
         """Return the counts of a block.
@@ -329,8 +348,10 @@ class RecordTokenizer:
         }
         if not remaining:
             return Examples.empty(columns)
-        is_example = [not record.refused for record in records for _ in record.sequences]
-        ids, supervised, lengths = sequences.select(np.array(is_example))
+        ids, supervised, lengths = sequences.ids, sequences.supervised, np.diff(sequences.offsets)
+        if len(remaining) < len(records):
+            is_example = [not record.refused for record in records for _ in record.sequences]
+            ids, supervised, lengths = sequences.select(np.array(is_example))
         counts = np.array([len(record.sequences) for record in remaining])
         ordinals = np.array([rows.ordinals[record.index] for record in remaining], np.int64)
         keys = [prompt_key(record.parsed) for record in remaining] if self._wants_keys else None
@@ -359,6 +380,38 @@ def _apply(step: Callable[[Record], None], records: list[Record]) -> list[Record
         else:
             remaining.append(record)
     return remaining
+
+
+def _refuse(record: Record, refused: Refused) -> None:
+    """Refuse a record, unless it is refused already."""
+    if record.refused is None:
+        record.refused = refused
+
+
+def _unsupervised_rows(sequences: Sequences) -> list[int]:
+    """Return the indices of sequences without a supervised token."""
+    running_count = np.append(0, np.cumsum(sequences.supervised))
+    counts = np.diff(running_count[sequences.offsets])
+    return [int(row) for row in np.flatnonzero(counts == 0)]
+
+
+def _refuse_identical_sides(records: list[Record], sequences: Sequences, first_rows: Int64) -> None:
+    """Refuse records whose sequences are all equal, as they will be stored.
+
+    Texts that differ may still give equal ids: after a cut, the normalization of the tokenizer, or
+    a chat template that drops text. Such a pair has no gradient, but counts in every divisor.
+    """
+    lengths = np.diff(sequences.offsets)
+    shortest = np.minimum.reduceat(lengths, first_rows[:-1])
+    longest = np.maximum.reduceat(lengths, first_rows[:-1])
+    counts = np.diff(first_rows)
+    candidates = np.flatnonzero((counts > 1) & (shortest == longest))
+    for index in candidates.tolist():
+        begin, end = sequences.offsets[first_rows[index : index + 2]]
+        sides = sequences.ids[begin:end].reshape(counts[index], -1)
+        if (sides == sides[0]).all():
+            detail = "all responses have the same token ids"
+            _refuse(records[index], Refused("identical_sides", detail))
 
 
 def _encodings(
