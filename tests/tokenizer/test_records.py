@@ -321,6 +321,7 @@ CASES = {
         for name, on, off in (
             *(("weight", 1, 0), ("weight", 1.0, 0.0), ("train", True, False)),
             *(("loss", None, False), ("training", True, False), ("mask", False, True)),
+            *(("loss_mask", 1, 0), ("loss_mask", True, False), ("trainable", True, False)),
         )
     },
     "a turn not to learn in a generation block": case(
@@ -328,8 +329,18 @@ CASES = {
         ["[u]u<e>[a]«a!»<e>[u]v<e>[a]b!<e>[u]w<e>[a]«c!»<e>"],
         tokenizer={"template": GENERATION},
     ),
+    "keys that say nothing of a turn's text": case(
+        {
+            "messages": [
+                {**user("u"), "id": 3, "timestamp": "2024-05-01", "country": "DE"},
+                said([{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}]),
+            ]
+        },
+        ["[u]u<e>[a]«a<e>»"],
+        **TURNS,
+    ),
     "an unknown key ignored": case(
-        {"messages": [{**user("u"), "id": 3, "images": []}, said("a")]},
+        {"messages": [{**user("u"), "mood": "calm", "images": []}, said("a")]},
         ["[u]u<e>[a]«a<e>»"],
         "unknown_key",
         on={"unknown_key": "keep"},
@@ -386,6 +397,7 @@ REFUSED: dict[str, list[Any]] = {
     ],
     "unknown_key": [
         {"messages": [user("u"), said("a", prefix=True)]},
+        {"messages": [user("u"), said("a", score=0.1)]},
         {"messages": [user([{"type": "text", "text": "u", "file": "x"}]), said("a")]},
     ],
     "different_contexts": [

@@ -61,6 +61,8 @@ LEARNED_FLAGS: dict[str, tuple[object, object]] = {
     "train": (True, False),  # axolotl
     "training": (True, False),
     "loss": (True, False),  # ms-swift
+    "loss_mask": (1, 0),  # slime, SkyRL
+    "trainable": (True, False),
     "mask": (False, True),
 }
 """Names of a flag of a turn -> its values for a turn to learn, and for one to read only."""
@@ -68,7 +70,24 @@ LEARNED_FLAGS: dict[str, tuple[object, object]] = {
 MESSAGE_KEYS = frozenset(
     ("role", "from", "content", "value", *KEPT, *REASONING, *CALLS, *LEARNED_FLAGS)
 )
-"""Every key of a message that is read; others are of the reason ``unknown_key``."""
+"""Every key of a message that is read; others, but for harmless ones, are ``unknown_key``."""
+
+HARMLESS_KEYS = frozenset(
+    (
+        # Who or what a turn is, and where it stands, which the order of the list says.
+        *("id", "uuid", "message_id", "msg_id", "parent_id", "turn_id", "turn_identifier"),
+        *("index", "idx", "turn", "turn_index", "turn_idx", "conversation_id", "object"),
+        # When and by whom. WildChat's turns have the last six.
+        *("timestamp", "created", "created_at", "create_time", "created_date", "createdAt"),
+        *("updated_at", "updatedAt", "date", "time", "model", "model_name", "model_id", "source"),
+        *("lang", "language", "country", "state", "header", "hashed_ip"),
+        # Counts and how a generation ended, as Anthropic, OpenAI and vLLM return them; how a
+        # provider is to cache a part.
+        *("usage", "token_count", "num_tokens", "tokens", "finish_reason", "stop_reason"),
+        *("stop_sequence", "logprobs", "system_fingerprint", "cache_control"),
+    )
+)
+"""Keys of a message that change neither its text nor whether it is learned: they stay unread."""
 
 PARTS: dict[str, tuple[str, dict[str, str]]] = {
     "reasoning": ("thought", {"text": "value"}),  # LLaMA-Factory
@@ -306,7 +325,8 @@ def _normalize(
         role = ROLES.get(written)
         if role is not None:  # the most common form
             return role, {"role": role, "content": content}
-    unknown.update(str(key) for key in raw.keys() - MESSAGE_KEYS if not is_empty(raw[key]))
+    unread = raw.keys() - MESSAGE_KEYS - HARMLESS_KEYS
+    unknown.update(str(key) for key in unread if not is_empty(raw[key]))
     written = _one_of(raw, ("role", "from"))
     if isinstance(written, list):
         raise Refused("wrong_type", "messages must be a list of objects, found an object of lists")
@@ -389,7 +409,7 @@ def _text(content: object, unknown: set[str]) -> str:
                 raise wrong_type("a part must be text", part)
             if part.get("type", "text") not in ("text", None):
                 raise wrong_type("a part must be of type text", part)
-            others = part.keys() - {"type", *(names or ("text",))}
+            others = part.keys() - HARMLESS_KEYS - {"type", *(names or ("text",))}
             unknown.update(f"content.{key}" for key in others if not is_empty(part[key]))
             texts.append(text)
         return "".join(texts)
