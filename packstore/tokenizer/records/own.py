@@ -17,10 +17,12 @@ from packstore.config.record_fields import (
 )
 from packstore.errors import quote
 from packstore.tokenizer.dialogue.messages import parsed_json
+from packstore.tokenizer.records.judgements import fold_word
 from packstore.tokenizer.records.paths import Path, follow, is_path, missing, parse_path
 from packstore.tokenizer.records.reading import Answers, Chat, Pair, Reading
 from packstore.tokenizer.records.sequences import unwrapped
-from packstore.tokenizer.records.types import BAD, GOOD, is_number
+from packstore.tokenizer.records.siblings import side_names
+from packstore.tokenizer.records.types import BAD, GOOD, is_number, is_score
 from packstore.tokenizer.refusals import Refused, Stop, wrong_type
 
 TURN_ROLES = frozenset(
@@ -167,7 +169,7 @@ def own_kind(fields: OwnFields) -> str | None:
     ):
         return "preference"
     is_answer = fields.has("response") or fields.has("messages")
-    if is_answer and fields.has("score"):
+    if is_answer and fields.has("score") and is_score(fields.get("score")):
         return "scored"
     if is_answer or fields.has("input_ids"):
         return "sft"
@@ -410,7 +412,7 @@ def score_of(value: Any, name: str) -> float:
     """
     if isinstance(value, bool):
         return float(value)
-    word = value.strip().casefold() if isinstance(value, str) else ""
+    word = fold_word(value) if isinstance(value, str) else ""
     if word in GOOD:
         return 1.0
     if word in BAD:
@@ -419,32 +421,3 @@ def score_of(value: Any, name: str) -> float:
     if number is None:
         raise wrong_type(f"{name} must be a number, or a label such as good or bad", value)
     return number
-
-
-def side_names(first: str, second: str) -> dict[str, set[str]]:
-    """Return the texts, in small letters, that name each of two columns.
-
-    The column's own name, the part in which it differs from the other one, and that part behind
-    ``model``, ``response`` or ``answer``.
-    """
-    names: dict[str, set[str]] = {"first": {first.casefold()}, "second": {second.casefold()}}
-    parts = {"first": _differing_part(first, second), "second": _differing_part(second, first)}
-    for side, part in parts.items():
-        prefixes = ["model_", "model ", "response_", "response ", "answer_", "answer "]
-        if not part.isdecimal():  # a number is never interpreted without --verdict
-            prefixes.append("")
-        for prefix in prefixes:
-            names[side].add((prefix + part).casefold())
-    return names
-
-
-def _differing_part(name: str, other: str) -> str:
-    """Return the part of a name that differs from another name."""
-    start = 0
-    while start < min(len(name), len(other)) and name[start] == other[start]:
-        start += 1
-    end = 0
-    longest = min(len(name), len(other)) - start
-    while end < longest and name[-1 - end] == other[-1 - end]:
-        end += 1
-    return name[start : len(name) - end].strip("_-. []")

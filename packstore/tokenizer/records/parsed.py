@@ -290,6 +290,8 @@ def _split_last_answer(
 def _turns(value: Any, role: str, unknown: set[str], roles: dict[str, str]) -> list[Message]:
     """Return text as a turn of a role, and messages in the form that templates expect."""
     written = [{"role": role, "content": value}] if isinstance(value, str) else value
+    if not isinstance(written, list | dict):
+        raise wrong_type(f"{role} turns must be text or messages", value)
     return normalize_messages(written, unknown, roles)
 
 

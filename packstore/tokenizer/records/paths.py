@@ -13,7 +13,7 @@ from typing import Any
 
 from packstore.errors import ConfigError, quote, sentence
 
-_PART = re.compile(r'(\[\])|(?:^|(?<=.)\.)(?:("(?:[^"\\]|\\.)+")|([^."\[\]]+))')
+_PART = re.compile(r'(\[\])|(?:^|(?<=.)\.)(?:("(?:[^"\\]|\\.)*")|([^."\[\]]+))')
 
 EACH = None
 """The part ``[]``."""

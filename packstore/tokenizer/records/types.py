@@ -9,45 +9,20 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from packstore.tokenizer.dialogue.messages import ROLES, is_hh, parsed_json
+from packstore.tokenizer.records.judgements import (
+    BAD_WORDS,
+    GOOD_WORDS,
+    fold_word,
+    spellings,
+)
 from packstore.tokenizer.records.paths import parse_json_text
 from packstore.tokenizer.records.sequences import holds_ids
 
-GOOD = frozenset(
-    {
-        "accepted",
-        "better",
-        "chosen",
-        "correct",
-        "good",
-        "pass",
-        "pos",
-        "positive",
-        "preferred",
-        "true",
-        "up",
-        "yes",
-    }
-)
-"""Words that call an answer good, in small letters."""
+GOOD = spellings(GOOD_WORDS) | {"true", "yes", "pos", "positive", "up"}
+"""Texts that call an answer good as a label, in small letters."""
 
-BAD = frozenset(
-    {
-        "bad",
-        "dispreferred",
-        "down",
-        "fail",
-        "false",
-        "incorrect",
-        "neg",
-        "negative",
-        "no",
-        "non-preferred",
-        "rejected",
-        "worse",
-        "wrong",
-    }
-)
-"""Words that call an answer bad, in small letters."""
+BAD = spellings(BAD_WORDS) | {"false", "no", "neg", "negative", "down"}
+"""Texts that call an answer bad as a label, in small letters."""
 
 _NUMERAL = re.compile(r"[+-]?\d+(\.\d*)?([eE][+-]?\d+)?")
 
@@ -123,8 +98,9 @@ def _is_numeral(value: object) -> bool:
     return is_number(value)
 
 
-def _is_score(value: object) -> bool:
-    if isinstance(value, str) and value.lower() in GOOD | BAD:
+def is_score(value: object) -> bool:
+    """Return True for a number or its text, a boolean, and a word for a good or bad answer."""
+    if isinstance(value, str) and fold_word(value) in GOOD | BAD:
         return True
     return isinstance(value, bool) or _is_numeral(value)
 
@@ -171,7 +147,7 @@ dialogues = FieldType("a list of texts or lists of messages", _is_list_of(_is_tu
 token_ids = FieldType("token ids", holds_ids)
 number = FieldType("a number", is_number)
 numeral = FieldType("a number, or its text", _is_numeral)
-score = FieldType("a number, true or false, or a word such as good or bad", _is_score)
+score = FieldType("a number, true or false, or a word such as good or bad", is_score)
 numbers = FieldType("a list of numbers", _is_list)
 labels = FieldType("a list of numbers", _is_list)
 anything = FieldType("anything", _is_anything)

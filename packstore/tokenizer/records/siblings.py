@@ -1,0 +1,278 @@
+"""Columns that are named alike but for one part, such as ``response_a`` and ``response_b``.
+
+Names of siblings do not say which of two answers is better, so that another column must.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from packstore.config.remedies import Door, spell
+from packstore.tokenizer.records.judgements import IDS_AND_SOURCES, JUDGEMENTS, fold, names_of
+
+_PART = re.compile(
+    r"\d+(?:st|nd|rd|th)(?![a-z])"
+    r"|\d+"
+    r"|[A-Z]+(?![a-z])"
+    r"|[A-Z]?[a-z]+"
+    r"|[^\W\d_]+"
+)
+
+_FAMILIES = (
+    ("one", "two", "three", "four", "five", "six"),
+    ("first", "second", "third", "fourth", "fifth", "sixth"),
+    ("1st", "2nd", "3rd", "4th", "5th", "6th"),
+    ("left", "right"),
+    ("lhs", "rhs"),
+)
+"""Words that count, or that name a side."""
+
+_SIDE_NOUNS = ("model", "response", "answer", "assistant", "output", "candidate", "option")
+"""Words before the part that names a side in the value of a verdict: ``model_a``."""
+
+_JUDGEMENT_NAMES = names_of(JUDGEMENTS)
+
+
+class Siblings(NamedTuple):
+    """Two columns that are siblings, in the order of the record, and the parts that differ."""
+
+    first: str
+    second: str
+    parts: tuple[str, str]
+
+
+@functools.lru_cache(maxsize=1000)
+def find_siblings(one: str, other: str) -> Siblings | None:
+    """Return two names or paths as siblings if exactly one part of them differs, else None.
+
+    The part is a letter, a number, or a word such as one, first or left; any case, at any place;
+    a name without it is a sibling of one with it, such as ``answer`` and ``answer2``.
+    """
+    parts = _differing_parts(_split(one), _split(other))
+    if parts is None:
+        return None
+    if _order(parts[0]) <= _order(parts[1]):
+        return Siblings(one, other, parts)
+    return Siblings(other, one, (parts[1], parts[0]))
+
+
+def _differing_parts(one: list[str], other: list[str]) -> tuple[str, str] | None:
+    """Return the only part in which two names differ, of each of them."""
+    if len(one) == len(other):
+        pairs = [pair for pair in zip(one, other, strict=True) if pair[0] != pair[1]]
+        return pairs[0] if len(pairs) == 1 and _are_alike(*pairs[0]) else None
+    if one and one == other[:-1] and _counts(other[-1]):
+        return "", other[-1]
+    if other and other == one[:-1] and _counts(one[-1]):
+        return one[-1], ""
+    return None
+
+
+def _order(part: str) -> tuple[int, str]:
+    """Return a key that sorts parts as they count: 2 before 10, two before three."""
+    if part.isdecimal():
+        return int(part), ""
+    for family in _FAMILIES:
+        if part in family:
+            return family.index(part), ""
+    return 0, part
+
+
+def are_siblings(first: str, second: str) -> bool:
+    """Return True if two names differ in exactly one part: see :func:`find_siblings`."""
+    return find_siblings(first, second) is not None
+
+
+def _split(name: str) -> list[str]:
+    """Return the parts of a name in small letters; the letter of ``answera`` stands alone."""
+    return [part.casefold() for part in _PART.findall(name)]
+
+
+def _are_alike(one: str, other: str) -> bool:
+    """Return True for two parts that may name two sides."""
+    if _is_letter(one) and _is_letter(other):
+        return True
+    if one.isdecimal() and other.isdecimal():
+        return True
+    if any(one in family and other in family for family in _FAMILIES):
+        return True
+    # A letter without a separator: answera, answerb.
+    return one[:-1] == other[:-1] and {one[-1], other[-1]} == {"a", "b"}
+
+
+def _is_letter(part: str) -> bool:
+    return len(part) == 1 and part.isalpha()
+
+
+def _counts(part: str) -> bool:
+    """Return True for a part that says of a column that it is one of several."""
+    return _is_letter(part) or part.isdecimal() or any(part in family for family in _FAMILIES)
+
+
+def side_names(first: str, second: str) -> dict[str, set[str]]:
+    """Return the texts, in small letters, that name each of two columns.
+
+    The column's own name, the part in which it differs from the other one, and that part behind
+    a word such as ``model`` or ``response``. A number alone names no side.
+    """
+    names = {"first": {first.casefold()}, "second": {second.casefold()}}
+    parts = _differing_parts(_split(first), _split(second))
+    if parts is None:
+        parts = (_differing_text(first, second), _differing_text(second, first))
+    for side, part in zip(names, parts, strict=True):
+        if not part:
+            continue
+        if not part.isdecimal():
+            names[side].add(part.casefold())
+        for noun in _SIDE_NOUNS:
+            names[side].update(f"{noun}{separator}{part}".casefold() for separator in "_ -")
+    return names
+
+
+def _differing_text(name: str, other: str) -> str:
+    """Return the characters of a name between the beginning and the end that both names share."""
+    start = _shared_length(name, other)
+    remainder = name[start:]
+    end = _shared_length(remainder[::-1], other[start:][::-1])
+    return remainder[: len(remainder) - end].strip("_-. []")
+
+
+def _shared_length(one: str, other: str) -> int:
+    """Return the number of characters with which both texts begin."""
+    for i, (character, other_character) in enumerate(zip(one, other, strict=False)):
+        if character != other_character:
+            return i
+    return min(len(one), len(other))
+
+
+def side_named(value: Any, siblings: Siblings) -> str | None:
+    """Return first or second for a text that names this sibling, None for anything else."""
+    if not isinstance(value, str):
+        return None
+    text = value.strip().casefold()
+    for side, names in side_names(siblings.first, siblings.second).items():
+        if text in names:
+            return side
+    return None
+
+
+def is_id_or_source(path: str, siblings: Siblings | None = None) -> bool:
+    """Return True for a column that cannot say which of two answers is better, by its last name.
+
+    Also if it belongs to one sibling, as ``model_a`` does.
+    """
+    last = re.split(r"[.\[\]]+", path.rstrip("[]"))[-1]
+    parts = fold(last).split("_")
+    if "_".join(parts) in IDS_AND_SOURCES:
+        return True
+    if siblings is None:
+        return False
+    general = [part for part in parts if part not in siblings.parts]
+    return "_".join(general) in IDS_AND_SOURCES
+
+
+def verdict_column(values: Mapping[str, Any], siblings: Siblings) -> str | None:
+    """Return the column that most likely says which sibling is better, or None."""
+    likeliest = None
+    best = 0
+    for path, value in values.items():
+        likelihood = _likelihood(path, value, siblings)
+        if likelihood > best:
+            likeliest = path
+            best = likelihood
+    return likeliest
+
+
+def _likelihood(path: str, value: Any, siblings: Siblings) -> int:
+    if is_id_or_source(path, siblings):
+        return 0
+    if side_named(value, siblings) is not None:
+        return 4
+    last = re.split(r"[.\[\]]+", path.rstrip("[]"))[-1]
+    if fold(last) in _JUDGEMENT_NAMES and isinstance(value, str | int | float):
+        return 3
+    if isinstance(value, int | float):
+        return 2
+    return 1 if isinstance(value, str) and len(value) <= 20 else 0
+
+
+def spell_verdict(siblings: Siblings, verdict: str, value: Any, door: Door) -> str:
+    """Return the settings that read a pair by its verdict, with the real names.
+
+    A value that names a side needs no mapping. Of others the usual one is shown, which the user
+    must check.
+    """
+    fields = {"first": siblings.first, "second": siblings.second, "verdict": verdict}
+    settings: dict[str, Any] = {"fields": fields}
+    if side_named(value, siblings) is None:
+        settings["verdict"] = _usual_values(siblings, value)
+    return spell(door, settings)
+
+
+def _usual_values(siblings: Siblings, value: Any) -> dict[str, Any]:
+    """Return the values that a verdict usually has for each side and for a tie.
+
+    Of a 0 nothing is usual: it means a tie, or the first.
+    """
+    parts = siblings.parts
+    if type(value) is int and all(part.isdecimal() for part in parts) and str(value) in parts:
+        return {"first": int(parts[0]), "second": int(parts[1])}
+    if value in (1, 2) and type(value) in (int, float):
+        return {"first": 1, "second": 2, "tie": 0}
+    return {"first": "VALUE", "second": "VALUE", "tie": "VALUE"}
+
+
+def sibling_columns(record: Mapping[str, Any]) -> Siblings | None:
+    """Return the two columns of a record that are sibling answers; None if there are not two.
+
+    Answers are texts, messages or objects; of several such couples the longest texts count.
+    """
+    candidates = [name for name, value in record.items() if _may_be_answer(name, value)]
+    couples: dict[frozenset[str], Siblings] = {}
+    for first, second in itertools.combinations(candidates, 2):
+        siblings = find_siblings(first, second)
+        if siblings is not None and not is_id_or_source(first, siblings):
+            couples[frozenset((first, second))] = siblings
+    couples = {names: couple for names, couple in couples.items() if _stands_alone(names, couples)}
+    if not couples:
+        return None
+
+    def length(names: Iterable[str]) -> int:
+        return sum(len(str(record[name])) for name in names)
+
+    return couples[max(couples, key=length)]
+
+
+def _may_be_answer(name: str, value: Any) -> bool:
+    return bool(name) and isinstance(value, str | list | dict) and bool(value)
+
+
+def _stands_alone(names: frozenset[str], couples: Iterable[frozenset[str]]) -> bool:
+    """Return True unless a third column is a sibling of the two: three answers are no pair."""
+    return all(names == other or names.isdisjoint(other) for other in couples)
+
+
+def advise_siblings(record: Mapping[str, Any], door: Door) -> str:
+    """Return how to read a record with two sibling answers, or an empty text for any other record.
+
+    For the refusal of a record whose form is unknown.
+    """
+    siblings = sibling_columns(record)
+    if siblings is None:
+        return ""
+    others = {
+        name: value
+        for name, value in record.items()
+        if name not in (siblings.first, siblings.second) and value is not None
+    }
+    verdict = verdict_column(others, siblings)
+    if verdict is None:
+        fields = {"first": siblings.first, "second": siblings.second}
+        how = spell(door, {"fields": fields})
+        return f"Add a column that says which one is better ({how}, and verdict)"
+    how = spell_verdict(siblings, verdict, record[verdict], door)
+    return f"Name both answers and the column that says which one is better ({how})"
