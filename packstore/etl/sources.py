@@ -131,6 +131,7 @@ class RecordExampleReader:
         Raises:
             RecordError: no record of the first block has a form, or fields that packstore knows.
         """
+        refusal = None
         for index, value in enumerate(rows.values):
             if not isinstance(value, dict):
                 continue
@@ -139,11 +140,14 @@ class RecordExampleReader:
                 kind = kind_of_record(value, self._config, self._adapter, prefers_ids)
             except Stop as error:
                 raise error.as_error(rows.where(index)) from None
-            except Refused:  # an adapter leaves it out
+            except Refused as refused:  # an adapter leaves it out, or a form does not fit
+                refusal = refusal or refused.as_error(rows.where(index))
                 continue
             if kind is None:
                 raise without_a_kind(value, rows.where(index))
             return kind
+        if refusal is not None:
+            raise refusal
         rule = "a record must be an object with named fields"
         raise RecordError(sentence(rows.where(0), rule, quote(rows.values[0])))
 
@@ -179,7 +183,7 @@ class RecordExampleReader:
             return
         _, value, read, _ = self._first
         lines = describe(read, value, self.kind, self._adapter)
-        log.info("%s", "\n".join(lines))
+        log.info("%s", "\n".join(lines), extra={"lines": lines})
 
     @property
     def announced_columns(self) -> frozenset[str]:

@@ -77,6 +77,12 @@ def test_every_form_says_what_it_reads() -> None:
         assert all(structure.kind or form.refusal for structure in form.structures)
 
 
+def test_a_form_that_no_record_has_is_named(byte_level, pack) -> None:
+    record = {"prompt": "q", "chosen": "x", "rejected": "y"}
+    with pytest.raises(RecordError, match=r"alpaca_eval.* instruction"):
+        pack(byte_level(template=TEMPLATE), record, form="alpaca_eval", kind="auto")
+
+
 README = Path(packstore.__file__).parent / "tokenizer" / "records" / "forms" / "README.md"
 
 
