@@ -46,6 +46,7 @@ def _configure_pack(parser: argparse.ArgumentParser) -> None:
     _configure_pack,
     "  packstore pack 'raw/*.jsonl.gz' s3://bucket/prefs-8k --tokenizer Qwen3/\n"
     "  packstore pack qa.csv qa-4k --tokenizer t.json --field prompt=question --pack-size 4096\n"
+    "  packstore pack odd.jsonl odd-8k --tokenizer t.json --adapter forms.py:read_pair\n"
     "  packstore pack prefs-8k prefs-32k --pack-size 32768 --layout shared_prefix\n"
     "  packstore pack --config job.yaml --dry-run\n"
     "  zcat raw.gz | packstore pack - prefs-8k --tokenizer tokenizer.json\n",

@@ -38,10 +38,10 @@ class TokenizeConfig(SizeConfig):
     """Settings by which a record becomes token ids and supervision."""
 
     kind: Literal["auto", "preference", "sft", "scored"] = setting(
-        "auto", "of the records; auto: by the first"
+        "auto", "kind of records; auto: of the first"
     )
     fields: Mapping[str, str] = setting(
-        dict, "field names of the input (repeatable)", flag="field", metavar="FIELD=NAME"
+        dict, "column or path for a role (repeatable)", flag="field", metavar="ROLE=NAME"
     )
     form: str | None = setting(None, "record form, or `none` (default: detect)", metavar="NAME")
     adapter: str | None = setting(
@@ -52,7 +52,7 @@ class TokenizeConfig(SizeConfig):
     )
     verdict: Mapping[str, Any] = setting(
         dict,
-        "values of the mapped verdict: first=VALUE,second=VALUE,tie=VALUE",
+        "first=VALUE,second=VALUE,tie=VALUE of the verdict",
         metavar="SIDE=VALUE",
         splits=True,
     )
