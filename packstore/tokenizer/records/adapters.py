@@ -147,6 +147,8 @@ def adapter_of(function: Function) -> Adapter:
     file = getattr(module, "__file__", None)
     if module is None or getattr(module, name, None) is not function:
         return Adapter(function, name, is_importable=False, sha256=_source_sha256(function))
+    if module.__name__ == "__main__":  # to import a script or a notebook would run it again
+        return Adapter(function, name, is_importable=False, sha256=_source_sha256(function))
     if _is_importable(module):
         name = f"{module.__name__}:{name}"
     elif file and file.endswith(".py"):
@@ -158,8 +160,6 @@ def adapter_of(function: Function) -> Adapter:
 
 def _is_importable(module: ModuleType) -> bool:
     """Return True if another process finds the module by its name."""
-    if module.__name__ == "__main__":
-        return False
     try:
         return importlib.util.find_spec(module.__name__) is not None
     except (ImportError, ValueError):
