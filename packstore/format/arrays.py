@@ -6,6 +6,7 @@ is kept flat beside int64 offsets (CSR): row `i` is ``values[offsets[i]:offsets[
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -405,6 +406,14 @@ def to_offsets(lengths: npt.NDArray[np.integer]) -> Int64:
     offsets = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
     return offsets
+
+
+def flatten(rows: Sequence[Sequence[int]]) -> tuple[Int32, Int64]:
+    """Return lists of numbers as flat int32 `[N]`, and their offsets, int64 `[rows + 1]`."""
+    lengths = np.fromiter((len(row) for row in rows), np.int64, len(rows))
+    offsets = to_offsets(lengths)
+    numbers = itertools.chain.from_iterable(rows)
+    return np.fromiter(numbers, np.int32, int(offsets[-1])), offsets
 
 
 def ragged_indices(offsets: Int64, rows: Int32 | Int64) -> Int64:

@@ -27,12 +27,12 @@ from packstore.tokenizer.encode import assemble
 from packstore.tokenizer.records.adapters import Adapter
 from packstore.tokenizer.records.carry import TYPES, check_carried, parse_carry
 from packstore.tokenizer.records.overlong import fit
-from packstore.tokenizer.records.parsed import Parsed, parse, prompt_key
+from packstore.tokenizer.records.parsed import Parsed, check_responses, parse, prompt_key
 from packstore.tokenizer.records.read import ReadRecord, RecordReader
 from packstore.tokenizer.records.sequences import Draft, Mode, Sequences, Tokens, id_sequences
 from packstore.tokenizer.records.unread import UnreadRules, count_unread
 from packstore.tokenizer.refusals import Refused, Stop
-from packstore.tokenizer.render import check_responses, is_rendered_prompt, render_record
+from packstore.tokenizer.render import is_rendered_prompt, render_record
 from packstore.tokenizer.tokenizer import Tokenizer
 
 Lint = Callable[[Parsed], Iterable[tuple[str, str]]]
@@ -83,6 +83,7 @@ class RecordTokenizer:
         self.carry = parse_carry(config)
         self._lint = lint
         self._adapter = adapter
+        self._sequence_limit = config.sequence_limit
         self._reader = RecordReader(config, kind, adapter, prefers_ids=tokenizer is None)
         self._rules = UnreadRules(config, kind, carried=self.carry, has_adapter=adapter is not None)
         self._collects_rejects = isinstance(config, RunConfig) and config.rejects is not None
@@ -143,7 +144,8 @@ class RecordTokenizer:
             raise Refused("not_an_object", detail)
         value = self._reader.without_ignored(record.value)
         record.value = value
-        check_carried(value, self.carry)
+        if self.carry:
+            check_carried(value, self.carry)
         record.read = self._reader.read(value)
         parsed = parse(
             record.read.reading,
@@ -226,9 +228,9 @@ class RecordTokenizer:
         sequences = [sequence for record in records for sequence in record.sequences]
         drafts = [sequence for sequence in sequences if isinstance(sequence, Draft)]
         ids = {i: s for i, s in enumerate(sequences) if isinstance(s, Tokens)}
-        encoded = Sequences.of([])
-        if drafts:
-            encoded = assemble(self._required_tokenizer(), drafts, self.config)
+        if not drafts:
+            return Sequences.of([tokens for tokens in sequences if isinstance(tokens, Tokens)])
+        encoded = assemble(self._required_tokenizer(), drafts, self.config)
         return encoded.with_rows(ids, insert=True) if ids else encoded
 
     # Judge.
@@ -283,7 +285,7 @@ class RecordTokenizer:
         padded = -(-lengths // multiple) * multiple
         totals = np.add.reduceat(padded, first_rows[:-1])
         longest = np.maximum.reduceat(lengths, first_rows[:-1])
-        is_large = (totals > self.config.pack_size) | (longest > self.config.sequence_limit)
+        is_large = (totals > self.config.pack_size) | (longest > self._sequence_limit)
         return [int(index) for index in np.flatnonzero(is_large)]
 
     # Count.

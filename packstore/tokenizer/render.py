@@ -7,13 +7,11 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from packstore.config import TokenizeConfig
 from packstore.errors import TokenizerError, quote, sentence
 from packstore.tokenizer.control import free_characters, holds
 from packstore.tokenizer.dialogue.dialogue import Dialogue
-from packstore.tokenizer.dialogue.messages import has_content, map_strings, without_thinking
+from packstore.tokenizer.dialogue.messages import map_strings
 from packstore.tokenizer.dialogue.sandbox import as_json
 from packstore.tokenizer.dialogue.template import ChatTemplate, Message
 from packstore.tokenizer.records.parsed import Parsed
@@ -25,20 +23,6 @@ _SURROGATES = re.compile("[\ud800-\udfff]")
 
 _OPENS = re.compile(r"\s*(<[\w-]+>|\[[\w-]+\])\s?")
 """A tag at the beginning of a text."""
-
-
-def check_responses(parsed: Parsed, config: TokenizeConfig) -> Parsed:
-    """Strip thinking if so configured, and refuse empty responses."""
-    if config.thinking == "strip":
-        prompt: Any = parsed.prompt
-        prompt = without_thinking(prompt) if parsed.is_chat else prompt
-        responses: Any = [without_thinking(response) for response in parsed.responses]
-        parsed = parsed._replace(prompt=prompt, responses=responses)
-    if config.on["empty_side"] != "keep":
-        for i, response in enumerate(parsed.responses):
-            if _is_empty(response):
-                raise Refused("empty_side", f"response {i + 1} of {len(parsed.responses)} empty")
-    return parsed
 
 
 class Rendered(NamedTuple):
@@ -188,7 +172,9 @@ def _apply_special_tokens(
         written = "\n".join([value[0], *value[1]]) if is_text else as_json(value)
     except TypeError as error:  # records made in Python may hold any object
         raise Refused("wrong_type", f"tools and tool calls must be JSON values: {error}") from error
-    match = holds(written, tokenizer.control_hint) and tokenizer.controls.search(written)
+    match = None
+    if tokenizer.control_hint in written:
+        match = tokenizer.controls.search(written)
     if not match:
         return parsed, "", []
     answer = config.on["special_tokens"]
@@ -223,7 +209,9 @@ def _draft_messages(
 ) -> tuple[list[Draft], list[str]]:
     """Renders a record of messages; returns its sequences, and events to note."""
     tools, variables = parsed.tools, {**config.template_variables, **(parsed.variables or {})}
-    template = tokenizer.template_for(tools, variables)
+    template = tokenizer.template
+    if tools or variables:
+        template = tokenizer.template_for(tools, variables)
     if template is None:
         rule = "chat messages need a chat template"
         remedy = "Set chat_template: a Jinja file, chatml or plain"
@@ -237,12 +225,3 @@ def _draft_messages(
     mode: Mode = "guarded" if guard else "control"
     drafts = [Draft(one.text, one.spans, mode, guard, one.system_end, True) for one in sides]
     return drafts, [event for one in sides for event in one.events]
-
-
-def _is_empty(response: Any) -> bool:
-    if isinstance(response, str):
-        return not response or response.isspace()
-    if isinstance(response, np.ndarray):
-        return len(response) == 0
-    said = [m for m in response if m["role"] == "assistant"]
-    return bool(said) and not any(map(has_content, said))

@@ -68,27 +68,27 @@ class Tokenizer:
         """sha256 (hex) of the tokenizer file."""
         return hashlib.sha256(self.payload).hexdigest()
 
-    @property
+    @cached_property
     def vocab_size(self) -> int:
         """Highest id + 1, added tokens included."""
         return self.engine.vocabulary[0]
 
-    @property
+    @cached_property
     def bos_id(self) -> int | None:
         """Id of `bos_token`."""
         return self._id(self.bos_token)
 
-    @property
+    @cached_property
     def eos_id(self) -> int | None:
         """Id of `eos_token`."""
         return self._id(self.eos_token)
 
-    @property
+    @cached_property
     def unk_id(self) -> int | None:
         """Id of `unk_token`."""
         return self._id(self.unk_token)
 
-    @property
+    @cached_property
     def specials(self) -> Mapping[str, int]:
         """Control tokens: string -> id."""
         return self.engine.specials
@@ -202,7 +202,7 @@ class Tokenizer:
         return None if token is None else self.engine.token_to_id(token)
 
     def __getstate__(self) -> dict[str, Any]:
-        rebuilt = {"template", "tool_use_template", "_varied"}
+        rebuilt = {"template", "tool_use_template", "_varied", "specials"}
         if self.engine_name != FAST:
             rebuilt.add("engine")
         return {name: value for name, value in self.__dict__.items() if name not in rebuilt}

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
-import numpy as np
-
 from packstore.errors import PackstoreError, TokenizerError, sentence
-from packstore.format.arrays import Int32, Int64, to_offsets
+from packstore.format.arrays import Int32, Int64
 from packstore.registry import Registry
 
 
@@ -64,9 +61,3 @@ def inside(where: str, rule: str, remedy: str = "") -> Iterator[None]:
         raise
     except BaseException as error:
         raise TokenizerError(sentence(where, rule, str(error), remedy)) from error
-
-
-def flatten(rows: Sequence[Sequence[int]]) -> tuple[Int32, Int64]:
-    """Converts lists of ids to flat int32 ids and int64 offsets."""
-    offsets = to_offsets(np.fromiter(map(len, rows), np.int64, len(rows)))
-    return np.fromiter(itertools.chain.from_iterable(rows), np.int32, int(offsets[-1])), offsets

@@ -9,10 +9,9 @@ from functools import cached_property
 import sentencepiece
 
 from packstore.errors import TokenizerError, sentence
-from packstore.format.arrays import Int32, Int64
+from packstore.format.arrays import Int32, Int64, flatten
 from packstore.format.tokenizer_identity import vocabulary_sha256
 from packstore.tokenizer.control import encode_around_controls
-from packstore.tokenizer.engines import flatten
 
 
 class SentencePieceEngine:

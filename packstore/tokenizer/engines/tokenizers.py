@@ -12,9 +12,9 @@ from typing import Any, Self
 import tokenizers
 
 from packstore.errors import TokenizerError, sentence
-from packstore.format.arrays import Int32, Int64
+from packstore.format.arrays import Int32, Int64, flatten
 from packstore.format.tokenizer_identity import vocabulary_sha256
-from packstore.tokenizer.engines import flatten, inside
+from packstore.tokenizer.engines import inside
 
 MAX_IDS = 1 << 24
 """Upper bound of ids; the largest vocabularies have a tenth of it."""
@@ -91,10 +91,15 @@ class TokenizersEngine:
 
     def encode_batch(self, texts: Sequence[str], *, control: bool) -> tuple[Int32, Int64]:
         """Encodes all texts; returns flat ids and their offsets."""
-        rule = "it must encode every text"
-        with inside(self._where, rule), self._modes.using(self._tokenizer, control=control):
-            found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-            return flatten([encoding.ids for encoding in found])
+        try:
+            with self._modes.using(self._tokenizer, control=control):
+                encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a Rust panic is not even an Exception
+            rule = "it must encode every text"
+            raise TokenizerError(sentence(self._where, rule, str(error))) from error
+        return flatten([encoding.ids for encoding in encodings])
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decodes `ids` to text, including control tokens."""

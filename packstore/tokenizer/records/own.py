@@ -36,8 +36,8 @@ REWARD_ROLES = frozenset(("chosen_reward", "rejected_reward", "margin"))
 LIST_ROLES = frozenset(("responses", "scores", "response_labels"))
 """Roles with one value for each response."""
 
-JSON_BEGINNINGS = "[{ \t\r\n"
-"""Characters with which JSON text of messages may begin."""
+PLAIN_TYPES = frozenset((list, dict, int, float, bool))
+"""Types of values that are no tensors or scalars of other libraries."""
 
 
 class OwnFields:
@@ -95,8 +95,8 @@ class OwnNames:
                 if role in REWARD_ROLES and self._is_no_reward(role, name, value):
                     continue
                 if type(value) is not str:
-                    value = _converted(role, value)
-                elif role in TURN_ROLES and value[:1] in JSON_BEGINNINGS:
+                    value = _convert(role, value)
+                elif role in TURN_ROLES and value.lstrip()[:1] in ("[", "{"):
                     value = parsed_json(value)
                 values[role] = value
                 columns[role] = name
@@ -150,13 +150,12 @@ class OwnNames:
         return self._mapped
 
 
-def _converted(role: str, value: Any) -> Any:
-    """Return a tensor as an array, and JSON text of messages as a list."""
-    value = unwrapped(value)
+def _convert(role: str, value: Any) -> Any:
+    """Return a tensor as an array; of a list of responses also JSON text of messages as lists."""
+    if type(value) not in PLAIN_TYPES:
+        value = unwrapped(value)
     if role in LIST_ROLES and isinstance(value, list | np.ndarray):
         return [parsed_json(unwrapped(item)) for item in value]
-    if role in TURN_ROLES:
-        return parsed_json(value)
     return value
 
 

@@ -17,6 +17,7 @@ from packstore.tokenizer.dialogue.messages import (
     ASSISTANT,
     HH_BEGINNING,
     HUMAN,
+    has_content,
     is_hh,
     normalize_messages,
     normalize_tools,
@@ -24,12 +25,13 @@ from packstore.tokenizer.dialogue.messages import (
     split_messages,
     split_texts,
     text_as_messages,
+    without_thinking,
 )
 from packstore.tokenizer.dialogue.sandbox import as_json
 from packstore.tokenizer.dialogue.template import Message, Tools
 from packstore.tokenizer.records.own import number_of
 from packstore.tokenizer.records.reading import Answers, Chat, Pair, Reading
-from packstore.tokenizer.records.sequences import as_ids, holds_ids, masked_ids, supervised_ids
+from packstore.tokenizer.records.sequences import as_ids, masked_ids, supervised_ids
 from packstore.tokenizer.refusals import Refused, wrong_type
 
 SYSTEM = ("system", "developer")
@@ -201,8 +203,8 @@ def _split_texts(prompt: Any, responses: list[str]) -> tuple[str, list[str]]:
     Raises:
         Refused: there is no prompt (``missing_field``), or a dialogue does not begin with it.
     """
-    are_dialogues = len(responses) > 1 and all(is_hh(response) for response in responses)
-    if are_dialogues:
+    dialogues = [text for text in responses if HH_BEGINNING.match(text) and ASSISTANT in text]
+    if len(responses) > 1 and len(dialogues) == len(responses):
         shared, rest = split_texts(responses)
         if prompt is None or shared.startswith(prompt):
             return shared, rest
@@ -211,9 +213,8 @@ def _split_texts(prompt: Any, responses: list[str]) -> tuple[str, list[str]]:
         return prompt, [response[len(prompt) :] for response in responses]
     if prompt is None:
         raise Refused("missing_field", "answers without a prompt", "Name it (--field prompt=NAME)")
-    for response in responses:
-        if HH_BEGINNING.match(response) and ASSISTANT in response and _repeats(prompt, response):
-            raise _no_common_prompt()
+    if any(_repeats(prompt, response) for response in dialogues):
+        raise _no_common_prompt()
     return prompt, responses
 
 
@@ -370,7 +371,9 @@ def _holds_token_ids(reading: Reading) -> bool:
 
 
 def _is_id_list(value: Any) -> bool:
-    return holds_ids(value) and not isinstance(value, str)
+    if isinstance(value, np.ndarray):
+        return True
+    return type(value) is list and (not value or type(value[0]) is int)
 
 
 def _parse_ids(reading: Reading) -> Parsed:
@@ -410,6 +413,40 @@ def _labels_of(reading: Reading, responses: list[Any]) -> tuple[list[str], list[
     if not isinstance(labels, list | np.ndarray) or len(labels) != len(responses):
         raise wrong_type(f"response_labels must be a list of {len(responses)}", labels)
     return names, list(labels)
+
+
+def check_responses(parsed: Parsed, config: TokenizeConfig) -> Parsed:
+    """Return a record without thinking, if so configured.
+
+    Raises:
+        Refused: a response is empty (``empty_side``).
+    """
+    if config.thinking == "strip":
+        parsed = _without_thinking(parsed)
+    if config.on["empty_side"] == "keep":
+        return parsed
+    for number, response in enumerate(parsed.responses, start=1):
+        if _is_empty(response):
+            detail = f"response {number} of {len(parsed.responses)} empty"
+            raise Refused("empty_side", detail)
+    return parsed
+
+
+def _without_thinking(parsed: Parsed) -> Parsed:
+    prompt: Any = parsed.prompt
+    if parsed.is_chat:
+        prompt = without_thinking(prompt)
+    responses: Any = [without_thinking(response) for response in parsed.responses]
+    return parsed._replace(prompt=prompt, responses=responses)
+
+
+def _is_empty(response: Any) -> bool:
+    if isinstance(response, str):
+        return not response or response.isspace()
+    if isinstance(response, np.ndarray):
+        return len(response) == 0
+    answers = [message for message in response if message["role"] == "assistant"]
+    return len(answers) > 0 and not any(has_content(message) for message in answers)
 
 
 def prompt_key(parsed: Parsed) -> int:

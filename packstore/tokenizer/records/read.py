@@ -13,11 +13,21 @@ from packstore.errors import ConfigError, quote, sentence
 from packstore.registry import meant
 from packstore.tokenizer.dialogue.messages import is_empty
 from packstore.tokenizer.records.adapters import AdaptedRecord, Adapter
-from packstore.tokenizer.records.forms import Form, Match, Structure, load, match_forms
+from packstore.tokenizer.records.forms import (
+    Form,
+    Match,
+    Structure,
+    has_candidate_forms,
+    load,
+    match_forms,
+)
 from packstore.tokenizer.records.own import OwnNames, OwnReader, own_kind, score_of
 from packstore.tokenizer.records.paths import parse_json_text, parse_path
 from packstore.tokenizer.records.reading import KIND_OF, Answers, Chat, Drop, Pair, Reading
 from packstore.tokenizer.refusals import Refused, Stop
+
+MAX_LAYOUTS = 1000
+"""Sets of columns that are remembered: field names may be data that differ in each record."""
 
 OWN = "none"
 """Value of the setting `form` for records under packstore's own field names."""
@@ -97,6 +107,7 @@ class RecordReader:
             self._forms = ()
         elif config.form is not None:
             self._forms = (form_named(config.form),)
+        self._names_with_forms: dict[tuple[str, ...], bool] = {}
         self._insists = config.form not in (None, OWN)
 
     def without_ignored(self, record: dict[str, Any]) -> dict[str, Any]:
@@ -139,7 +150,7 @@ class RecordReader:
 
     def _match(self, record: dict[str, Any]) -> Match | None:
         """Return the form of a record, or None for own names."""
-        if self._forms == ():
+        if not self._may_have_form(record):
             return None
         matches = match_forms(record, self._forms)
         if not matches:
@@ -155,6 +166,18 @@ class RecordReader:
             detail = f"a record of the form {match.form.name}: {match.form.refusal}"
             raise Stop("packstore must be able to read it", detail)
         return match
+
+    def _may_have_form(self, record: dict[str, Any]) -> bool:
+        """Return False if no form has all of its columns among the record's."""
+        if self._forms is not None:
+            return len(self._forms) > 0
+        names = tuple(record)
+        has_candidates = self._names_with_forms.get(names)
+        if has_candidates is None:
+            has_candidates = has_candidate_forms(record)
+            if len(self._names_with_forms) < MAX_LAYOUTS:
+                self._names_with_forms[names] = has_candidates
+        return has_candidates
 
     def _misfit(self, record: Mapping[str, Any], form: Form) -> Refused:
         """Return the refusal of a record that has not the form that was named."""

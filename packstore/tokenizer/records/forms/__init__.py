@@ -367,6 +367,11 @@ def match_forms(record: Mapping[str, Any], names: Iterable[Form] | None = None) 
     return matches
 
 
+def has_candidate_forms(record: Mapping[str, Any]) -> bool:
+    """Return True if a form has all of its columns among those of a record."""
+    return bool(_candidates(*record))
+
+
 def _most_specific(matches: list[Match]) -> list[Match]:
     """Return the matches without those whose fields another one requires as well, and more."""
     specific = []
