@@ -248,8 +248,8 @@ CASES = {
         PLAIN,
         *("reward_reversed", "reward_rounded"),
     ),
-    "a bad answer kept": case(BAD, ["p«b</s>»"], on={"unpaired_feedback": "keep"}),
-    "a label of a pair": case({**P, "label": 0}, PLAIN, on={"unread_field": "keep"}),
+    "a label ignored": case(BAD, ["p«b</s>»"], ignore=("label",)),
+    "a label beside a pair, which says itself which side is better": case({**P, "label": 0}, PLAIN),
     "scored": case(SCORED, ["p«a</s>»", "p«b</s>»", "p«a</s>»"]),
     "text under a chat template": case(P, PLAIN, "raw_text", **TURNS),
     "text that shall stay as it is": case(P, PLAIN, as_chat=False, **TURNS),
@@ -362,8 +362,8 @@ REFUSED: dict[str, list[Any]] = {
         {**P, "chosen": True},
         {**P, "prompt": 3},
         {**P, "chosen": ["c"]},
-        {**P, "chosen_reward": "1"},
-        {**P, "chosen_reward": float("nan")},
+        {**P, "chosen_reward": "high", "rejected_reward": 1},
+        {**P, "chosen_reward": float("nan"), "rejected_reward": 1},
         {**P, "chosen_reward": 1e39, "rejected_reward": 1},  # beyond float32
         {**P, "chosen_reward": 10**400, "rejected_reward": 1},
         {**P, "prompt": [user("p")], "tools": "{"},
@@ -462,7 +462,7 @@ REFUSED: dict[str, list[Any]] = {
         | {"score_0": 0.0, "score_1": 0},
     ],
     "unread_field": [
-        {**P, "label": 0},
+        {**P, "weight": 0},
         ({**P, "system": "s"}, {"as_chat": False}),
         {**SCORED, "weight": 0.5},
         {**P, "margin": 2, "chosen_reward": 2, "rejected_reward": 1},
@@ -554,7 +554,8 @@ def test_text_takes_a_short_way_to_the_same(on, pack, byte_level):
 
 
 def test_every_reason_has_a_case():
-    assert REFUSED.keys() == REASONS.keys()
+    """Lines that are no JSON are tried in ``test_broken_lines.py``."""
+    assert REFUSED.keys() | {"not_json"} == REASONS.keys()
 
 
 def test_the_page_lists_every_reason():

@@ -22,6 +22,7 @@ from packstore.tokenizer.dialogue.messages import (
     normalize_messages,
     normalize_tools,
     normalize_variables,
+    parsed_json,
     split_messages,
     split_texts,
     text_as_messages,
@@ -128,11 +129,14 @@ def _contents(reading: Reading) -> tuple[Any, list[Any]]:
     if isinstance(reading, Pair):
         return reading.prompt, [reading.chosen, reading.rejected]
     if isinstance(reading, Answers):
-        if not isinstance(reading.responses, list):
-            raise wrong_type("responses must be a list", reading.responses)
+        if not isinstance(reading.responses, list) or not reading.responses:
+            raise wrong_type("responses must be a list with an answer", reading.responses)
         return reading.prompt, reading.responses
     if reading.messages is not None:
-        return reading.prompt, [reading.messages]
+        messages = parsed_json(reading.messages)
+        if not isinstance(messages, list | dict) or not messages:
+            raise wrong_type("messages must be a list of messages", reading.messages)
+        return reading.prompt, [messages]
     return reading.prompt, [reading.response]
 
 
@@ -234,7 +238,7 @@ def _parse_chat(
     unknown: set[str] = set()
     events: tuple[str, ...] = ()
     if isinstance(reading, Chat) and reading.messages is not None:
-        dialogue = _turns(reading.messages, "assistant", unknown, roles)
+        dialogue = _turns(responses[0], "assistant", unknown, roles)
         dialogue = _with_system(reading.system, dialogue)
         if prompt:
             _check_prompt(_turns(prompt, "user", unknown, roles), dialogue)
@@ -290,10 +294,11 @@ def _split_last_answer(
 
 def _turns(value: Any, role: str, unknown: set[str], roles: dict[str, str]) -> list[Message]:
     """Return text as a turn of a role, and messages in the form that templates expect."""
-    written = [{"role": role, "content": value}] if isinstance(value, str) else value
-    if not isinstance(written, list | dict):
-        raise wrong_type(f"{role} turns must be text or messages", value)
-    return normalize_messages(written, unknown, roles)
+    if isinstance(value, str):
+        value = [{"role": role, "content": value}]
+    elif not isinstance(value, list | dict) or not value:
+        raise wrong_type("a prompt or an answer must be text or messages", value)
+    return normalize_messages(value, unknown, roles)
 
 
 def _split_dialogues(
