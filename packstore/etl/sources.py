@@ -15,8 +15,15 @@ from typing import Any
 
 import numpy as np
 
-from packstore.config import PARTITION_BYTES, PackConfig, PlanConfig, SelectConfig, WriteConfig
-from packstore.errors import ConfigError, RecordError, quote, sentence, spelled
+from packstore.config import (
+    PARTITION_BYTES,
+    REASONS,
+    PackConfig,
+    PlanConfig,
+    SelectConfig,
+    WriteConfig,
+)
+from packstore.errors import ConfigError, RecordError, sentence, spelled
 from packstore.etl.engines import engine_with, local
 from packstore.etl.tokenize import Part, Tokenize
 from packstore.format.arrays import Examples, Rows, Sample, Tally, to_offsets
@@ -37,7 +44,7 @@ from packstore.tokenizer.record_tokenizer import Lint
 from packstore.tokenizer.records.adapters import Adapter, load_adapter
 from packstore.tokenizer.records.describe import describe, reading_provenance, without_a_kind
 from packstore.tokenizer.records.parsed import Parsed
-from packstore.tokenizer.records.read import OtherKind, ReadRecord, kind_of_record
+from packstore.tokenizer.records.read import ReadRecord, kind_of_record, require_object
 from packstore.tokenizer.refusals import Refused, Stop
 from packstore.tokenizer.tokenizer import FAST
 from packstore.version import VERSION
@@ -131,25 +138,29 @@ class RecordExampleReader:
         Raises:
             RecordError: no record of the first block has a form, or fields that packstore knows.
         """
-        refusal = None
+        refusals: list[tuple[str, Refused]] = []
         for index, value in enumerate(rows.values):
-            if not isinstance(value, dict):
-                continue
+            where = rows.where(index)
             try:
+                record = require_object(value)
                 prefers_ids = self._reference is None
-                kind = kind_of_record(value, self._config, self._adapter, prefers_ids)
-            except Stop as error:
-                raise error.as_error(rows.where(index)) from None
-            except Refused as refused:  # an adapter leaves it out, or a form does not fit
-                refusal = refusal or refused.as_error(rows.where(index))
+                kind = kind_of_record(record, self._config, self._adapter, prefers_ids)
+            except Refused as refused:
+                if self._stops_at(refused):
+                    raise refused.as_error(where) from None
+                refusals.append((where, refused))
                 continue
             if kind is None:
-                raise without_a_kind(value, rows.where(index))
+                raise without_a_kind(record, where)
             return kind
-        if refusal is not None:
-            raise refusal
-        rule = "a record must be an object with named fields"
-        raise RecordError(sentence(rows.where(0), rule, quote(rows.values[0])))
+        where, first_refusal = refusals[0]
+        rule = REASONS[first_refusal.reason].rule
+        remedy = f"{first_refusal.remedy}, or say the kind of the others (--kind)"
+        raise RecordError(sentence(where, rule, first_refusal.detail, remedy))
+
+    def _stops_at(self, refused: Refused) -> bool:
+        """Return True for a refusal at which the job stops."""
+        return isinstance(refused, Stop) or self._config.on[refused.reason] == "error"
 
     def _read_first(self, rows: Rows) -> None:
         """Read all records of a block, so that a job that cannot succeed stops before it begins.
@@ -157,25 +168,24 @@ class RecordExampleReader:
         Raises:
             RecordError: one of them would stop the job.
         """
-        stage = RecordTokenizer(self._reference, self._config, self.kind, adapter=self._adapter)
+        stage = self._stage(self._reference)
         for index, value in enumerate(rows.values):
-            where = rows.where(index)
             try:
                 read, parsed = stage.read(value)
-            except OtherKind as error:
-                raise self._other_kind(error, where) from None
             except Refused as refused:
-                if isinstance(refused, Stop) or self._config.on[refused.reason] == "error":
-                    raise refused.as_error(where) from None
+                if self._stops_at(refused):
+                    # One before it may stop the job later on its way, and is named first.
+                    self._stage(self._reference)(rows.first(index + 1))
                 continue
             if self._first is None:
-                self._first = where, value, read, parsed
+                self._first = rows.where(index), value, read, parsed
 
-    def _other_kind(self, error: OtherKind, where: str) -> RecordError:
-        """Return the error of a record of another kind, with the place of the first one."""
-        if self._first is not None:
-            error.detail += f", while {self._first[0]} is of kind {self.kind}"
-        return error.as_error(where)
+    def _stage(self, tokenizer: Tokenizer | None, lint: Lint | None = None) -> RecordTokenizer:
+        """Return the step that converts records to examples."""
+        first_place = "" if self._first is None else self._first[0]
+        return RecordTokenizer(
+            tokenizer, self._config, self.kind, lint, self._adapter, first_place=first_place
+        )
 
     def announce(self) -> None:
         """Log how records are read, before the work begins."""
@@ -256,7 +266,7 @@ class RecordExampleReader:
         threads = not self._renders and local.cores() <= FEW_CORES.get(name, 0)
         quick = not self._renders and name in (None, FAST)
         alone = local.QUICK_SECONDS if quick else local.WORTH_SECONDS
-        stage = RecordTokenizer(self.tokenizer, self._config, self.kind, lint, self._adapter)
+        stage = self._stage(self.tokenizer, lint)
         watch = EngineWatch(self.tokenizer, self._config, len(self.inputs))
         return Tokenize(stage, watch, in_threads=threads, alone=alone)
 

@@ -54,6 +54,10 @@ class Rows:
         """Returns the place of record `i` for error texts, counted from 1."""
         return f"{self.path}, {self.unit} {self.ordinals[i] + 1}"
 
+    def first(self, number: int) -> Rows:
+        """Return the first records."""
+        return replace(self, ordinals=self.ordinals[:number], values=self.values[:number])
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Examples:

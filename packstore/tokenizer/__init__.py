@@ -2,12 +2,14 @@
 
 from packstore.tokenizer.record_tokenizer import RecordTokenizer
 from packstore.tokenizer.records.carry import parse_carry, typed_carry
+from packstore.tokenizer.records.describe import detect_kind
 from packstore.tokenizer.source import load_tokenizer, recorded_tokenizer
 from packstore.tokenizer.tokenizer import Tokenizer
 
 __all__ = [
     "RecordTokenizer",
     "Tokenizer",
+    "detect_kind",
     "load_tokenizer",
     "parse_carry",
     "recorded_tokenizer",

@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from packstore.config import RunConfig, SelectConfig, TokenizeConfig
-from packstore.errors import TokenizerError, quote, sentence
+from packstore.errors import TokenizerError, sentence
 from packstore.format.arrays import (
-    BrokenLine,
     Column,
     Examples,
     Int64,
@@ -28,7 +27,7 @@ from packstore.tokenizer.records.adapters import Adapter
 from packstore.tokenizer.records.carry import TYPES, check_carried, parse_carry
 from packstore.tokenizer.records.overlong import fit
 from packstore.tokenizer.records.parsed import Parsed, check_responses, parse, prompt_key
-from packstore.tokenizer.records.read import ReadRecord, RecordReader
+from packstore.tokenizer.records.read import ReadRecord, RecordReader, require_object
 from packstore.tokenizer.records.sequences import Draft, Mode, Sequences, Tokens, id_sequences
 from packstore.tokenizer.records.unread import UnreadRules, count_unread
 from packstore.tokenizer.refusals import Refused, Stop
@@ -67,6 +66,7 @@ class RecordTokenizer:
         tokenizer: may be None only if all records are token ids.
         lint: sees every record that becomes an example.
         adapter: the user's own function that reads records.
+        first_place: of the record that decides the kind, for the error of one of another kind.
     """
 
     def __init__(
@@ -76,6 +76,8 @@ class RecordTokenizer:
         kind: str,
         lint: Lint | None = None,
         adapter: Adapter | None = None,
+        *,
+        first_place: str = "",
     ) -> None:
         self.tokenizer = tokenizer
         self.config = config
@@ -84,7 +86,8 @@ class RecordTokenizer:
         self._lint = lint
         self._adapter = adapter
         self._sequence_limit = config.sequence_limit
-        self._reader = RecordReader(config, kind, adapter, prefers_ids=tokenizer is None)
+        prefers_ids = tokenizer is None
+        self._reader = RecordReader(config, kind, adapter, prefers_ids, first_place)
         self._rules = UnreadRules(config, kind, carried=self.carry, has_adapter=adapter is not None)
         self._collects_rejects = isinstance(config, RunConfig) and config.rejects is not None
         self._wants_keys = isinstance(config, SelectConfig) and config.selects
@@ -137,12 +140,7 @@ class RecordTokenizer:
 
     def _read(self, record: Record) -> None:
         """Set the reading of a record and its text, messages or ids."""
-        if isinstance(record.value, BrokenLine):
-            raise Refused("not_json", record.value.detail, record.value.remedy)
-        if not isinstance(record.value, dict):
-            detail = f"a record must be an object, found {quote(record.value)}"
-            raise Refused("not_an_object", detail)
-        value = self._reader.without_ignored(record.value)
+        value = self._reader.without_ignored(require_object(record.value))
         record.value = value
         if self.carry:
             check_carried(value, self.carry)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from packstore.config import TokenizeConfig
 from packstore.errors import RecordError, quote, sentence
 from packstore.tokenizer.dialogue.messages import is_empty
 from packstore.tokenizer.records.adapters import Adapter
 from packstore.tokenizer.records.forms import load
-from packstore.tokenizer.records.read import ReadRecord
+from packstore.tokenizer.records.read import ReadRecord, kind_of_record
 from packstore.tokenizer.records.unread import first_values, sibling_remedy
+from packstore.tokenizer.refusals import Refused
 
 
 def describe(
@@ -71,6 +73,23 @@ def reading_provenance(read: ReadRecord | None, adapter: Adapter | None) -> dict
             "fields": sorted(read.columns.values()),
         }
     return {"fields": dict(sorted(read.columns.items()))}
+
+
+def detect_kind(record: dict[str, Any], config: TokenizeConfig, where: str) -> str:
+    """Return the kind of the settings, else of a record of token ids.
+
+    Raises:
+        RecordError: it has no form, and none of packstore's own fields.
+    """
+    if config.kind != "auto":
+        return config.kind
+    try:
+        kind = kind_of_record(record, config, prefers_ids=True)
+    except Refused as refused:
+        raise refused.as_error(where) from None
+    if kind is None:
+        raise without_a_kind(record, where)
+    return kind
 
 
 def without_a_kind(record: Mapping[str, Any], where: str) -> RecordError:

@@ -10,6 +10,7 @@ from typing import Any
 from packstore.config import REASONS, TokenizeConfig
 from packstore.config.record_fields import VERDICT_ROLES
 from packstore.errors import ConfigError, quote, sentence
+from packstore.format.arrays import BrokenLine
 from packstore.registry import meant
 from packstore.tokenizer.dialogue.messages import is_empty
 from packstore.tokenizer.records.adapters import AdaptedRecord, Adapter
@@ -88,6 +89,7 @@ class RecordReader:
         kind: preference, scored or sft.
         adapter: the user's function, which goes before forms and own names.
         prefers_ids: whether token ids go before text where a record has both.
+        first_place: of the record that decides the kind.
     """
 
     def __init__(
@@ -96,8 +98,10 @@ class RecordReader:
         kind: str,
         adapter: Adapter | None = None,
         prefers_ids: bool = False,
+        first_place: str = "",
     ) -> None:
         self._kind = kind
+        self._first_place = first_place
         self._adapter = adapter
         self._ignored = frozenset(config.ignore)
         self._names = OwnNames(config.fields, prefers_ids)
@@ -131,7 +135,7 @@ class RecordReader:
         if result.source and self._names.mapped:
             self._replace_mapped(record, result)
         if result.kind != self._kind:
-            raise _other_kind(result.kind, self._kind)
+            raise self._other_kind(result.kind)
         return result
 
     def kind_of(self, record: dict[str, Any]) -> str | None:
@@ -147,6 +151,16 @@ class RecordReader:
         if match is not None:
             return match.structure.kind
         return own_kind(self._names.find(record))
+
+    def _other_kind(self, kind: str) -> Stop:
+        """Return the refusal of a record of another kind than the job's."""
+        rule = f"records of one dataset must be of one kind, here {self._kind}"
+        detail = f"a record of kind {kind}"
+        if self._first_place:
+            detail += f", while {self._first_place} is of kind {self._kind}"
+        remedy = f"Pack such records apart, or say how to read them (--kind {self._kind} --field "
+        remedy += "ROLE=NAME)"
+        return Stop(rule, detail, remedy)
 
     def _match(self, record: dict[str, Any]) -> Match | None:
         """Return the form of a record, or None for own names."""
@@ -228,7 +242,7 @@ class RecordReader:
             if refused.reason == "missing_field" and not self._names.mapped:
                 kind = own_kind(self._names.find(record))
                 if kind is not None and kind != self._kind:
-                    raise _other_kind(kind, self._kind) from None
+                    raise self._other_kind(kind) from None
             raise
         self._check_mapped(record, columns)
         return ReadRecord(reading=reading, source="", columns=columns)
@@ -285,20 +299,17 @@ def _reading_of(result: object, where: str) -> Reading:
     raise Stop(rule, quote(result))
 
 
-def _other_kind(kind: str, expected: str) -> Stop:
-    return OtherKind(kind, expected)
+def require_object(value: object) -> dict[str, Any]:
+    """Return a record.
 
-
-class OtherKind(Stop):
-    """A record is of another kind than the job: :attr:`kind`."""
-
-    def __init__(self, kind: str, expected: str) -> None:
-        rule = f"records of one dataset must be of one kind, here {expected}"
-        remedy = f"Pack such records apart, or say how to read them (--kind {expected} --field "
-        remedy += "ROLE=NAME)"
-        super().__init__(rule, f"a record of kind {kind}", remedy)
-        self.kind = kind
-        self.expected = expected
+    Raises:
+        Refused: its line is no JSON (``not_json``), or it is no object (``not_an_object``).
+    """
+    if isinstance(value, BrokenLine):
+        raise Refused("not_json", value.detail, value.remedy)
+    if not isinstance(value, dict):
+        raise Refused("not_an_object", f"a record must be an object, found {quote(value)}")
+    return value
 
 
 def kind_of_record(
