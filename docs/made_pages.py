@@ -43,6 +43,30 @@ FORM_GROUPS = {
 }
 """Kind of a form's records -> the title of its section."""
 
+_ABOUT_FORMS = """\
+# Forms
+
+A form is the structure of a public set, or of another trainer's records, with the function that
+reads it ([Records](../records.md)). A record has a form if all required fields are there, with
+values of these types. It needs no flag then. `--form NAME` reads all records by one form, and
+`--form none` by packstore's [own names](#own-names) alone. The manifest records the form's name and
+version.
+
+System prompts, tools, `chat_template_kwargs` and rewards under their own names are read beside
+every form. *Not read*: columns that the form leaves, because they change nothing of what is
+learned; `*` stands for any text, and `?` for one character.
+"""
+
+_ABOUT_LISTS = """
+## Names and words with a meaning
+
+If nothing reads a column with such a name, or with such a word beside a single answer, the job
+stops ([Records](../records.md)). Names are compared as a whole, in small letters and with `_`
+between their words (`passRate` is `pass_rate`); inside objects, by the last key. At least two
+public sets or trainers use a name so. Messages and tool schemas stop it under any name. Any other
+column is announced with its value, and stops nothing.
+"""
+
 CLOSED_LISTS = {
     "JUDGEMENTS": "Judgements",
     "GOOD_WORDS": "Good words",
@@ -160,15 +184,7 @@ def forms() -> Iterator[str]:
     """Yield the page of forms: each with its structures, then own names and closed lists."""
     from packstore.tokenizer.records.forms import load
 
-    yield "# Forms\n"
-    yield "A form is the structure of a public set, or of another trainer's records, and the function "
-    yield "that reads it ([Records](../records.md)). A record has a form if all required fields are "
-    yield "there, with values of these types. It needs no flag then. `--form NAME` reads all records "
-    yield "by one form, and `--form none` by packstore's [own names](#own-names) alone. The manifest "
-    yield "records the form's name and version.\n"
-    yield "System prompts, tools, `chat_template_kwargs` and rewards under their own names are read "
-    yield "beside every form. *Not read*: columns that the form leaves, because they change nothing "
-    yield "of what is learned; `*` stands for any text.\n"
+    yield _ABOUT_FORMS
     for kind, title in FORM_GROUPS.items():
         yield f"\n## {title}\n"
         for each in load().values():
@@ -236,17 +252,17 @@ def _own_names() -> Iterator[str]:
 
 
 def _closed_lists() -> Iterator[str]:
-    """Yield the names and words that stop a job if nothing reads them, with their sources."""
+    """Yield the names and words that mean something in every set, with their sources."""
     home = "packstore.tokenizer.records.judgements"
-    module = importlib.import_module(home)
-    yield "\n## Names and words that must be read\n"
-    yield f"{module.__doc__.partition(chr(10) * 2)[2]}\n"  # type: ignore[union-attr]
+    yield _ABOUT_LISTS
     for name, title in CLOSED_LISTS.items():
-        values = getattr(module, name)
+        values = getattr(importlib.import_module(home), name)
+        first, _, further = _beside(f"{home}.{name}").partition("\n\n")
         yield f"\n### {title}\n"
-        yield f"{_beside(f'{home}.{name}')}\n"
+        yield f"{first.partition(' -> ')[0].rstrip('.')}. {further}\n"
         if not isinstance(values, Mapping):
-            yield ", ".join(f"`{word}`" for word in values) + "\n"
+            words = sorted(values) if isinstance(values, frozenset) else values
+            yield ", ".join(f"`{word}`" for word in words) + "\n"
             continue
         rows = [
             (", ".join(f"`{word}`" for word in words), ", ".join(sources))
