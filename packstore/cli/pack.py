@@ -118,7 +118,11 @@ def try_job(args: argparse.Namespace, job: dict[str, Any]) -> int:
 def _configure_append(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("dataset", metavar="DATASET", help="folder or URL of a packed dataset")
     common.add_source(parser, "files, globs, folders or URLs of records")
-    common.add_flags(parser, {"--tokenizer PATH": "default: the one of the manifest"})
+    flags = {
+        "--tokenizer PATH": "default: the one of the manifest",
+        "--adapter MODULE:FUNCTION": "function that read DATASET's records, if one did",
+    }
+    common.add_flags(parser, flags)
     common.add_json(parser)
     common.add_storage_options(parser, source=True)
     names = ("dedup", "fields", "on", "partitions")

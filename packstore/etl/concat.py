@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 from packstore.config import PackConfig, RunConfig, fingerprint
+from packstore.config.remedies import current_door, spell
 from packstore.errors import (
     ConfigError,
     DatasetNotFoundError,
@@ -74,7 +75,8 @@ def append(
         dataset: the dataset, or its path or URL.
         more: any source of :func:`packstore.pack`; a packed dataset is repacked.
         tokenizer: the tokenizer of the dataset; None: loaded from the path in its manifest.
-        adapter: the function that read the dataset's records, if its name is not enough to load it.
+        adapter: the function that read the dataset's records, or its name; never taken from the
+            manifest, as whoever made that could name any function.
         storage_options, source_storage_options, progress: see :func:`packstore.pack`.
         settings: fields of ``RunConfig``, `partitions` of the new records, `fields`, `dedup`, and
             `on`, whose answers are added to those of the dataset. All others are its own.
@@ -214,8 +216,9 @@ def _settings_of(base: Dataset, settings: Mapping[str, Any], packed: bool) -> Pa
         rule = "append packs with the settings of the dataset, so all must be known"
         remedy = "Append with the version of packstore that made it"
         raise ConfigError(sentence(base.url, rule, ", ".join(map(repr, unknown)), remedy))
-    # The number of partitions follows from the bytes of the new records.
-    decided = {*PackConfig.names()} - {*RunConfig.names(), "partitions"}
+    # The number of partitions follows from the bytes of the new records. The name of an adapter is
+    # not taken from a manifest, because a forged one would make append run code.
+    decided = {*PackConfig.names()} - {*RunConfig.names(), "partitions", "adapter"}
     values = {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in recorded.items()
@@ -262,8 +265,11 @@ def _check_reading(base: Dataset, adapter: Adapter | None) -> None:
             raise ConfigError(sentence(base.url, rule, change, remedy))
     if "adapter" in recorded:
         if adapter is None:
-            remedy = "Give the adapter (adapter=FUNCTION)"
-            raise ConfigError(sentence(base.url, rule, f"no adapter {recorded['adapter']}", remedy))
+            name = recorded["adapter"]
+            is_loadable = ":" in name
+            how = spell(current_door(), {"adapter": name}) if is_loadable else "adapter=FUNCTION"
+            remedy = f"Give the function that reads them, if you trust it ({how})"
+            raise ConfigError(sentence(base.url, rule, f"no adapter {quote(name)}", remedy))
         if adapter.sha256 != recorded.get("adapter_sha256"):
             change = f"{adapter.name}, whose file has changed"
             raise ConfigError(sentence(base.url, rule, change, "Restore it, or pack anew"))
