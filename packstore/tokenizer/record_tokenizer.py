@@ -27,7 +27,7 @@ from packstore.tokenizer.records.adapters import Adapter
 from packstore.tokenizer.records.carry import TYPES, check_carried, parse_carry
 from packstore.tokenizer.records.overlong import fit
 from packstore.tokenizer.records.parsed import Parsed, check_responses, parse, prompt_key
-from packstore.tokenizer.records.read import ReadRecord, RecordReader, require_object
+from packstore.tokenizer.records.read import ReadRecord, RecordReader, columns_of, require_object
 from packstore.tokenizer.records.sequences import Draft, Mode, Sequences, Tokens, id_sequences
 from packstore.tokenizer.records.unread import UnreadRules, count_unread
 from packstore.tokenizer.refusals import Refused, Stop
@@ -306,12 +306,14 @@ class RecordTokenizer:
                 raise refused.as_error(where) from None
             tally.drop(refused.reason, where, refused.detail)
         examples = [record for record in records if record.refused is None]
-        columns = Counter(
+        places = Counter(
             (*record.read.columns.values(), *record.read.further_columns) for record in examples
         )
-        for names, number in columns.items():
+        read_columns = Counter[str]()
+        for names, number in places.items():
             tally.used.update(dict.fromkeys((*names, *self.carry), number))
-        count_unread(tally, [record.value for record in examples])
+            read_columns.update(dict.fromkeys((*columns_of(names), *self.carry), number))
+        count_unread(tally, [record.value for record in examples], read_columns)
         for record in examples:
             for event, detail in self._lint(record.parsed) if self._lint else ():
                 tally.note(event, rows.where(record.index), detail)

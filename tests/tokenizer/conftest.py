@@ -35,6 +35,17 @@ FILES = {
 }
 
 
+TEMPLATE = (
+    "{% for t in tools or [] %}{{ t.function.name }};{% endfor %}"
+    "{% for m in messages %}[{{ m.role[0] }}]"
+    "{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}{{ m.content or '' }}"
+    "{% for c in m.tool_calls or [] %}{% set a = c.function.arguments %}"
+    "!{{ c.function.name }}{{ a if a is string else a | tojson }}{% endfor %}"
+    "<e>{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
+)
+"""A chat template that shows roles by their first letter, reasoning, tools and calls."""
+
+
 class Source(NamedTuple):
     """A tokenizer as ``packstore.pack`` takes it, its template, and the object of its library."""
 

@@ -18,7 +18,7 @@ from children import run_python
 import packstore
 from packstore.errors import RecordError
 from packstore.tokenizer.records.forms import load, match_forms
-from tests.tokenizer.test_shapes import TEMPLATE
+from tests.tokenizer.conftest import TEMPLATE
 
 FAMILIES = sorted((Path(__file__).parent / "forms").glob("*.jsonl"))
 

@@ -596,7 +596,7 @@ def test_what_the_remedy_ignores_does_not_stop(base, extra, door):
 @pytest.fixture(scope="module")
 def files(tmp_path_factory, byte_level):
     """A folder with a tokenizer that has a chat template, for the command line."""
-    from tests.tokenizer.test_shapes import TEMPLATE
+    from tests.tokenizer.conftest import TEMPLATE
 
     folder = tmp_path_factory.mktemp("remedies")
     byte_level(template=TEMPLATE).library.save(str(folder / "tokenizer.json"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,7 @@ from packstore.tokenizer.records.forms import (
     match_forms,
 )
 from packstore.tokenizer.records.own import OwnNames, OwnReader, own_kind, score_of
-from packstore.tokenizer.records.paths import parse_json_text, parse_path
+from packstore.tokenizer.records.paths import is_path, parse_json_text, parse_path
 from packstore.tokenizer.records.reading import KIND_OF, Answers, Chat, Drop, Pair, Reading
 from packstore.tokenizer.refusals import Refused, Stop
 
@@ -56,14 +56,19 @@ class ReadRecord:
     @property
     def column_names(self) -> set[str]:
         """Names of the columns that are read, in part or whole."""
-        names = {str(parse_path(path)[0]) for path in self.columns.values()}
-        names.update(self.columns.values())  # a name may have a dot
-        return names | self.further_columns
+        return columns_of(self.columns.values()) | self.further_columns
 
     @property
     def kind(self) -> str:
         """The kind of the reading."""
         return KIND_OF[type(self.reading)]
+
+
+def columns_of(places: Iterable[str]) -> set[str]:
+    """Return the names of the columns in which names or paths lie."""
+    names = set(places)  # a name may have a dot
+    columns = {str(parse_path(name)[0]) for name in names if is_path(name)}
+    return names | columns
 
 
 def form_named(name: str) -> Form:

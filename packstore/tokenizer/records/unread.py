@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -573,13 +574,24 @@ def sibling_remedy(record: Mapping[str, Any]) -> str:
     return advise_siblings(record, current_door())
 
 
-def count_unread(tally: Tally, records: Sequence[Mapping[str, Any]]) -> None:
-    """Count by column the records with a value that was not used."""
-    names = set[str]().union(*records)
-    for name in sorted(names)[:MAX_FIELDS]:  # they may be data that differ in each record
-        count = sum(not is_empty(record.get(name)) for record in records) - tally.used[name]
-        if count > 0:
-            tally.unused[name] += count
+def count_unread(
+    tally: Tally, records: Sequence[Mapping[str, Any]], read_columns: Mapping[str, int]
+) -> None:
+    """Count by column the records with a value that was not read, not even in part.
+
+    Args:
+        read_columns: column -> number of the records in which it was read.
+    """
+    names = {name for name in set[Any]().union(*records) if isinstance(name, str)}
+    if len(names) > MAX_FIELDS:  # they may be data that differ in each record
+        frequencies = Counter(name for record in records for name in record if name in names)
+        names = {name for name, _ in frequencies.most_common(MAX_FIELDS)}
+    for name in sorted(names):
+        number = sum(not is_empty(record.get(name)) for record in records)
+        number -= read_columns.get(name, 0)
+        if number > 0:
+            valid_name = name.encode(errors="backslashreplace").decode()  # it may hold a surrogate
+            tally.unused[valid_name] += number
 
 
 def first_values(record: Mapping[str, Any], names: Iterable[str]) -> dict[str, str]:
