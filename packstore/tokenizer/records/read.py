@@ -9,6 +9,7 @@ from typing import Any
 
 from packstore.config import REASONS, TokenizeConfig
 from packstore.config.record_fields import VERDICT_ROLES
+from packstore.config.remedies import current_door, spell
 from packstore.errors import ConfigError, quote, sentence
 from packstore.format.arrays import BrokenLine
 from packstore.registry import meant
@@ -107,6 +108,7 @@ class RecordReader:
     ) -> None:
         self._kind = kind
         self._first_place = first_place
+        self._door = current_door()
         self._adapter = adapter
         self._ignored = frozenset(config.ignore)
         self._names = OwnNames(config.fields, prefers_ids)
@@ -163,8 +165,8 @@ class RecordReader:
         detail = f"a record of kind {kind}"
         if self._first_place:
             detail += f", while {self._first_place} is of kind {self._kind}"
-        remedy = f"Pack such records apart, or say how to read them (--kind {self._kind} --field "
-        remedy += "ROLE=NAME)"
+        how = spell(self._door, {"kind": self._kind, "fields": {"ROLE": "NAME"}})
+        remedy = f"Pack such records apart, or say how to read them ({how})"
         return Stop(rule, detail, remedy)
 
     def _match(self, record: dict[str, Any]) -> Match | None:
@@ -177,9 +179,7 @@ class RecordReader:
                 raise self._misfit(record, self._forms[0])
             return None
         if len(matches) > 1:
-            names = " and ".join(repr(match.form.name) for match in matches)
-            choices = " or ".join(f"--form {match.form.name}" for match in matches)
-            raise Stop("a record must have one form", f"two: {names}", f"Choose one ({choices})")
+            raise self._ambiguity(matches)
         match = matches[0]
         if match.form.refusal:
             detail = f"a record of the form {match.form.name}: {match.form.refusal}"
@@ -198,9 +198,23 @@ class RecordReader:
                 self._names_with_forms[names] = has_candidates
         return has_candidates
 
+    def _ambiguity(self, matches: Sequence[Match]) -> Stop:
+        """Return the refusal of a record with several forms, or several structures of one form."""
+        found = " and ".join(
+            f"{match.form.name} ({', '.join(match.structure.required)})" for match in matches
+        )
+        names = list(dict.fromkeys(match.form.name for match in matches))
+        choices = [spell(self._door, {"form": name}) for name in names]
+        if len(names) == 1:
+            required = [set(match.structure.required) for match in matches]
+            shared = set.intersection(*required)
+            own_paths = [sorted(paths - shared) for paths in required]
+            choices = [spell(self._door, {"ignore": paths}) for paths in own_paths]
+        return Stop("a record must have one form", found, f"Choose one ({' or '.join(choices)})")
+
     def _misfit(self, record: Mapping[str, Any], form: Form) -> Refused:
         """Return the refusal of a record that has not the form that was named."""
-        structure = form.structures[0]
+        structure = _nearest_structure(form, record)
         for path, kind in structure.required.items():
             value = structure.value_at(record, path)
             if value is None:
@@ -280,6 +294,17 @@ class RecordReader:
             values[_attribute(role)] = [score_of(value, column)] if role == "score" else value
             result.columns[role] = column
         result.reading = dataclasses.replace(result.reading, **values)
+
+
+def _nearest_structure(form: Form, record: Mapping[str, Any]) -> Structure:
+    """Return the structure with the largest share of its required columns in a record."""
+
+    def share(structure: Structure) -> float:
+        columns = columns_of(structure.required) - structure.required.keys()
+        columns |= {path for path in structure.required if not is_path(path)}
+        return sum(record.get(column) is not None for column in columns) / len(columns)
+
+    return max(form.structures, key=share)
 
 
 def _attribute(role: str) -> str:
