@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -26,7 +26,13 @@ from packstore.tokenizer.encode import assemble
 from packstore.tokenizer.records.adapters import Adapter
 from packstore.tokenizer.records.carry import TYPES, check_carried, parse_carry
 from packstore.tokenizer.records.overlong import fit
-from packstore.tokenizer.records.parsed import Parsed, check_responses, parse, prompt_key
+from packstore.tokenizer.records.parsed import (
+    Parsed,
+    check_placeholders,
+    check_responses,
+    parse,
+    prompt_key,
+)
 from packstore.tokenizer.records.read import ReadRecord, RecordReader, columns_of, require_object
 from packstore.tokenizer.records.sequences import Draft, Mode, Sequences, Tokens, id_sequences
 from packstore.tokenizer.records.unread import UnreadRules, count_unread
@@ -49,6 +55,12 @@ class Record:
     sequences: Sequence[Draft | Tokens] = ()  # text before it is encoded, or ids
     events: list[str] = field(default_factory=list)
     refused: Refused | None = None
+
+    @property
+    def has_unread_columns(self) -> bool:
+        """False if each column is one of those that are read: most records have no others."""
+        columns = self.read.columns.values()
+        return not self.value.keys() <= set(columns)
 
 
 class Encoded(NamedTuple):
@@ -151,7 +163,9 @@ class RecordTokenizer:
             as_chat=self._renders_text(record.read),
             roles=self.config.roles,
         )
-        self._rules.check(value, record.read, parsed)
+        check_placeholders(parsed.questions)
+        if record.has_unread_columns:
+            self._rules.check(value, record.read, parsed)
         record.parsed = check_responses(parsed, self.config)
 
     def _renders_text(self, read: ReadRecord) -> bool:
@@ -309,11 +323,10 @@ class RecordTokenizer:
         places = Counter(
             (*record.read.columns.values(), *record.read.further_columns) for record in examples
         )
-        read_columns = Counter[str]()
         for names, number in places.items():
             tally.used.update(dict.fromkeys((*names, *self.carry), number))
-            read_columns.update(dict.fromkeys((*columns_of(names), *self.carry), number))
-        count_unread(tally, [record.value for record in examples], read_columns)
+        if any(record.has_unread_columns for record in examples):
+            self._count_unread(tally, examples, places)
         for record in examples:
             for event, detail in self._lint(record.parsed) if self._lint else ():
                 tally.note(event, rows.where(record.index), detail)
@@ -328,6 +341,20 @@ class RecordTokenizer:
             tally.scored = sum(record.parsed.has_rewards for record in examples)
             tally.unscored = len(examples) - tally.scored
         return tally
+
+    def _count_unread(
+        self, tally: Tally, examples: list[Record], places: Mapping[tuple[str, ...], int]
+    ) -> None:
+        """Count the records with a value in a column that is not read.
+
+        Args:
+            places: names and paths that are read -> number of records.
+        """
+        read_columns = Counter[str]()
+        for names, number in places.items():
+            columns = (*columns_of(names), *self.carry)
+            read_columns.update(dict.fromkeys(columns, number))
+        count_unread(tally, [record.value for record in examples], read_columns)
 
     def _required_tokenizer(self) -> Tokenizer:
         """Return the tokenizer.

@@ -11,6 +11,7 @@ from packstore.tokenizer.dialogue.messages import is_empty
 from packstore.tokenizer.records.adapters import Adapter
 from packstore.tokenizer.records.forms import load
 from packstore.tokenizer.records.read import ReadRecord, kind_of_record
+from packstore.tokenizer.records.reading import Answers
 from packstore.tokenizer.records.unread import first_values, sibling_remedy
 from packstore.tokenizer.refusals import Refused
 
@@ -40,6 +41,11 @@ def describe(
         lines.append(f"  fields: {', '.join(f'{r} <- {c}' for r, c in read.columns.items())}")
     elif not read.source:
         lines.append(f"  fields: {', '.join(read.columns)}")
+    if isinstance(read.reading, Answers) and not read.source and "score" in read.columns:
+        score = read.columns["score"]
+        lines.append(
+            f"  {score} judges each answer; to learn all answers instead: --ignore {score}"
+        )
     for name, text in first_values(record, unread_columns(read, record)).items():
         lines.append(f"  not read: {name} = {text}")
     lines.append("  a later record that cannot be read so stops the job")
@@ -102,7 +108,8 @@ def without_a_kind(record: Mapping[str, Any], where: str) -> RecordError:
     remedy = sibling_remedy(record)
     if not remedy:
         remedy = (
-            "Say which field holds what (--field prompt=NAME --field response=NAME), or write an "
+            "Say which field holds what (--field prompt=NAME with --field response=NAME, or with "
+            "--field chosen=NAME --field rejected=NAME, or --field messages=NAME), or write an "
             "adapter (--adapter FILE.py:FUNCTION)"
         )
     return RecordError(sentence(where, rule, columns, remedy))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -46,6 +47,9 @@ LARGEST_REWARD = float(np.finfo(np.float32).max)
 
 MARGIN_TOLERANCE = 1e-3
 """Relative difference between a margin and the difference of the rewards beside it."""
+
+
+_PLACEHOLDER = re.compile(r"(?:<(image|video|audio)>)+(?=\n|[^\s<]|\Z)")
 
 
 class Parsed(NamedTuple):
@@ -452,6 +456,34 @@ def _is_empty(response: Any) -> bool:
         return len(response) == 0
     answers = [message for message in response if message["role"] == "assistant"]
     return len(answers) > 0 and not any(has_content(message) for message in answers)
+
+
+def check_placeholders(questions: Iterable[str]) -> None:
+    """Raise if a question begins or ends with a tag that stands for an image, a video or a sound.
+
+    LLaMA-Factory, ms-swift and LLaVA write it so. A tag that is closed, or a word in a sentence, is
+    text.
+
+    Raises:
+        Refused: the place of a missing image (``unread_field``).
+    """
+    for text in questions:
+        name = _placeholder_in(text)
+        if name:
+            remedy = "packstore packs text alone: leave such records out, or their tags"
+            raise Refused("unread_field", f"the place of a missing {name} in {quote(text)}", remedy)
+
+
+def _placeholder_in(text: str) -> str:
+    """Return the kind of media for which a question holds a place, or an empty text."""
+    begins = _PLACEHOLDER.match(text)
+    if begins:
+        name = begins[1]
+    elif text.endswith("\n<image>"):
+        name = "image"
+    else:
+        return ""
+    return "" if f"</{name}>" in text else name
 
 
 def prompt_key(parsed: Parsed) -> int:

@@ -8,7 +8,6 @@ with its value, and stops nothing.
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -199,7 +198,6 @@ class UnreadRules:
             Refused: names all such columns, with the ways out (``unpaired_feedback`` if all of them
                 judge a single answer, else ``unread_field``).
         """
-        check_placeholders(parsed.questions)
         columns = self._columns_of(record, read)
         if not columns:
             return
@@ -615,34 +613,3 @@ def show_value(value: Any) -> str:
             text = repr(value)
     text = " ".join(text.split())
     return text if len(text) <= SHOWN else text[: SHOWN - 1] + "…"
-
-
-_PLACEHOLDER = re.compile(r"(?:<(image|video|audio)>)+(?=\n|[^\s<]|\Z)")
-
-
-def check_placeholders(questions: Iterable[str]) -> None:
-    """Raise if a question begins or ends with a tag that stands for an image, a video or a sound.
-
-    LLaMA-Factory, ms-swift and LLaVA write it so. A tag that is closed, or a word in a sentence, is
-    text.
-
-    Raises:
-        Refused: the place of a missing image (``unread_field``).
-    """
-    for text in questions:
-        name = _placeholder_in(text)
-        if name:
-            remedy = "packstore packs text alone: leave such records out, or their tags"
-            raise Refused("unread_field", f"the place of a missing {name} in {quote(text)}", remedy)
-
-
-def _placeholder_in(text: str) -> str:
-    """Return the kind of media for which a question holds a place, or an empty text."""
-    begins = _PLACEHOLDER.match(text)
-    if begins:
-        name = begins[1]
-    elif text.endswith("\n<image>"):
-        name = "image"
-    else:
-        return ""
-    return "" if f"</{name}>" in text else name

@@ -102,6 +102,7 @@ from packstore.tokenizer.refusals import wrong_type
 @form(
     "scored",
     {"prompt": turns, "responses": dialogues, "rewards": numbers},
+    without=("scores",),
     source="https://github.com/RLHFlow/Online-RLHF/blob/main/annotate_data/get_rewards.py",
 )
 @form(
