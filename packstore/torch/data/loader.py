@@ -63,6 +63,12 @@ class PackedDataLoader:
     number of workers. ``batch.step`` gives the batch's index in its step and the step's number of
     examples.
 
+    It begins at the epoch and position of `data`, and then has its own: it never moves `data`, and
+    no other loader moves it. ``data.set_epoch`` and ``data.load_state_dict`` do, as its own.
+
+    Attributes:
+        data: the same packs, with the epoch and position of this loader.
+
     Args:
         data: the dataset.
         num_workers: processes that read; 0, which reads in threads of this process, is the fastest
@@ -108,6 +114,7 @@ class PackedDataLoader:
             rule = f"its workers need a TMPDIR of at most {_LONGEST_FOLDER} characters"
             remedy = "Set TMPDIR to a shorter folder, or take num_workers=0"
             raise ConfigError(sentence("PackedDataLoader", rule, str(len(folder)), remedy))
+        data = data.copy_for_loader()
         self.data, self.config = data, BatchConfig.of(**batching)
         self._options: dict[str, Any] = {
             "batch_size": None,
@@ -200,11 +207,16 @@ class PackedDataLoader:
 
     @property
     def sampler(self) -> PackedDataset:
-        """The dataset, whose :meth:`set_epoch` Lightning calls on a loader's `sampler`."""
+        """Its dataset, whose :meth:`set_epoch` Lightning calls on a loader's `sampler`."""
         return self.data
 
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next iteration; after :meth:`load_state_dict` that of the state."""
+        return self.data.epoch
+
     def set_epoch(self, epoch: int) -> None:
-        """Moves to the beginning of `epoch`; does nothing for the current epoch."""
+        """Move to the beginning of `epoch`; do nothing for the current epoch."""
         self.data.set_epoch(epoch)
 
     def plan(self, epochs: int = 1, *, left: bool = False) -> StepPlan:
@@ -269,10 +281,8 @@ class _Batches(IterableDataset[_Planned]):
         start = self._start
         if not len(start.yielded):
             start = Position(first, steps, batches=done)
-        if self.data.epoch != epoch:
-            self.data.epoch = epoch
-            self.data.stream.set_epoch(epoch)
         stream = copy.copy(self.data.stream)  # another iterator may be in another epoch
+        stream.set_epoch(epoch)
         cutter = self._cutter(start, stream)
         turns = itertools.islice(self._turns(cutter, start), number, None, workers)
         planned, ahead = itertools.tee(self._located(stream, cutter.unseen, turns))

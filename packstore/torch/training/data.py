@@ -63,7 +63,7 @@ class Steps:
                 return
             step.append(batch)
             if batch.step is not None and batch.step.last:
-                self.epoch_progress = self.loader.data.epoch + (batch.step.index + 1) / steps
+                self.epoch_progress = self.loader.epoch + (batch.step.index + 1) / steps
                 self._begun, self.yielded = begun, self.yielded + 1
                 begun = self.loader.state_dict()
                 yield step
@@ -130,7 +130,7 @@ class DataMixin(Trainer):  # type: ignore[misc]
                 error.add_note(f"To begin a new run beside {self._checkpoint}, change output_dir.")
                 raise
             if not loader.plan(1, left=True).steps:
-                loader.set_epoch(loader.data.epoch + 1)
+                loader.set_epoch(loader.epoch + 1)
         self.steps = Steps(loader, done)
         return self.steps
 
@@ -160,6 +160,8 @@ class DataMixin(Trainer):  # type: ignore[misc]
             remedy = "Make the PackedDataset without rank and world_size"
             found = f"world_size={data.world_size}"
             raise ConfigError(sentence(where, rule, found, remedy))
+        else:  # its user may have moved it, and may go on to use it
+            data = data.copy_at_start()
         return PackedDataLoader(
             data,
             packs_per_batch=self.packs_per_batch,
@@ -185,21 +187,26 @@ class DataMixin(Trainer):  # type: ignore[misc]
             return super().set_initial_training_values(args, dataloader)
         loader = self.steps.loader
         done = self.steps.yielded
+        if not loader.data.num_packs:
+            where = f"dataset {loader.data.stream.datasets[0].url}"
+            raise ConfigError(sentence(where, "it must hold packs to train on", "none"))
         if args.max_steps > 0:
-            steps, epochs = args.max_steps, loader.data.epoch + args.max_steps
+            steps, epochs = args.max_steps, loader.epoch + args.max_steps
         else:
             epochs = math.ceil(args.num_train_epochs)
             if epochs < 1:
                 found = str(args.num_train_epochs)
                 raise ConfigError(sentence("setting num_train_epochs", "it must be above 0", found))
-            left = loader.plan(epochs - loader.data.epoch, left=True).steps
+            left = loader.plan(epochs - loader.epoch, left=True).steps
             steps = math.ceil((done + left) * args.num_train_epochs / epochs)
+        if not steps:  # the run would end at once, and save untrained weights
+            where, rule = "get_train_dataloader", f"it must have steps left in {epochs} epochs"
+            found = f"a loader in epoch {loader.epoch}, of which none is left"
+            remedy = "Return one at the start of epoch 0"
+            raise ConfigError(sentence(where, rule, found, remedy))
         if done >= steps:  # the Trainer would run one more
-            epochs = loader.data.epoch
+            epochs = loader.epoch
         examples = self.num_examples(loader)
-        if not examples:
-            where = f"dataset {loader.data.stream.datasets[0].url}"
-            raise ConfigError(sentence(where, "it must hold packs to train on", "none"))
         samples = examples * args.num_train_epochs
         # An epoch ends where its loader does, so its steps are a bound only.
         return epochs, steps, examples, samples, self.examples_per_step, steps, steps
@@ -207,4 +214,4 @@ class DataMixin(Trainer):  # type: ignore[misc]
     def _init_training_state(self, *args: Any) -> tuple[int, int]:
         """Begins at the epoch of the position, and skips nothing of it."""
         begun: tuple[int, int] = super()._init_training_state(*args)
-        return begun if self.steps is None else (self.steps.loader.data.epoch, 0)
+        return begun if self.steps is None else (self.steps.loader.epoch, 0)

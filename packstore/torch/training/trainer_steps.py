@@ -358,7 +358,6 @@ class PackedSteps(DataMixin, CheckpointMixin):
             raise ConfigError(sentence("evaluation", "it must be of a PreferenceLoss", found))
         dataset = None
         if isinstance(dataloader, PackedDataLoader):
-            dataloader.set_epoch(0)
             dataset = dataloader.data.stream.datasets[0]
             for each in dataloader.data.stream.datasets if prediction_loss_only else ():
                 self.loss_fn.check_data(each)
