@@ -24,7 +24,13 @@ from packstore.io.dataset.dataset import open as open_dataset
 from packstore.io.dataset.order import LANES
 from packstore.io.side.side import Side
 from packstore.torch.data.mix import MixedPacks
-from packstore.torch.data.position import Position, SharedStart, Unseen, stale_state_error
+from packstore.torch.data.position import (
+    OTHER_DATASET,
+    Position,
+    SharedStart,
+    Unseen,
+    stale_state_error,
+)
 from packstore.torch.data.steps import StepPlan, plan_steps, to_resumable_position
 from packstore.torch.data.stream import Identity, PackStream, Shuffle, SideColumns, StoredPacks
 from packstore.torch.frameworks import check_dealt_once
@@ -313,7 +319,10 @@ class PackedDataset(IterableDataset[Packs]):
         for name, expected in self._identity().items():
             if state.get(name) != expected:
                 value = quote(state[name]) if name in state else "none"
-                raise stale_state_error(f"{name} must be {quote(expected)}", value)
+                rule = f"{name} must be {quote(expected)}"
+                if name in ("dataset", "mix"):
+                    raise stale_state_error(rule, value, OTHER_DATASET)
+                raise stale_state_error(rule, value)
         epoch = state.get("epoch")
         if not isinstance(epoch, int):
             raise stale_state_error("epoch must be a whole number", quote(epoch))

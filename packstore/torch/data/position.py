@@ -22,6 +22,12 @@ _NONE = np.empty(0, np.int64)
 _MAX_WORKERS = 1024
 _TIMES_SET, _EPOCH, _NEXT, _YIELDED = range(4)  # cells of a shared start
 
+OTHER_DATASET = (
+    "Open the dataset that it was taken from, before an append by "
+    "packstore.open(url, version=…), or start anew"
+)
+"""Remedy for a state of another dataset, or of another version of it."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Position:
@@ -191,7 +197,10 @@ def shared_integers(n: int) -> torch.Tensor:
     return torch.zeros(n, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call, no-any-return]
 
 
-def stale_state_error(rule: str, found: str) -> CompatibilityError:
+def stale_state_error(
+    rule: str,
+    found: str,
+    remedy: str = "Load it into the dataset, seed and lanes that it was taken from, or start anew",
+) -> CompatibilityError:
     """Returns the error for a state that does not fit the dataset."""
-    remedy = "Load it into the dataset, seed and lanes that it was taken from, or start anew"
     return CompatibilityError(sentence("loader state", rule, found, remedy))

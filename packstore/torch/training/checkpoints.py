@@ -29,13 +29,14 @@ from transformers import Trainer
 
 from packstore.errors import (
     ConfigError,
+    DivergedError,
     FormatError,
     PackstoreError,
     StorageError,
     quote,
     sentence,
 )
-from packstore.torch.metrics import distributed
+from packstore.torch.metrics import all_reduce_sums, distributed
 
 logger = logging.getLogger("packstore")
 
@@ -120,6 +121,7 @@ class CheckpointMixin(Trainer):  # type: ignore[misc]
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Writes a checkpoint; what could not be written whole is removed."""
         folder = Path(self.args.output_dir, f"checkpoint-{self.state.global_step}")
+        self._check_finite_weights()
         try:
             if self.args.should_save:  # one of this name is not whole until it is written anew
                 (folder / STATE).unlink(missing_ok=True)
@@ -129,6 +131,17 @@ class CheckpointMixin(Trainer):  # type: ignore[misc]
             remedy = "Make room; the checkpoints before it are as they were"
             rule = "it must be possible to write it"
             raise StorageError(sentence(str(folder), rule, str(error), remedy)) from error
+
+    def _check_finite_weights(self) -> None:
+        """Raise before weights that are not finite are saved; a collective call.
+
+        Records show a loss or gradient that is not finite, but a step may have none.
+        """
+        trained = [weight for weight in self.model.parameters() if weight.requires_grad]
+        finite = [torch.isfinite(_local_part(weight)).all() for weight in trained]
+        damaged = all_reduce_sums([(~flag).sum() for flag in finite])
+        if any(damaged):
+            raise diverged_error(self.state.global_step, "weights that are not")
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Writes the model, whole also where checkpoints are sharded; a collective call."""
@@ -150,6 +163,18 @@ class CheckpointMixin(Trainer):  # type: ignore[misc]
                 text = json.dumps({**content, "sha256": _hash(content)})
                 Path(output_dir, POSITION).write_text(text, encoding="utf-8")
             self.accelerator.wait_for_everyone()
+
+
+def diverged_error(step: int, found: str) -> DivergedError:
+    """Return the error of a run whose numbers are no longer finite."""
+    rule = "loss, gradient and weights must be finite"
+    remedy = "Lower learning_rate or lengthen warmup_steps; checkpoints are unchanged"
+    return DivergedError(sentence(f"training, step {step}", rule, found, remedy))
+
+
+def _local_part(weight: Tensor) -> Tensor:
+    """Return the part of a weight that this rank holds."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 def newest_checkpoint(folder: str) -> str | None:

@@ -138,7 +138,7 @@ def train(
         trainer.save_state()
         trainer.create_model_card()
     trainer.accelerator.wait_for_everyone()
-    trained = [record for record in history if "loss" in record]
+    trained = [record for record in history if "examples" in record]  # by any logging_strategy
     return TrainResult(
         step=step,
         examples=sum(int(record["examples"]) for record in trained),

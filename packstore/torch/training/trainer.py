@@ -53,7 +53,7 @@ from packstore.torch.training.arguments import (
 from packstore.torch.training.checkpoints import read_position
 from packstore.torch.training.data import datasets_of, has_ref_logps, is_packed
 from packstore.torch.training.evaluate import tell_unused
-from packstore.torch.training.trainer_steps import PackedSteps, take_batches
+from packstore.torch.training.trainer_steps import PackedSteps, check_evaluated, take_batches
 from packstore.version import VERSION
 
 TOKENIZER_FILES = (
@@ -133,6 +133,8 @@ class PackedTrainer(PackedSteps):
         self.loss_fn: Any = _make_loss(loss, given["loss_parameters"])
         self._options = dict(given["storage_options"]) or None
         train, held_out = self._opened(train_dataset), self._all_opened(eval_dataset)
+        if held_out is not None:
+            check_evaluated("argument eval_dataset", self.loss_fn)
         self._sides = {"train": given["ref_logps"], "eval": given["eval_ref_logps"]}
         tell_unused(self.loss_fn, _name_of(reference), *itertools.chain(*self._sides.values()))
         needs = self.loss_fn.reference
