@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import logging
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -37,14 +35,13 @@ from packstore.errors import (
     sentence,
 )
 from packstore.torch.metrics import all_reduce_sums, distributed
-
-logger = logging.getLogger("packstore")
-
-POSITION = "packstore.json"
-"""File of the position in the data, and of the sizes of the files beside it, in a checkpoint."""
-
-STATE = "trainer_state.json"
-"""File of the Trainer's own state, which comes last: a checkpoint that has it was whole."""
+from packstore.torch.training.checkpoint_files import (
+    POSITION,
+    STATE,
+    hash_of,
+    read_position,
+    sizes_of,
+)
 
 WEIGHTS, OPTIMIZER = "pytorch_model_fsdp_0", "optimizer_0"
 """Folders of a sharded checkpoint, by Accelerate's names."""
@@ -159,8 +156,8 @@ class CheckpointMixin(Trainer):  # type: ignore[misc]
             content = {"loader": self.steps.position(self.state.global_step), **self._described()}
             self.accelerator.wait_for_everyone()  # whose files are there now
             if self.args.should_save:
-                content["files"] = _sizes(Path(output_dir))
-                text = json.dumps({**content, "sha256": _hash(content)})
+                content["files"] = sizes_of(Path(output_dir))
+                text = json.dumps({**content, "sha256": hash_of(content)})
                 Path(output_dir, POSITION).write_text(text, encoding="utf-8")
             self.accelerator.wait_for_everyone()
 
@@ -175,58 +172,6 @@ def diverged_error(step: int, found: str) -> DivergedError:
 def _local_part(weight: Tensor) -> Tensor:
     """Return the part of a weight that this rank holds."""
     return weight.to_local() if isinstance(weight, DTensor) else weight
-
-
-def newest_checkpoint(folder: str) -> str | None:
-    """Returns the newest complete checkpoint, not one that a killed run left half-written."""
-    found = []
-    for path in Path(folder).glob("checkpoint-*"):
-        if path.name.removeprefix("checkpoint-").isdigit():
-            with suppress(OSError, ValueError, KeyError):
-                if (path / POSITION).is_file():
-                    found.append((step_of(path), str(path)))
-                    continue
-            logger.warning("%s has no whole state of a run, and is passed over", path)
-    return max(found)[1] if found else None
-
-
-def step_of(checkpoint: Path) -> int:
-    """Reads the number of steps done from the Trainer's state."""
-    text = (checkpoint / STATE).read_text(encoding="utf-8")
-    return int(json.loads(text)["global_step"])
-
-
-def read_position(checkpoint: Path) -> dict[str, Any]:
-    """Reads the position in the data, and what run it is of; refuses files that are not whole.
-
-    The Trainer begins anew, in silence, with what it does not find, as the optimizer's state.
-    """
-    where, rule = f"checkpoint {checkpoint}", "it must be whole, as packstore wrote it"
-    try:
-        content: dict[str, Any] = json.loads((checkpoint / POSITION).read_text(encoding="utf-8"))
-        if content.pop("sha256") != _hash(content):
-            found = f"{POSITION} with other bytes than its hash says"
-        elif lost := dict(content["files"].items() - _sizes(checkpoint).items()):
-            found = f"{min(lost)} without its {lost[min(lost)]:,} bytes"
-        else:
-            return content
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        found = quote(f"{POSITION}: {type(error).__name__}: {error}", 150)
-    raise FormatError(sentence(where, rule, found, "Resume from an earlier checkpoint"))
-
-
-def _sizes(checkpoint: Path) -> dict[str, int]:
-    """Returns the bytes of each file that is written before the position, by its path inside.
-
-    A text may be removed: transformers marks a folder by one while it saves for SIGTERM.
-    """
-    files = (path for path in checkpoint.rglob("*") if path.is_file() and path.suffix != ".txt")
-    sizes = {path.relative_to(checkpoint).as_posix(): path.stat().st_size for path in files}
-    return {name: size for name, size in sizes.items() if name not in (POSITION, STATE)}
-
-
-def _hash(content: Any) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 @contextmanager

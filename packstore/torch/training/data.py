@@ -27,7 +27,7 @@ from packstore.torch.data.loader import PackedDataLoader
 from packstore.torch.data.position import Position
 from packstore.torch.data.steps import plan_steps
 from packstore.torch.data.stream import StoredPacks
-from packstore.torch.training.checkpoints import read_position, step_of
+from packstore.torch.training.checkpoint_files import read_position, step_of
 
 
 class Steps:

@@ -31,7 +31,7 @@ from packstore.errors import ConfigError, PackstoreError, StorageError, quote, s
 from packstore.io.store.storage_errors import is_of_client
 from packstore.torch.reference.provenance import choose_precision
 from packstore.torch.training.arguments import named_settings
-from packstore.torch.training.checkpoints import newest_checkpoint, read_position
+from packstore.torch.training.checkpoint_files import newest_checkpoint, read_position
 from packstore.torch.training.trainer import PackedTrainer
 
 logger = logging.getLogger("packstore")

@@ -50,7 +50,7 @@ from packstore.torch.training.arguments import (
     examples_of_step,
     named_settings,
 )
-from packstore.torch.training.checkpoints import read_position
+from packstore.torch.training.checkpoint_files import read_position
 from packstore.torch.training.data import datasets_of, has_ref_logps, is_packed
 from packstore.torch.training.evaluate import tell_unused
 from packstore.torch.training.trainer_steps import PackedSteps, check_evaluated, take_batches

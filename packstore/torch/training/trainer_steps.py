@@ -34,11 +34,8 @@ from packstore.torch.models.compiled import tell_uncompiled
 from packstore.torch.models.routers import router_settings
 from packstore.torch.models.unwrap import adapted, as_reference, evaluating, unwrapped
 from packstore.torch.training.arguments import named_settings
-from packstore.torch.training.checkpoints import (
-    CheckpointMixin,
-    diverged_error,
-    newest_checkpoint,
-)
+from packstore.torch.training.checkpoint_files import newest_checkpoint
+from packstore.torch.training.checkpoints import CheckpointMixin, diverged_error
 from packstore.torch.training.data import DataMixin, Steps, is_packed
 from packstore.torch.training.evaluate import check_kind, evaluate_batches
 
