@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from transformers import Trainer
 
 from packstore.errors import (
@@ -45,6 +45,26 @@ from packstore.torch.training.checkpoint_files import (
 
 WEIGHTS, OPTIMIZER = "pytorch_model_fsdp_0", "optimizer_0"
 """Folders of a sharded checkpoint, by Accelerate's names."""
+
+
+OPTIMIZER_SETTINGS = ("betas", "eps", "momentum", "weight_decay")
+"""Entries of ``param_groups`` that a resumed run takes from its settings. All others are loaded:
+schedule-free optimizers and Prodigy keep counters and estimates there."""
+
+CYCLED_SETTINGS = ("betas", "momentum")
+"""Those of them that torch's cyclic schedules change in each step."""
+
+PLATEAU_SETTINGS = (
+    "cooldown",
+    "eps",
+    "factor",
+    "min_lrs",
+    "mode",
+    "patience",
+    "threshold",
+    "threshold_mode",
+)
+"""Settings of ReduceLROnPlateau, beside its state in the same attributes."""
 
 
 class CheckpointMixin(Trainer):  # type: ignore[misc]
@@ -95,25 +115,35 @@ class CheckpointMixin(Trainer):  # type: ignore[misc]
         """Loads the state of the optimizer, beside the settings of this run."""
         if checkpoint is None:
             return
-        folder, schedule = Path(checkpoint), self.lr_scheduler
-        own = [
-            {name: value for name, value in group.items() if name not in ("params", "lr")}
-            for group in self.optimizer.param_groups
-        ]
-        rates = getattr(schedule, "base_lrs", [])
+        folder = Path(checkpoint)
+        schedule = self.lr_scheduler
+        groups = self.optimizer.param_groups
+        new_settings = [_settings_of(group, schedule) for group in groups]
+        new_rates = [group["initial_lr"] for group in groups]
+        schedule_settings = {
+            name: getattr(schedule, name) for name in PLATEAU_SETTINGS if hasattr(schedule, name)
+        }
         with _readable(folder):
             if self._is_of_other_kind(folder):
                 load_optimizer(self.model, self.optimizer.optimizer, folder)
                 schedule.load_state_dict(torch.load(folder / "scheduler.pt", weights_only=True))
             else:
                 super()._load_optimizer_and_scheduler(checkpoint)
+        groups = self.optimizer.param_groups  # loading replaces them
+        for group, settings in zip(groups, new_settings, strict=True):
+            group.update(settings)
         if isinstance(schedule, LambdaLR):
-            shares = [share(schedule.last_epoch) for share in schedule.lr_lambdas]
-            schedule.base_lrs = rates
-            schedule._last_lr = [r * share for r, share in zip(rates, shares, strict=True)]
-            groups = self.optimizer.param_groups
-            for group, settings, rate in zip(groups, own, schedule._last_lr, strict=True):
-                group.update(settings, lr=rate)
+            _resume_rates(schedule, groups, new_rates)
+        elif isinstance(schedule, ReduceLROnPlateau):
+            vars(schedule).update(schedule_settings)
+            _resume_reduced_rates(groups, new_rates)
+
+    def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
+        """Create the schedule, and note in each group the rate that it starts from."""
+        schedule = super().create_scheduler(*args, **kwargs)
+        for group in self.optimizer.param_groups:
+            group.setdefault("initial_lr", group["lr"])  # as torch's own schedules do, but one
+        return schedule
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Writes a checkpoint; what could not be written whole is removed."""
@@ -169,6 +199,34 @@ def diverged_error(step: int, found: str) -> DivergedError:
     return DivergedError(sentence(f"training, step {step}", rule, found, remedy))
 
 
+def _settings_of(group: dict[str, Any], schedule: Any) -> dict[str, Any]:
+    """Return the settings of a parameter group that the schedule does not change."""
+    settings = {name: group[name] for name in OPTIMIZER_SETTINGS if name in group}
+    if getattr(schedule, "cycle_momentum", False):
+        for name in CYCLED_SETTINGS:
+            settings.pop(name, None)
+    return settings
+
+
+def _resume_rates(schedule: LambdaLR, groups: list[dict[str, Any]], rates: list[Any]) -> None:
+    """Let a schedule go on from the rates of the new run, at the step that it has reached."""
+    shares = [share(schedule.last_epoch) for share in schedule.lr_lambdas]
+    schedule.base_lrs = rates
+    schedule._last_lr = [rate * share for rate, share in zip(rates, shares, strict=True)]
+    for group, rate, current_rate in zip(groups, rates, schedule._last_lr, strict=True):
+        group["initial_lr"] = rate
+        group["lr"] = current_rate
+
+
+def _resume_reduced_rates(groups: list[dict[str, Any]], rates: list[Any]) -> None:
+    """Scale rates that the former run has reduced to the rates of the new run."""
+    for group, rate in zip(groups, rates, strict=True):
+        former_rate = group.get("initial_lr", rate)
+        group["initial_lr"] = rate
+        if former_rate != rate:  # else the product might round
+            group["lr"] = rate * (group["lr"] / former_rate)
+
+
 def _local_part(weight: Tensor) -> Tensor:
     """Return the part of a weight that this rank holds."""
     return weight.to_local() if isinstance(weight, DTensor) else weight
@@ -212,14 +270,15 @@ def load_weights(model: Any, checkpoint: Path) -> None:
 def load_optimizer(model: Any, optimizer: torch.optim.Optimizer, checkpoint: Path) -> None:
     """Loads the optimizer's state from the other kind of checkpoint; collective."""
     if is_sharded(checkpoint):
-        own: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer))
-        state = {"optimizer": {"state": own["state"]}}
-        load(state, checkpoint_id=checkpoint / OPTIMIZER, no_dist=not distributed())
-        set_optimizer_state_dict(model, optimizer, own)
+        state: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer))
+        load({"optimizer": state}, checkpoint_id=checkpoint / OPTIMIZER, no_dist=not distributed())
+        set_optimizer_state_dict(model, optimizer, state)
         return
-    saved = torch.load(checkpoint / "optimizer.pt", map_location="cpu", weights_only=True)["state"]
+    saved = torch.load(checkpoint / "optimizer.pt", map_location="cpu", weights_only=True)
+    for group, saved_group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        group.update({**saved_group, "params": group["params"]})
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-    for number, values in saved.items():
+    for number, values in saved["state"].items():
         weight = weights[number]
         optimizer.state[weight] = {name: _like(weight, value) for name, value in values.items()}
 
