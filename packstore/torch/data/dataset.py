@@ -300,10 +300,11 @@ class PackedDataset(IterableDataset[Packs]):
         return plan_steps(stream, config, world_size, numbers, start or Position())
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position as JSON values, equal on all ranks after the same number of steps.
+        """Return the position as JSON values, equal on all ranks after the same number of steps.
 
         All packs before ``next`` were yielded, over all ranks; inside an optimizer step also
-        ``batches`` of the step that begins there, with the step boundaries of ``cut``.
+        ``batches`` of the step that begins there, with the step boundaries of ``cut``. The steps
+        so far are ``shortfall`` examples short of those requested, which the next ones make up for.
         """
         return {**self._identity(), "epoch": self.epoch, **self.position.to_state()}
 

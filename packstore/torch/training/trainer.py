@@ -77,7 +77,7 @@ class PackedTrainer(PackedSteps):
         reference: a model, or the folder or hub name of one; default: the policy without its
             adapter, else a frozen copy of it.
         ref_logps, eval_ref_logps: side datasets in its place, of training and evaluation.
-        examples_per_step: examples of an optimizer step, over all ranks; default: as unpacked,
+        examples_per_step: mean examples of an optimizer step, over all ranks; default: as unpacked,
             ``per_device_train_batch_size * gradient_accumulation_steps * ranks``.
         packs_per_batch: packs of one forward call; default: 1.
         peft_config: of an adapter to be trained in place of the weights, of PEFT; or members of
@@ -342,7 +342,7 @@ def model_card(trainer: Any, **front: Any) -> str:
         "examples of the dataset": f"{manifest.totals.examples:,} of kind {manifest.kind}",
         "tokenizer sha256": (manifest.provenance.get("tokenizer") or {}).get("sha256", "unknown"),
         "loss": repr(trainer.loss_fn),
-        "optimizer steps": f"{state.global_step:,} of at most {trainer.examples_per_step} examples",
+        "optimizer steps": f"{state.global_step:,} of about {trainer.examples_per_step} examples",
         "packstore": VERSION,
     }
     last = {n: v for record in state.log_history for n, v in record.items() if n != "step"}

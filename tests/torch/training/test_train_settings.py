@@ -160,7 +160,7 @@ def test_lines_of_the_log(
         r"evaluation after step 2/2  loss 0\.\d{4}  accuracy \d+\.\d%  margin -?\d\.\d{3}",
     ):
         assert re.search(line, caplog.text)
-    assert caplog.text.count("24 examples in 4 steps of 6.0 on average") == 1
+    assert caplog.text.count("24 examples in 3 steps of 8.0 on average") == 1
 
 
 @pytest.mark.parametrize("clip", [1.0, pytest.param(0.0, marks=pytest.mark.slow)])
