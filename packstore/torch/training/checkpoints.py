@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from inspect import signature
@@ -36,12 +34,16 @@ from packstore.errors import (
 )
 from packstore.torch.metrics import all_reduce_sums, distributed
 from packstore.torch.training.checkpoint_files import (
-    POSITION,
-    STATE,
-    hash_of,
+    begin_checkpoint,
+    finish_files,
+    is_own,
+    read_content,
     read_position,
-    sizes_of,
+    read_state,
+    remove_checkpoint,
+    rotate_checkpoints,
 )
+from packstore.torch.training.shards import check_shards
 
 WEIGHTS, OPTIMIZER = "pytorch_model_fsdp_0", "optimizer_0"
 """Folders of a sharded checkpoint, by Accelerate's names."""
@@ -90,6 +92,7 @@ class CheckpointMixin(Trainer):  # type: ignore[misc]
         return {"run": run, "settings": {"mixed_precision": self.accelerator.mixed_precision}}
 
     def _check_unchanged(self, checkpoint: Path) -> None:
+        read_state(checkpoint)
         before, now = read_position(checkpoint)["run"], self._described()["run"]
         for name in now.keys() & before.keys():
             if now[name] != before[name]:
@@ -102,10 +105,17 @@ class CheckpointMixin(Trainer):  # type: ignore[misc]
         """Returns True for a checkpoint in shards if this run has none, and the other way round."""
         return self._checkpoint is not None and is_sharded(checkpoint) != self.is_fsdp_enabled
 
+    def _check_shards(self, checkpoint: Path) -> None:
+        """Raise for shards whose loading would run code of others, if this run loads shards."""
+        if self.is_fsdp_enabled or (self._checkpoint is not None and is_sharded(checkpoint)):
+            check_shards(checkpoint / WEIGHTS)
+            check_shards(checkpoint / OPTIMIZER)
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Loads weights, also those of a run that was sharded where this one is not."""
         checkpoint = Path(resume_from_checkpoint)
         with _readable(checkpoint):
+            self._check_shards(checkpoint)
             if self._is_of_other_kind(checkpoint):
                 load_weights(model or self.model, checkpoint)
             else:
@@ -147,17 +157,45 @@ class CheckpointMixin(Trainer):  # type: ignore[misc]
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Writes a checkpoint; what could not be written whole is removed."""
-        folder = Path(self.args.output_dir, f"checkpoint-{self.state.global_step}")
         self._check_finite_weights()
+        output = Path(self.args.output_dir)
+        step = self.state.global_step
+        folder = output / f"checkpoint-{step}"
+        is_foreign = folder.exists() and not is_own(folder)
         try:
-            if self.args.should_save:  # one of this name is not whole until it is written anew
-                (folder / STATE).unlink(missing_ok=True)
-            super()._save_checkpoint(model, trial)
+            if self.args.should_save:
+                begin_checkpoint(folder)
+            self.accelerator.wait_for_everyone()
+            with self._without_rotation():
+                super()._save_checkpoint(model, trial)
         except (OSError, SafetensorError) as error:
-            shutil.rmtree(folder, ignore_errors=True)
+            if self.args.should_save and not is_foreign:
+                remove_checkpoint(folder)
             remedy = "Make room; the checkpoints before it are as they were"
             rule = "it must be possible to write it"
             raise StorageError(sentence(str(folder), rule, str(error), remedy)) from error
+        if self.args.should_save:
+            best = self.state.best_model_checkpoint
+            rotate_checkpoints(output, limit=self.args.save_total_limit, newest=step, best=best)
+
+    @contextmanager
+    def _without_rotation(self) -> Iterator[None]:
+        """Keep the Trainer from removing checkpoints: it goes by the times and names of folders."""
+        limit = self.args.save_total_limit
+        self.args.save_total_limit = None
+        try:
+            yield
+        finally:
+            self.args.save_total_limit = limit
+
+    def _finalize_training(self, *args: Any) -> Any:
+        """Finish the run; as in the Trainer, of one checkpoint the best is what stays."""
+        with self._without_rotation():
+            output = super()._finalize_training(*args)
+        best = self.state.best_model_checkpoint
+        if self.args.should_save and self.args.save_total_limit == 1 and best is not None:
+            rotate_checkpoints(Path(self.args.output_dir), limit=1, newest=None, best=best)
+        return output
 
     def _check_finite_weights(self) -> None:
         """Raise before weights that are not finite are saved; a collective call.
@@ -174,6 +212,8 @@ class CheckpointMixin(Trainer):  # type: ignore[misc]
         """Writes the model, whole also where checkpoints are sharded; a collective call."""
         if _internal_call or not self.accelerator.is_fsdp2:
             super().save_model(output_dir, _internal_call)
+            if _internal_call and self.args.save_only_model and self.args.should_save:
+                finish_files(Path(str(output_dir)), self._described())
             return
         weights = self.accelerator.get_state_dict(self.model)
         if self.args.should_save:
@@ -182,14 +222,29 @@ class CheckpointMixin(Trainer):  # type: ignore[misc]
     def _save_rng_state(self, output_dir: str) -> None:
         """Saves the position too; the Trainer's own state follows, and makes a checkpoint whole."""
         super()._save_rng_state(output_dir)
-        if self.steps is not None:
-            content = {"loader": self.steps.position(self.state.global_step), **self._described()}
-            self.accelerator.wait_for_everyone()  # whose files are there now
-            if self.args.should_save:
-                content["files"] = sizes_of(Path(output_dir))
-                text = json.dumps({**content, "sha256": hash_of(content)})
-                Path(output_dir, POSITION).write_text(text, encoding="utf-8")
-            self.accelerator.wait_for_everyone()
+        position = None if self.steps is None else self.steps.position(self.state.global_step)
+        content = {"loader": position, **self._described()}
+        self.accelerator.wait_for_everyone()  # whose files are there now
+        if self.args.should_save:
+            finish_files(Path(output_dir), content)
+        self.accelerator.wait_for_everyone()
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Load the states of the random generators."""
+        with _readable(Path(str(checkpoint))):
+            super()._load_rng_state(checkpoint)
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        """Load the scale of gradients in half precision."""
+        with _readable(Path(str(checkpoint))):
+            super()._load_scaler(checkpoint)
+
+    def _load_best_model(self) -> None:
+        """Load the weights of the best checkpoint."""
+        checkpoint = Path(str(self.state.best_model_checkpoint))
+        with _readable(checkpoint):
+            self._check_shards(checkpoint)
+            super()._load_best_model()
 
 
 def diverged_error(step: int, found: str) -> DivergedError:
@@ -247,7 +302,8 @@ def _readable(checkpoint: Path) -> Iterator[None]:
 
 def is_sharded(checkpoint: Path) -> bool:
     """Returns True for a checkpoint that ranks wrote in shards."""
-    return (checkpoint / WEIGHTS).is_dir()
+    files = read_content(checkpoint)["files"]  # as it was written: a folder may be added later
+    return any(name.startswith(f"{WEIGHTS}/") for name in files)
 
 
 def load_weights(model: Any, checkpoint: Path) -> None:

@@ -34,7 +34,7 @@ from packstore.torch.models.compiled import tell_uncompiled
 from packstore.torch.models.routers import router_settings
 from packstore.torch.models.unwrap import adapted, as_reference, evaluating, unwrapped
 from packstore.torch.training.arguments import named_settings
-from packstore.torch.training.checkpoint_files import newest_checkpoint
+from packstore.torch.training.checkpoint_files import newest_checkpoint, remove_torn_checkpoints
 from packstore.torch.training.checkpoints import CheckpointMixin, diverged_error
 from packstore.torch.training.data import DataMixin, Steps, is_packed
 from packstore.torch.training.evaluate import check_kind, evaluate_batches
@@ -199,6 +199,7 @@ class PackedSteps(DataMixin, CheckpointMixin):
     """Its batches are steps of the loader; of other Trainers that is checked."""
 
     _guard: FirstStepCheck | None = None
+    args: Any
     control: Any
     _evaluation_prefix = ""
     _evaluated_batches = 0
@@ -248,25 +249,40 @@ class PackedSteps(DataMixin, CheckpointMixin):
         self, resume_from_checkpoint: str | PathLike[str] | bool | None = None, **kwargs: Any
     ) -> Any:
         """Trains; `resume_from_checkpoint`: a folder, or True: the newest that is whole, if any."""
-        found: Any = None if resume_from_checkpoint is False else resume_from_checkpoint
-        if found is True and is_packed(self.train_dataset):
-            found = newest_checkpoint(self.args.output_dir)
-            if found is None and self.is_world_process_zero():
-                text = "%s holds no whole checkpoint to resume from: training starts anew"
-                logger.warning(text, self.args.output_dir)
-        if found not in (None, True):
-            found = str(found) if isinstance(found, PathLike) else found
-            check_class("argument resume_from_checkpoint", found, str, "Give a folder, or True")
+        found = self._checkpoint_of(resume_from_checkpoint)
         if is_packed(self.train_dataset):
             self._checkpoint = None if found is None else Path(found)
             if self._checkpoint:
                 self._check_unchanged(self._checkpoint)
+        if self.args.should_save:
+            remove_torn_checkpoints(
+                Path(self.args.output_dir),
+                resumed=Path(found) if isinstance(found, str) else None,
+                limit=self.args.save_total_limit,
+            )
         self._check_trained()
         self._check_reference(self._checkpoint)
         self._guard = None
         if found is None and isinstance(self.loss_fn, PreferenceLoss):
             self._guard = FirstStepCheck(self.loss_fn)
         return super().train(found, **kwargs)
+
+    def _checkpoint_of(self, resume_from_checkpoint: Any) -> Any:
+        """Return the checkpoint to resume from, or None; True: one that the Trainer looks for."""
+        if resume_from_checkpoint in (None, False):
+            return None
+        if resume_from_checkpoint is not True:
+            path = resume_from_checkpoint
+            path = str(path) if isinstance(path, PathLike) else path
+            check_class("argument resume_from_checkpoint", path, str, "Give a folder, or True")
+            return path
+        newest = newest_checkpoint(self.args.output_dir)
+        if newest is None and not is_packed(self.train_dataset):
+            return True  # it may be of TRL's own trainer
+        if newest is None and self.is_world_process_zero():
+            text = "%s holds no whole checkpoint to resume from: training starts anew"
+            logger.warning(text, self.args.output_dir)
+        return newest
 
     def _check_trained(self) -> None:
         """Refuses a model of which nothing is trained, or not by the optimizer that was given."""
