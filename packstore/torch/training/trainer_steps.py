@@ -33,7 +33,7 @@ from packstore.torch.models.compatibility import check_ids, check_model, check_s
 from packstore.torch.models.compiled import tell_uncompiled
 from packstore.torch.models.routers import router_settings
 from packstore.torch.models.unwrap import adapted, as_reference, evaluating, unwrapped
-from packstore.torch.training.arguments import named_settings
+from packstore.torch.training.arguments import hide_tokens, named_settings
 from packstore.torch.training.checkpoint_files import newest_checkpoint, remove_torn_checkpoints
 from packstore.torch.training.checkpoints import CheckpointMixin, diverged_error
 from packstore.torch.training.data import DataMixin, Steps, is_packed
@@ -206,6 +206,7 @@ class PackedSteps(DataMixin, CheckpointMixin):
 
     def _prepare_run(self) -> None:
         """Completes the constructor, after that of the Trainer."""
+        self.args = hide_tokens(self.args)
         if type(self).prediction_step is not PackedSteps.prediction_step:
             rule, remedy = "prediction_step must stay", "Override evaluation_loop, which calls none"
             raise ConfigError(sentence(type(self).__name__, rule, "one of its own", remedy))

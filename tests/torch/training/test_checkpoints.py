@@ -1,7 +1,8 @@
-"""Checkpoints as folders: damaged ones, those that go, those of others, foreign pickles."""
+"""Checkpoints as folders: damaged ones, those that go, those of others, foreign pickles, tokens."""
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import pickle
@@ -276,3 +277,41 @@ def test_shards_of_torch_are_read_and_values_of_others_are_not(tmp_path: Path) -
     with pytest.raises(FormatError, match="foreign"):
         check_shards(folder)
     assert not mark.exists()
+
+
+TOKEN = "hf_secretsecretsecret"
+
+
+def dpo_trainer(stored: SimpleNamespace, output: Path, **more: Any) -> Any:
+    trl = pytest.importorskip("trl", reason="TRL's own trainer")
+    from packstore.torch import PackedDPOTrainer
+
+    kwargs = {"token": TOKEN, "dtype": "float32"}
+    arguments = arguments_of(output, bf16=False, max_length=None, model_init_kwargs=kwargs, **more)
+    return PackedDPOTrainer(
+        stored.model, args=trl.DPOConfig(**arguments), train_dataset=stored.data
+    )
+
+
+@pytest.mark.parametrize("make", [packed_trainer, dpo_trainer])
+def test_no_file_of_a_run_holds_a_token(
+    stored: SimpleNamespace, tmp_path: Path, make: Callable[..., Any]
+) -> None:
+    trainer = make(stored, tmp_path, hub_token=TOKEN, max_steps=2)
+    trainer.train()
+    trainer.save_model()
+    trainer.save_state()
+    trainer.create_model_card()
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert any(path.name == "training_args.bin" for path in files)
+    assert not [path for path in files if TOKEN.encode() in path.read_bytes()]
+    assert TOKEN not in trainer.args.to_json_string()
+    assert copy.deepcopy(trainer.args).hub_token == TOKEN  # the hub's client still has it
+    saved = torch.load(tmp_path / "checkpoint-2" / "training_args.bin", weights_only=False)
+    assert saved.hub_token is None
+
+
+def test_the_settings_of_the_user_keep_their_token(stored: SimpleNamespace, tmp_path: Path) -> None:
+    args = TrainingArguments(**arguments_of(tmp_path, hub_token=TOKEN))
+    PackedTrainer(stored.model, args, stored.data, examples_per_step=9)
+    assert pickle.loads(pickle.dumps(args)).hub_token == TOKEN
