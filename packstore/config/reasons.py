@@ -37,7 +37,7 @@ REASONS: Mapping[str, Reason] = {
     "invalid_unicode": Reason("text must be valid Unicode", _KEPT_BY_WISH),
     "empty_side": Reason("every response must have text", _KEPT_BY_WISH),
     "empty_turn": Reason("every turn that is supervised must have words or calls", _KEPT_BY_WISH),
-    "identical_sides": Reason("the responses of a record must differ", _KEPT_BY_WISH),
+    "identical_sides": Reason("the token ids of responses must differ", _KEPT_BY_WISH),
     "no_common_prompt": Reason("whole dialogues must share a beginning"),
     "template_refused": Reason("the chat template must render the messages"),
     "unrendered": Reason("the chat template must show every turn, call and tool", _KEPT_BY_WISH),

@@ -28,6 +28,7 @@ PROBLEMS = {
     "no_bos": "the tokenizer begins texts with BOS, a sequence does not",
     "no_eos": "a response does not end with EOS, so the model is not taught to stop",
     "marker_no_token": "a marker of the chat template is no token, but split into several",
+    "text_unrendered": "the chat template leaves out words of a message, beside its reasoning",
     "reward_reversed": "the rejected side has the higher reward",
     "reward_rounded": "rewards that differ are one number as float32",
     "reward_default": "no rewards, while other records have some: 1 and 0 are taken",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import operator
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -29,7 +28,7 @@ _OPENS = re.compile(r"\s*(<[\w-]+>|\[[\w-]+\])\s?")
 
 
 def check_responses(parsed: Parsed, config: TokenizeConfig) -> Parsed:
-    """Strips thinking if so configured, and refuses empty and identical responses."""
+    """Strip thinking if so configured, and refuse empty responses."""
     if config.thinking == "strip":
         prompt: Any = parsed.prompt
         prompt = without_thinking(prompt) if parsed.is_chat else prompt
@@ -39,11 +38,6 @@ def check_responses(parsed: Parsed, config: TokenizeConfig) -> Parsed:
         for i, response in enumerate(parsed.responses):
             if _is_empty(response):
                 raise Refused("empty_side", f"response {i + 1} of {len(parsed.responses)} empty")
-    first, *others = parsed.responses
-    if others and config.on["identical_sides"] != "keep":
-        same: Any = np.array_equal if isinstance(first, np.ndarray) else operator.eq
-        if all(same(first, other) for other in others):
-            raise Refused("identical_sides", "all responses are alike")
     return parsed
 
 

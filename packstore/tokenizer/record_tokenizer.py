@@ -13,7 +13,15 @@ import numpy as np
 from packstore.config import RunConfig, SelectConfig, TokenizeConfig
 from packstore.config.record_shapes import known
 from packstore.errors import TokenizerError, sentence
-from packstore.format.arrays import Column, Examples, Rows, Tally, example_id, to_offsets
+from packstore.format.arrays import (
+    Column,
+    Examples,
+    Int64,
+    Rows,
+    Tally,
+    example_id,
+    to_offsets,
+)
 from packstore.tokenizer.control import holds
 from packstore.tokenizer.dialogue.limits import limited, restart_clock
 from packstore.tokenizer.dialogue.messages import is_empty
@@ -266,6 +274,8 @@ class RecordTokenizer:
                 continue
             changed |= {j: t for j, t in zip(rows, fitted, strict=True) if len(t.ids) != lengths[j]}
         sequences = sequences.with_rows(changed)
+        if self.config.on["identical_sides"] != "keep":
+            _refuse_identical_sides(left, sequences, firsts)
         for j, events in sorted(sequences.events.items()):
             owners[j][0].events += events
         return sequences
@@ -337,6 +347,27 @@ class RecordTokenizer:
             columns=columns,
             keys=None if keys is None else np.array(keys, np.uint64),
         )
+
+
+def _refuse_identical_sides(
+    records: list[_Record], sequences: Sequences, first_sequences: Int64
+) -> None:
+    """Refuse records whose sequences are all equal, as they will be stored.
+
+    Texts that differ may still give equal ids: after a cut, the normalization of the tokenizer, or
+    a chat template that drops text. Such a pair has no gradient, but counts in every divisor.
+    """
+    lengths = np.diff(sequences.offsets)
+    shortest = np.minimum.reduceat(lengths, first_sequences[:-1])
+    longest = np.maximum.reduceat(lengths, first_sequences[:-1])
+    num_sequences = np.diff(first_sequences)
+    candidates = np.flatnonzero((num_sequences > 1) & (shortest == longest))
+    for i in candidates.tolist():
+        begin, end = sequences.offsets[first_sequences[i : i + 2]]
+        sides = sequences.ids[begin:end].reshape(num_sequences[i], -1)
+        if records[i].refused is None and (sides == sides[0]).all():
+            detail = "all responses have the same token ids"
+            records[i].refused = Refused("identical_sides", detail)
 
 
 def _each(records: list[_Record], step: Callable[[_Record], None]) -> list[_Record]:

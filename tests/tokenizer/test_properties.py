@@ -74,6 +74,8 @@ def test_nothing_breaks_and_nothing_is_lost(pack, tokenizer, name):
         assert set(found.dropped) <= set(REASONS)
         assert swapped.dropped.total() == found.dropped.total()
         assert swapped.examples == {n: sides[::-1] for n, sides in found.examples.items()}
+        if choice["on"]["identical_sides"] == "drop":
+            assert all(one[0] != other[0] for one, other in found.examples.values())
         for ids, on in found.sequences:
             assert any(on)
             assert not on[0]

@@ -149,7 +149,7 @@ FOLDER = Path(TRL.origin).parent / "chat_templates" if TRL and TRL.origin else N
 @pytest.mark.skipif(FOLDER is None, reason="trl brings the templates of many models")
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.jinja")) if FOLDER else [])
 def test_templates_in_use(pack, byte_level, path):
-    """Rendered as transformers does; of plain chats nothing is taken for left out."""
+    """Rendered as transformers does; of plain chats nothing but thoughts is left out, and noted."""
     source = re.sub(r"strftime_now\([^)]*\)", "'today'", path.read_text("utf-8"))
     tokenizer = byte_level(template=source)
     call = {**CALL, "function": {"name": "f", "arguments": {"x": 1}}}
@@ -170,3 +170,6 @@ def test_templates_in_use(pack, byte_level, path):
         if found == "unrendered" and (tools or blind):
             expected = "unrendered"
         assert found == expected
+    thoughts_left_out = 0 in texts and "hm" not in texts[0]
+    assert ("reasoning_unrendered" in packed.noted) == thoughts_left_out
+    assert "text_unrendered" not in packed.noted

@@ -36,7 +36,7 @@ _REMARKS = {
     "tags_once": "a message stood in the tags that the chat template writes around its role, as in "
     "<tool_response>: they are written once",
     "arguments_quoted": "arguments of tool calls that are JSON text, quoted by the chat template",
-    "reasoning_unrendered": "the chat template leaves out the reasoning of a supervised turn",
+    "reasoning_unrendered": "the chat template leaves out the reasoning of a turn",
     "empty_prompt": "the prompt, or every question, is empty, or only white space or a dash",
     "glued_prompt": "no white space separates the prompt from its answer",
     "duplicate_prompts": "the prompt of an earlier record again (dedup=prompt leaves it out)",

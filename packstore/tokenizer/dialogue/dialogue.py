@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from packstore.config import TokenizeConfig
 from packstore.tokenizer.control import free_characters
@@ -22,6 +23,7 @@ SHORT = 8
 _NOTHING: tuple[Any, ...] = (None, "", "{}", "null", {}, [])
 
 _EMPTY_THINKING = re.compile(r"\n*(<think>)?\n*</think>\n{0,2}")
+_THOUGHT_ENDS = re.compile(r"</think(ing)?>|\[/think(ing)?\]", re.IGNORECASE)
 _OPEN_MARKER = re.compile("<[^<>]*$")
 """An incomplete marker at the end."""
 
@@ -266,23 +268,28 @@ class Dialogue:
             self.events.append("unrendered")
         if any(as_json(arguments) in self.text for arguments in text_arguments(self._messages)):
             self.events.append("arguments_quoted")
-        learned = [] if self._is_empty else self._learned
-        thoughts = [self._messages[i].get("reasoning_content") or "" for i in learned]
+        thoughts = [message.get("reasoning_content") or "" for message in self._messages]
         if any(thought.strip() not in self.text for thought in thoughts):
             self.events.append("reasoning_unrendered")
+        if missing is None:
+            self.events += self._missing_stretches()
 
     def _is_plain(self) -> bool:
-        """Returns True if every turn is plain text, and all certainly are in the text, in order.
+        """Returns True if every turn is plain text, and all certainly are in the text, in order."""
+        if any(len(message) != 2 for message in self._messages):
+            return False
+        contents = [(message["content"] or "").strip() for message in self._messages]
+        return all(contents) and self._stand_in_order(contents)
+
+    def _stand_in_order(self, contents: list[str]) -> bool:
+        """Return True if the contents certainly are in the text, one after the other.
 
         Short texts that may occur by chance, as part of the template, are not certain.
         """
         end = 0
-        for message in self._messages:
-            words = (message["content"] or "").strip()
+        for words in contents:
             start = self.text.find(words, end)
-            if len(message) != 2 or not words or start < 0:
-                return False
-            if len(words) <= SHORT and words in self._template.source:
+            if start < 0 or (len(words) <= SHORT and words in self._template.source):
                 return False
             end = start + len(words)
         return True
@@ -312,6 +319,38 @@ class Dialogue:
             except Refused:  # the template reads what it refuses
                 continue
         return None
+
+    def _missing_stretches(self) -> list[str]:
+        """Return an event for each kind of stretch that the template leaves out of a message.
+
+        Templates may drop the words before a tag that they know, such as ``</think>``, or an end of
+        the content. A stretch is in the text if the marks at both of its ends are.
+        """
+        tags = self._template.tags
+        stretches = [list(_stretches(m["content"] or "", tags)) for m in self._messages]
+        words = [
+            message["content"][stretch.start : stretch.end]
+            for message, parts in zip(self._messages, stretches, strict=True)
+            for stretch in parts
+        ]
+        if self._stand_in_order(words):
+            return []
+        marked = [
+            _mark_stretches(message, parts, marks)
+            for message, parts, marks in zip(self._messages, stretches, self._marks, strict=True)
+        ]
+        try:
+            shown = Counter(self._template.render(marked, self._tools))
+        except Refused:  # it refuses the marks: nothing shows that the words are there
+            shown = Counter()
+        missing = set()
+        for parts, (text_mark, thought_mark) in zip(stretches, self._marks, strict=True):
+            num_thoughts = sum(stretch.is_thought for stretch in parts)
+            if shown[text_mark] < 2 * (len(parts) - num_thoughts):
+                missing.add("text_unrendered")
+            if shown[thought_mark] < 2 * num_thoughts:
+                missing.add("reasoning_unrendered")
+        return sorted(missing)
 
     def _shows_tools(self) -> bool:
         """Returns True if the text would change without the tools."""
@@ -363,6 +402,41 @@ def _mark_content(message: Message, opens: str, closes: str) -> Message:
     path = ("tool_calls", -1, "function", "name")
     marked: Message = _change(message, path, lambda name: opens + name + closes)
     return marked
+
+
+class _Stretch(NamedTuple):
+    """Words of a content between the tags that the template names."""
+
+    start: int
+    end: int
+    is_thought: bool
+
+
+def _stretches(content: str, tags: re.Pattern[str]) -> Iterator[_Stretch]:
+    """Yield the stretches of a content that have words."""
+    places = itertools.chain.from_iterable(match.span() for match in tags.finditer(content))
+    edges = [0, *places, len(content)]
+    for start, end in zip(edges[::2], edges[1::2], strict=True):
+        words = content[start:end].strip()
+        if words:
+            first = content.index(words, start)
+            is_thought = _THOUGHT_ENDS.match(content, end) is not None
+            yield _Stretch(first, first + len(words), is_thought)
+
+
+def _mark_stretches(message: Message, parts: list[_Stretch], marks: tuple[str, str]) -> Message:
+    """Put a mark at both ends of each stretch; `marks`: of text, and of thoughts."""
+    if not parts:
+        return message
+    text_mark, thought_mark = marks
+    content = message["content"]
+    text = ""
+    end = 0
+    for stretch in parts:
+        mark = thought_mark if stretch.is_thought else text_mark
+        text += content[end : stretch.start] + mark + content[stretch.start : stretch.end] + mark
+        end = stretch.end
+    return {**message, "content": text + content[end:]}
 
 
 def _parts_to_render(messages: list[Message]) -> Iterator[tuple[tuple[int | str, ...], str]]:

@@ -17,7 +17,7 @@ from jinja2.parser import Parser
 from jinja2.visitor import NodeTransformer
 
 from packstore.errors import TokenizerError, sentence
-from packstore.tokenizer.control import free_characters
+from packstore.tokenizer.control import control_pattern, free_characters
 from packstore.tokenizer.dialogue.sandbox import MAX_RENDERED, MAX_SOURCE, Sandbox, as_json
 from packstore.tokenizer.refusals import Refused
 
@@ -28,6 +28,9 @@ same bytes. It is the fallback of Llama's own templates."""
 Message = dict[str, Any]
 Tools = list[Any] | None
 Span = tuple[int, int]
+
+
+_TAGS = re.compile(r"</?[\w:|-]+>|\[/?\w+\]")
 
 
 class _Generation(Extension):
@@ -60,6 +63,16 @@ class ChatTemplate:
         """True if the template marks the assistant's text by ``{% generation %}`` blocks."""
         tree = _compile(self.source).environment.parse(self.source)
         return any(name.name == "generation_opens" for name in tree.find_all(nodes.Name))
+
+    @cached_property
+    def tags(self) -> re.Pattern[str]:
+        """A pattern of the tags, such as ``</think>``, at which the template may cut contents.
+
+        Each tag that it names, opening and closing: it may name one of them only.
+        """
+        opening = {tag.replace("/", "") for tag in _TAGS.findall(self.source)}
+        closing = {f"{tag[0]}/{tag[1:]}" for tag in opening}
+        return control_pattern(frozenset(opening | closing))
 
     @cached_property
     def written_prompt(self) -> str:

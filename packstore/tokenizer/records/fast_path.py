@@ -78,8 +78,6 @@ def _suspects(prompts: list[str], sides: list[list[str]], hint: str) -> Iterator
     for column in sides:
         yield from (map(operator.not_, column), map(str.isspace, column))
         yield map(HH_BEGINNING.match, column)
-    if len(sides) > 1:
-        yield map(operator.eq, *sides)
 
 
 def _unusual(rewards: list[list[float]]) -> Iterator[Iterable[object]]:
