@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from urllib.parse import quote as percent
 
@@ -14,11 +14,13 @@ _NAME = re.compile(r"key|secret|token|pass|cred|sas|auth|connection|headers|cook
 # environment, a profile, or a signed URL.
 _FORMS = re.compile(
     r"(?P<name>(?:AccountKey|SharedAccessSignature|X-Amz-(?:Signature|Credential|Security-Token)"
-    r"|[?&;]sig|Authorization|aws_secret_access_key|aws_session_token)\s*[=:]\s*"
-    r"|Bearer\s+|://)"
+    r"|[?&;](?:sig|token|access_token|password)|Authorization|aws_secret_access_key|aws_session_token)\s*[=:]\s*(?:(?:Bearer|Basic)\s+)?"
+    r"|Bearer\s+|://|(?=\bhf_[A-Za-z0-9]{16}))"
     r"(?P<value>(?<=://)[^/\s]+(?=@)|(?<!://)[^&;\s'\",)]+)",
     re.I,
 )
+_LOGIN = re.compile(r"[^\s'\"<>]*(?::|//)[^\s'\"<>]*(?=@|%40)", re.I)
+"""User and password, with the scheme before them: a password may hold a slash or an @."""
 
 
 class Secrets:
@@ -37,11 +39,29 @@ class Secrets:
 
     def hide_in(self, error: BaseException) -> BaseException:
         """Returns the error; if it or a cause has secrets, a copy of its builtin kind without."""
-        if all(self.hide(str(link)) == str(link) for link in chain_of(error)):
-            return error
-        kinds = (k for k in type(error).__mro__ if k.__module__ == "builtins")
-        kind = next((k for k in kinds if issubclass(k, OSError)), Exception)
-        return kind(f"{type(error).__name__}: {self.hide(str(error))}")
+        return _without(self.hide, error)
+
+
+def client_text(said: object) -> str:
+    """Return the text of a client of the hub or of a tracker, or a name given to it, for showing.
+
+    Clients repeat names, which may be URLs by mistake, the endpoint with its login, and headers.
+    """
+    return _LOGIN.sub("***", _FORMS.sub(r"\g<name>***", str(said)))
+
+
+def client_cause(error: BaseException) -> BaseException:
+    """Return the error of such a client, or a copy without its secrets."""
+    return _without(client_text, error)
+
+
+def _without(hide: Callable[[str], str], error: BaseException) -> BaseException:
+    """Return the error; if it or a cause has secrets, a copy of its builtin kind without."""
+    if all(hide(str(link)) == str(link) for link in chain_of(error)):
+        return error
+    kinds = (k for k in type(error).__mro__ if k.__module__ == "builtins")
+    kind = next((k for k in kinds if issubclass(k, OSError)), Exception)
+    return kind(f"{type(error).__name__}: {hide(str(error))}")
 
 
 def _of_url(url: str) -> Iterator[str]:

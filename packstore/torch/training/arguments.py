@@ -13,6 +13,7 @@ from transformers import Trainer, TrainingArguments
 
 from packstore.config.settings import check_class, check_names
 from packstore.errors import ConfigError, PackstoreError, quote, sentence
+from packstore.secrets import client_cause, client_text
 
 Refusals = Mapping[str, tuple[tuple[Any, ...], str]]
 """Setting -> values that are taken, and what to do for another."""
@@ -169,4 +170,5 @@ def named_settings(
     except PackstoreError:
         raise
     except (ValueError, TypeError, ImportError, KeyError) as error:
-        raise ConfigError(sentence(where, rule, quote(str(*error.args[:1]), 300))) from error
+        found = quote(client_text(*error.args[:1]), 300)
+        raise ConfigError(sentence(where, rule, found)) from client_cause(error)

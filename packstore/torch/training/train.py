@@ -29,6 +29,7 @@ from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 from packstore.config.training import TrainConfig, TrainModelConfig
 from packstore.errors import ConfigError, PackstoreError, StorageError, quote, sentence
 from packstore.io.store.storage_errors import is_of_client
+from packstore.secrets import client_cause, client_text
 from packstore.torch.reference.provenance import choose_precision
 from packstore.torch.training.arguments import named_settings
 from packstore.torch.training.checkpoint_files import newest_checkpoint, read_position
@@ -186,8 +187,9 @@ def _named_places(output_dir: str) -> Iterator[None]:
             raise
         rule = "disk, hub and trackers must take what is written"
         remedy = "The same command again goes on from the newest checkpoint"
-        found = quote(str(error), 200)
-        raise StorageError(sentence(f"output_dir {output_dir}", rule, found, remedy)) from error
+        found = quote(client_text(error), 200)
+        where = f"output_dir {output_dir}"
+        raise StorageError(sentence(where, rule, found, remedy)) from client_cause(error)
 
 
 def _checkpoint(config: TrainConfig) -> str | None:

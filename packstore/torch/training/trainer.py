@@ -14,6 +14,7 @@ import copy
 import itertools
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -29,7 +30,7 @@ from transformers import TrainingArguments, set_seed
 
 from packstore.config.settings import check_class, check_names
 from packstore.config.training import TrainModelConfig
-from packstore.errors import CompatibilityError, ConfigError, display, sentence
+from packstore.errors import CompatibilityError, ConfigError, display, markdown_text, sentence
 from packstore.io.side.side import open_side
 from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.logprobs.head import PackedPolicy
@@ -348,14 +349,19 @@ def model_card(trainer: Any, **front: Any) -> str:
     last = {n: v for record in state.log_history for n, v in record.items() if n != "step"}
     results = {name: f"{value:.6g}" for name, value in last.items()}
     settings = json.dumps(args.to_sanitized_dict(), indent=1, default=str)
+    longest = max((len(ticks) for ticks in re.findall("`+", settings)), default=0)
+    fence = "`" * max(3, longest + 1)  # one inside a setting would end the block
     tables = _table("what", facts), _table("metric", results)
     return (
-        f"---\n{head.to_yaml()}\n---\n# {Path(args.output_dir).name}\n\nTrained with packstore's "
-        f"PackedTrainer on packed data.\n\n{tables[0]}\n\n## Results\n\n{tables[1]}\n\n"
-        f"## Settings\n\n```json\n{settings}\n```\n"
+        f"---\n{head.to_yaml()}\n---\n# {markdown_text(Path(args.output_dir).name)}\n\n"
+        f"Trained with packstore's PackedTrainer on packed data.\n\n{tables[0]}\n\n"
+        f"## Results\n\n{tables[1]}\n\n"
+        f"## Settings\n\n{fence}json\n{settings}\n{fence}\n"
     )
 
 
 def _table(head: str, rows: Mapping[str, object]) -> str:
     lines = [f"| {head} | value |", "|---|---|"]
-    return "\n".join(lines + [f"| {name} | {value} |" for name, value in rows.items()])
+    for name, value in rows.items():
+        lines.append(f"| {markdown_text(name)} | {markdown_text(value)} |")
+    return "\n".join(lines)
