@@ -47,12 +47,14 @@ $(VENV)/installed: pyproject.toml
 # The suite on the oldest releases that pyproject.toml admits, but for fsspec: the servers of the
 # tests need a newer one. uv, as pip tries combinations for minutes. Without access to torch's own
 # index: make floors CPU_TORCH=, which installs the CUDA build, of several gigabytes.
+# First the same releases with nothing else: the packages of the tests bring pandas, for example.
 CPU_TORCH = https://download.pytorch.org/whl/cpu
 FLOORS = .venv-floors/bin
 
 floors:
 	$(PYTHON) -m venv .venv-floors
 	$(FLOORS)/python -m pip install --quiet uv
+	$(FLOORS)/python tests/try_release.py --oldest --extra train --torch 2.11.0 $(addprefix --torch-index ,$(CPU_TORCH))
 	$(FLOORS)/python tests/try_release.py --floors torch train | tr ' ' '\n' | grep -v ^fsspec > .venv-floors/floors.txt
 	$(FLOORS)/uv pip install --quiet --python $(FLOORS)/python $(addprefix --index-url ,$(CPU_TORCH)) torch==2.11.0
 	$(FLOORS)/uv pip install --quiet --python $(FLOORS)/python -e '.[dev]' -r .venv-floors/floors.txt

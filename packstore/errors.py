@@ -32,6 +32,7 @@ number of attempts); :func:`message_with_notes` returns both.
 
 from __future__ import annotations
 
+import html
 import re
 from typing import NamedTuple
 
@@ -89,6 +90,13 @@ def visible(text: str) -> str:
 def visible_line(text: str) -> str:
     """Escapes control characters and newlines: no part of `text` looks like another line."""
     return visible(text).replace("\n", "\\n")
+
+
+def markdown_text(value: object) -> str:
+    """Return one line of Markdown that shows `value` as it is: no HTML, link, picture or column."""
+    line = re.sub(r"\s+", " ", visible(str(value))).strip()
+    # CommonMark takes an escaped punctuation character literally; :// would make a bare link.
+    return re.sub(r"[\\`*\[\]|!]|:(?=//)", r"\\\g<0>", html.escape(line, quote=False))
 
 
 def spelled(path: str) -> str:

@@ -138,3 +138,33 @@ def test_the_pages_give_what_a_gpu_measured() -> None:
     right = sum(case["verdict"] == "right" for case in session.values())
     assert f"- {right} cases" in texts[0]
     assert not any(case["verdict"] in ("WRONG", "FAILED") for case in session.values())
+
+
+def test_the_pages_give_the_sizes_of_steps() -> None:
+    by_settings = {
+        (row["pack_size"], row["requested"]): row
+        for row in result("step_sizes")["rows"]
+        if row["ranks"] == 1
+    }
+
+    def mean(row: dict[str, Any]) -> str:
+        return f"{row['mean']:.1f}{' (warns)' if row['warns'] else ''}"
+
+    loaders = (ROOT / "docs/loaders.md").read_text(encoding="utf-8")
+    lines = re.findall(r"^\| (\d,\d+) \| \S+ \| (\d+) \| .*$", loaders, re.M)
+    assert len(lines) == 8
+    for size, requested in lines:
+        row = by_settings[int(size.replace(",", "")), int(requested)]
+        cells = [size, f"{row['pairs_per_pack']:.1f}", requested, mean(row)]
+        cells += [f"{row['fewest']} to {row['most']}", f"{row['mean_below_request']:.1f}"]
+        assert f"| {' | '.join(cells)} |" in loaders
+    from_trl = rows("docs/from-trl.md")
+    for size in (2048, 8192):
+        expected = [by_settings[size, requested] for requested in (8, 16)]
+        cells = [f"{row['steps']} steps of {mean(row)}" for row in expected]
+        assert from_trl[f"packs of {size:,}"] == cells
+    unpacked = [by_settings[2048, requested] for requested in (8, 16)]
+    assert from_trl["TRL, unpacked"] == [
+        f"{row['unpacked_steps']} steps of {row['pairs'] / row['unpacked_steps']:.1f}"
+        for row in unpacked
+    ]

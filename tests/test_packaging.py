@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 import shutil
 import subprocess
+import sys
 import tarfile
+import tempfile
 import tomllib
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -65,6 +68,48 @@ def test_make_floors_takes_the_oldest_torch_and_transformers() -> None:
     command = [ROOT / "tests" / "try_release.py", "--floors", "torch", "train"]
     printed = run_python(*command).stdout
     assert {torch, "transformers==5.6", "numpy==2.2"} <= set(printed.split())
+    assert f"--oldest --extra train --torch {torch.removeprefix('torch==')}.0" in recipe
+
+
+def test_an_upper_bound_has_its_reason_beside_it() -> None:
+    """A bound without one only keeps packstore from resolving beside other packages."""
+    lines = (ROOT / "pyproject.toml").read_text(encoding="utf-8").splitlines()
+    bounds = [n for n, line in enumerate(lines) if re.search(r'"[\w.\[\]-]+>=[\w.]+,<', line)]
+    assert bounds
+    for n in bounds:
+        limit = re.search(r",(<[\w.]+)", lines[n])
+        assert limit is not None
+        assert f"{limit[1]}: " in lines[n - 1] + lines[n], lines[n]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("extra", ["", "train"])
+def test_the_oldest_releases_are_enough_alone(extra: str, tmp_path: Path) -> None:
+    """Packs, loads, verifies, scans and trains with the lower bounds, and nothing else.
+
+    The environment of the tests would hide a need for pandas, as `datasets` installs it. Only torch
+    is not its lower bound but the release of the Makefile: PyPI's older ones are CUDA builds of
+    gigabytes. `make floors` also takes the oldest torch.
+    """
+    if not (ROOT / ".git").exists():
+        pytest.skip("needs a checkout of git")
+    asked = ("-m", "pip", "download", "--quiet", "--no-deps", "--dest", tmp_path, "packaging")
+    if run_python(*asked).returncode:
+        pytest.skip("no package registry is reachable: the lower bounds are NOT tried")
+    copy_tracked_files(tmp_path / "tree")
+    with tempfile.TemporaryDirectory() as work:  # not tmp_path, as pytest keeps those
+        source = tmp_path / "tree"
+        print(SCRIPT["attempt"](Path(work), sys.executable, source, extra, oldest=True))
+
+
+def copy_tracked_files(folder: Path) -> list[str]:
+    """Copy the files of a release into a folder; return their names."""
+    names = [name for name in SCRIPT["sources"]() if (ROOT / name).exists()]
+    for name in names:
+        place = folder / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ROOT / name, place)
+    return names
 
 
 @pytest.mark.slow
@@ -75,11 +120,7 @@ def test_the_sdist_holds_what_git_tracks(tmp_path: Path) -> None:
         too_old = True
     if too_old or not (ROOT / ".git").exists():
         pytest.skip("setuptools 77 or newer, and a checkout of git")
-    tracked = [name for name in SCRIPT["sources"]() if (ROOT / name).exists()]
-    for name in tracked:
-        place = tmp_path / "tree" / name
-        place.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(ROOT / name, place)
+    tracked = copy_tracked_files(tmp_path / "tree")
     code = f"from setuptools import build_meta; build_meta.build_sdist({str(tmp_path)!r})"
     done = run_python("-W", "ignore", "-c", code, cwd=tmp_path / "tree")
     assert done.returncode == 0, done.stderr

@@ -4,7 +4,8 @@
     python tests/try_release.py --extra s3 --extra ray  also these extras, each in an environment
     python tests/try_release.py --extra all            also every extra that is tried
     python tests/try_release.py --python python3.13    with another interpreter (repeatable)
-    python tests/try_release.py --oldest               with the oldest releases in pyproject.toml
+    python tests/try_release.py --oldest               with the oldest releases in pyproject.toml,
+                                                       but torch by --torch and --torch-index
     python tests/try_release.py --floors torch train   prints them, with these extras
     python tests/try_release.py --beside uv            beside which trainers and servers it resolves
 
@@ -16,6 +17,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -23,15 +25,18 @@ import tarfile
 import tempfile
 import tomllib
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 SMOKE = ROOT / "tests" / "support" / "smoke.py"
-TORCH = "torch==2.13.0"
-"""Installed first, as the Makefile does, so that a CPU build is taken where there is one."""
+TORCH = "2.13.0"
+"""Release of torch, installed first, as the Makefile does: a CPU build is taken if there is one."""
 NEEDS_TORCH = frozenset({"torch", "train"})
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 NOT_TRIED = frozenset({"flash", "flash4", "docs", "dev"})
+SHOWN = ("numpy", "pyarrow", "polars", "numba", "tokenizers", "torch", "transformers", "peft")
+"""Packages that an attempt prints with their releases."""
 MADE = frozenset({"PKG-INFO", "setup.cfg"})
 BESIDE = (
     *("trl", "axolotl", "llamafactory", "ms-swift", "openrlhf", "unsloth", "verl"),
@@ -69,9 +74,19 @@ def environment(folder: Path, python: str, *groups: list[str]) -> Path:
 
 
 def floors(extra: str) -> list[str]:
-    """The oldest release of each dependency that pyproject.toml names for this extra."""
-    wanted = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"].get(extra, [])]
-    return [name.replace(">=", "==") for name in wanted if not name.startswith("packstore[")]
+    """Return the oldest release of each dependency that pyproject.toml names for this extra."""
+    optional = PROJECT["optional-dependencies"].get(extra, [])
+    nested = [name.removeprefix("packstore[").rstrip("]") for name in optional if _is_nested(name)]
+    required = list(PROJECT["dependencies"])
+    for name in nested:
+        required += PROJECT["optional-dependencies"][name]
+    required += [name for name in optional if not _is_nested(name)]
+    return [name.replace(">=", "==") for name in required]
+
+
+def _is_nested(requirement: str) -> bool:
+    """Return True for another extra of packstore."""
+    return requirement.startswith("packstore[")
 
 
 def sources() -> list[str]:
@@ -107,19 +122,54 @@ def build(work: Path, python: str) -> Path:
     return wheel
 
 
-def attempt(work: Path, python: str, wheel: Path, extra: str, oldest: bool) -> None:
-    """Installs the wheel with one extra, or with none, and runs its parts of the smoke test."""
-    first = [TORCH] if extra in NEEDS_TORCH and not oldest else []
-    target = [f"{wheel}[{extra}]" if extra else str(wheel), *(floors(extra) if oldest else [])]
+def attempt(
+    work: Path,
+    python: str,
+    source: Path,
+    extra: str = "",
+    *,
+    oldest: bool = False,
+    torch: Sequence[str] = (f"torch=={TORCH}",),
+) -> str:
+    """Install packstore with one extra, or none, and run its parts of the smoke test.
+
+    Args:
+        work: an empty folder, or one of other attempts.
+        python: interpreter that makes the environment.
+        source: the wheel, or the folder of a checkout.
+        extra: name of an extra.
+        oldest: install the oldest releases in pyproject.toml, except for torch.
+        torch: arguments of pip that install torch, before everything else.
+
+    Returns:
+        The interpreter, the releases, and the report of each part.
+    """
+    first = list(torch) if extra in NEEDS_TORCH else []
+    target = [f"{source}[{extra}]" if extra else str(source)]
+    if oldest:
+        # Before packstore itself, as pip tries combinations for minutes if it may choose.
+        target += [name for name in floors(extra) if not name.startswith("torch==")]
     inside = environment(work / f"with-{extra or 'core'}", python, first, target)
     run(inside, "-m", "pip", "check")
-    releases = "the oldest releases" if oldest else "the newest releases"
-    print(f"{run(inside, '--version').strip()}, packstore[{extra}], {releases}:", flush=True)
+    installed = releases(inside)
+    if oldest and "pandas" in installed:
+        # pyarrow imports it where it can, so that a need for it would not be seen.
+        sys.exit(f"packaging: packstore[{extra}] installs pandas, which hides a need for it")
     empty = work / f"empty-{extra or 'core'}"
     empty.mkdir()
     parts = ["core", *([extra] if extra else [])]
     printed = run(inside, "-I", SMOKE, *parts, folder=empty)
-    print("".join(line + "\n" for line in printed.splitlines() if line.startswith("  ")), end="")
+    age = "the oldest releases" if oldest else "the newest releases"
+    named = [f"{name} {installed[name]}" for name in SHOWN if name in installed]
+    lines = [f"{run(inside, '--version').strip()}, packstore[{extra}], {age}: {', '.join(named)}"]
+    lines += [line for line in printed.splitlines() if line.startswith("  ")]
+    return "\n".join(lines)
+
+
+def releases(python: Path) -> dict[str, str]:
+    """Return the packages of an environment, name -> release."""
+    listed = json.loads(run(python, "-m", "pip", "list", "--format", "json"))
+    return {entry["name"]: entry["version"] for entry in listed}
 
 
 def resolve(uv: str, work: Path, *wanted: str) -> dict[str, str] | None:
@@ -151,6 +201,8 @@ def main() -> None:
     parser.add_argument("--extra", action="append", default=[], metavar="NAME")
     parser.add_argument("--python", action="append", default=[], metavar="PATH")
     parser.add_argument("--oldest", action="store_true")
+    parser.add_argument("--torch", default=TORCH, metavar="RELEASE", help="installed first")
+    parser.add_argument("--torch-index", metavar="URL", help="index that has it")
     parser.add_argument("--floors", nargs="+", metavar="EXTRA", help="print their oldest releases")
     parser.add_argument("--beside", metavar="UV", help="path of uv, whose resolver is asked")
     args = parser.parse_args()
@@ -166,12 +218,16 @@ def main() -> None:
     extras = known if args.extra == ["all"] else args.extra
     if unknown := set(extras) - set(known):
         parser.error(f"no extra {', '.join(sorted(unknown))}; choose from {', '.join(known)}")
+    torch = [f"torch=={args.torch}"]
+    if args.torch_index:
+        torch += ["--index-url", args.torch_index]
     for python in args.python or [sys.executable]:
         with tempfile.TemporaryDirectory() as folder:
             work = Path(folder)
             wheel = build(work, python)
             for extra in ("", *extras):
-                attempt(work, python, wheel, extra, args.oldest)
+                options = {"oldest": args.oldest, "torch": torch}
+                print(attempt(work, python, wheel, extra, **options), flush=True)
     print("packaging: all passed")
 
 

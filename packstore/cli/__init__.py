@@ -23,6 +23,7 @@ from packstore.cli._messages import add_message_options, fail, set_up
 from packstore.cli._parser import FRONT_PAGE, SUMMARIES, Parser, add_command
 from packstore.errors import PackstoreError, message_with_notes, quote, sentence, visible
 from packstore.registry import Registry, missing_extra
+from packstore.secrets import client_text
 from packstore.version import VERSION
 
 
@@ -180,7 +181,7 @@ def _main(argv: Sequence[str] | None) -> int:
             where = "a file" if error.filename is None else quote(os.fspath(error.filename), 300)
             fail(args, f"error: {sentence(where, 'it must be usable', error.strerror)}")
             return 1
-        text = quote(f"{type(error).__name__}: {error}", 300)
+        text = quote(client_text(f"{type(error).__name__}: {error}"), 300)
         remedy = "This is a defect of packstore: please report it, with the traceback of --debug"
         fail(args, f"internal error: {text}. {remedy}.")
         return 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from os import PathLike
@@ -147,16 +148,54 @@ def check_job(job: dict[str, Any], where: str) -> dict[str, Any]:
     return job
 
 
-def job_of(provenance: Mapping[str, Any], out: str) -> dict[str, Any]:
-    """Returns the job that packed the dataset at `out`, from the `provenance` in its manifest."""
-    settings, sources = provenance.get("settings"), provenance.get("sources") or []
+def job_of(provenance: Mapping[str, Any], url: str) -> dict[str, Any]:
+    """Return the job that packs the dataset at `url` again, from its provenance in the manifest.
+
+    The job has no `out` if the dataset is one part of two and not under the name of its part, as
+    the folder of both is unknown then.
+    """
+    settings = provenance.get("settings")
+    sources = provenance.get("sources") or []
     paths = [source.get("path") for source in sources if isinstance(source, Mapping)]
     if not isinstance(settings, Mapping) or not paths or None in paths:
         rule = "its manifest must record settings and input files"
         remedy = "Only a dataset that packstore.pack made of files has a job"
-        raise ConfigError(sentence(out, rule, "none", remedy))
-    job: dict[str, Any] = {"source": paths[0] if len(paths) == 1 else paths, "out": out}
+        raise ConfigError(sentence(url, rule, "none", remedy))
+
+    repacked = provenance.get("repacked_from")
+    if isinstance(repacked, Mapping):
+        names = PackConfig.names_without_records()
+        packing = {name: value for name, value in settings.items() if name in names}
+        answers = settings.get("on", {})
+        if "overlong" in answers:
+            packing["on"] = {"overlong": answers["overlong"]}
+        return {"source": repacked["path"], "out": url, **packing}
+
+    if "combined_from" in provenance:
+        rule = "it must be packed by one job"
+        found = f"a dataset of {len(provenance['combined_from'])} parts, by append or concat"
+        raise ConfigError(sentence(url, rule, found, "Pack the dataset itself to make it one"))
+
+    job: dict[str, Any] = {"source": paths[0] if len(paths) == 1 else paths}
+    part = provenance.get("part")
+    if part is None:
+        job["out"] = url
+    elif _last_name(url) == part:
+        job["out"] = _parent(url)
     tokenizer = provenance.get("tokenizer")
     if isinstance(tokenizer, Mapping) and tokenizer.get("path"):
         job["tokenizer"] = tokenizer["path"]
     return {**job, **{n: value for n, value in settings.items() if n in PackConfig.names()}}
+
+
+def _last_name(url: str) -> str:
+    """Return the name of the folder at `url`."""
+    path = url if "://" in url else os.path.abspath(url)
+    return path.rstrip("/").rpartition("/")[2]
+
+
+def _parent(url: str) -> str:
+    """Return the folder that holds the one at `url`."""
+    if "://" in url:
+        return url.rstrip("/").rpartition("/")[0]
+    return os.path.normpath(os.path.join(url, os.pardir))

@@ -225,6 +225,12 @@ class PackConfig(TokenizeConfig, SelectConfig, PlanConfig, WriteConfig, RunConfi
         mine = replace(self, on={**self.on, "overlong": usual.on["overlong"]})
         return tuple(name for name in names if getattr(mine, name) != getattr(usual, name))
 
+    @staticmethod
+    def names_without_records() -> frozenset[str]:
+        """Return the names of settings that also take effect when a dataset is packed again."""
+        names = {*SelectConfig.names(), *PlanConfig.names(), *WriteConfig.names()}
+        return frozenset({"max_length", *names})
+
     def recorded(self) -> dict[str, Any]:
         """Returns the settings that affect the bytes of the result, as JSON for the manifest."""
         skip = {*RunConfig.names(), "overwrite"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Self, get_type_hints
@@ -11,25 +12,34 @@ import msgspec
 from packstore.config.settings import Settings, kind_of, setting
 from packstore.errors import ConfigError, sentence
 
-MOST_EXCESS = 1.25
-"""A step may hold so many times `examples_per_step` without a warning."""
+MOST_EXCESS = 1.1
+"""Steps may hold on average so many times `examples_per_step` without a warning."""
 
 
 def large_steps_warning(
-    wanted: int, mean: float, largest: int, ranks: int, pack_size: int, longest: int
+    requested: int, mean: float, largest: int, ranks: int, pack_size: int, longest: int
 ) -> str:
-    """Returns a warning if steps are far larger than `wanted` examples; else an empty text.
+    """Return a warning if steps hold on average far more than requested; else an empty text.
 
-    `pack_size` and `longest`, the tokens of what must fit into a pack, are 0 if they are not known.
+    Smaller ones are not possible: a step ends at the pack that is nearest to the request.
+
+    Args:
+        requested: `examples_per_step`.
+        mean, largest: examples of the steps.
+        ranks: number of ranks, each of which takes a pack of every step.
+        pack_size, longest: tokens of a pack, and of what must fit into one; 0 if not known.
     """
-    if largest <= MOST_EXCESS * wanted:
+    if mean <= MOST_EXCESS * requested:
         return ""
-    rule = f"they should hold at most {MOST_EXCESS} times examples_per_step={wanted} examples"
+    rule = f"they should hold about examples_per_step={requested} examples on average"
     found = f"{mean:.1f} on average and {largest} at most, as each rank (of {ranks}) takes a pack"
-    fits = pack_size * wanted // largest
-    ways = [f"pack with pack_size={fits} at most"] if fits >= max(longest, 2) else []
-    ways += ["use fewer ranks"] if ranks > 1 else []
-    ways.append(f"set examples_per_step={largest} on purpose")
+    fitting_size = pack_size * requested // largest
+    ways = []
+    if fitting_size >= max(longest, 2):
+        ways.append(f"pack with pack_size={fitting_size} at most")
+    if ranks > 1:
+        ways.append("use fewer ranks")
+    ways.append(f"set examples_per_step={math.ceil(mean)} on purpose")
     remedy = ", or ".join(ways)
     return sentence("optimizer steps", rule, found, remedy[0].upper() + remedy[1:])
 
@@ -42,9 +52,7 @@ class BatchConfig(Settings):
 
     packs_per_batch: int | None = setting(None, "packs of one batch on one rank; default: 1", low=1)
     tokens_per_batch: int | None = setting(None, "most tokens of one batch on one rank", low=1)
-    examples_per_step: int | None = setting(
-        None, "most examples of a step; a pack a rank may exceed it", low=1
-    )
+    examples_per_step: int | None = setting(None, "mean examples of a step, over all ranks", low=1)
     gradient_accumulation_steps: int = setting(
         1, "batches of one optimizer step on one rank", low=1
     )

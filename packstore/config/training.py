@@ -94,7 +94,9 @@ class TrainConfig(TrainModelConfig):
     save_steps: float = setting(500, "steps between checkpoints", low=0)
     report_to: tuple[str, ...] = setting((), "trackers, e.g. tensorboard (repeatable)")
     seed: int = setting(42, "of every random choice", low=0, high=2**32 - 1)
-    resume_from_checkpoint: str | None = setting(None, "default: the newest of output_dir")
+    resume_from_checkpoint: str | None = setting(
+        None, "default: the newest of output_dir", local=True
+    )
     arguments: Mapping[str, Any] = setting(dict, "further fields of TrainingArguments")
 
     @classmethod

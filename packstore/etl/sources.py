@@ -15,14 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from packstore.config import (
-    PARTITION_BYTES,
-    REASONS,
-    PackConfig,
-    PlanConfig,
-    SelectConfig,
-    WriteConfig,
-)
+from packstore.config import PARTITION_BYTES, REASONS, PackConfig
 from packstore.errors import ConfigError, RecordError, sentence, spelled
 from packstore.etl.engines import engine_with, local
 from packstore.etl.tokenize import Part, Tokenize
@@ -367,8 +360,7 @@ class DatasetExampleReader:
     def provenance(self, sources: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
         """Returns the dataset's provenance, with this repacking and its settings added."""
         manifest = self._dataset.manifest
-        names = {"max_length", *SelectConfig.names(), *PlanConfig.names()}
-        names |= {*WriteConfig.names()}
+        names = PackConfig.names_without_records()
         recorded = replace(self._config, partitions=self.partitions).recorded()
         settings = {name: value for name, value in recorded.items() if name in names}
         kept = {k: v for k, v in manifest.provenance.items() if k != "repacked_from"}

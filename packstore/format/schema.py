@@ -294,5 +294,10 @@ def as_numpy(array: pa.Array) -> Any:
 
 
 _LISTS = (pa.list_(pa.int32()).id, pa.large_list(pa.int32()).id)
-_NUMBERS = (pa.int32(), pa.int64(), pa.float32(), pa.float64())
-_NUMPY = {type_.id: np.dtype(type_.to_pandas_dtype()) for type_ in _NUMBERS}
+# Written out: `to_pandas_dtype` of pyarrow 21 to 25 imports pandas, which nothing installs.
+_NUMPY: dict[int, np.dtype[Any]] = {
+    pa.int32().id: np.dtype(np.int32),
+    pa.int64().id: np.dtype(np.int64),
+    pa.float32().id: np.dtype(np.float32),
+    pa.float64().id: np.dtype(np.float64),
+}

@@ -71,7 +71,11 @@ def train_page(title: str, subtitle: str, records: Iterable[Mapping[str, float]]
     return charts_page(
         title,
         subtitle,
-        facts={f"last {name}": row[2] for name, *row in rows if name.endswith("loss")},
+        facts={
+            f"last {name}": f"{curve[-1][1]:.5g}"
+            for name, curve in sorted(points.items())
+            if name.endswith("loss")
+        },
         charts=[
             curves(chart, "step", {name: points.get(metric, []) for name, metric in named.items()})
             for chart, named in RUN.items()
@@ -113,8 +117,10 @@ def histogram(title: str, values: npt.NDArray[np.generic], unit: str) -> str:
 def curves(title: str, unit: str, series: Mapping[str, Points]) -> str:
     """Returns a chart with a curve for each series by place, whose unit is `unit`; else empty."""
     drawn: dict[str, list[tuple[float, float]]] = {}
+    last_values: dict[str, float] = {}
     for name, points in series.items():
         if kept := [(x, y) for x, y in points if np.isfinite(y)]:
+            last_values[name] = kept[-1][1]  # the last point may be a mean of neighbours
             if len(kept) > POINTS:
                 parts = np.array_split(np.array(kept), POINTS)
                 kept = [(float(part[-1, 0]), float(part[:, 1].mean())) for part in parts]
@@ -135,7 +141,7 @@ def curves(title: str, unit: str, series: Mapping[str, Points]) -> str:
             f"<title>{as_html(f'{name}, {unit} {place:,.0f}: {value:.6g}')}</title></circle>"
             for (x, y), (place, value) in zip(places, kept, strict=True)
         ]
-        text = as_html(f"{name}, at the end {kept[-1][1]:.4g}")
+        text = as_html(f"{name}, at the end {last_values[name]:.4g}")
         keys.append(f'<span class="key s{i % 6}">{text}</span>')
     legend = f'<p class="soft keys">{"".join(keys)}</p>'
     return _figure(title, "", _marks(left, right), _marks(low, high, levels), shapes, legend)

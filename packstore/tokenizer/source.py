@@ -24,6 +24,7 @@ from packstore.errors import (
     sentence,
     spelled,
 )
+from packstore.secrets import client_cause, client_text
 from packstore.tokenizer.dialogue.template import BUILTIN
 from packstore.tokenizer.engines import ENGINES, Engine
 from packstore.tokenizer.tokenizer import FAST, Tokenizer
@@ -202,8 +203,10 @@ def _local(source: str | PathLike[str]) -> Path:
         remedy = f"Where there is a network, `hf download {name} --local-dir FOLDER`, and give that"
         if isinstance(error, ImportError):
             remedy = f"Run: pip install huggingface-hub. Or {remedy}"
-        found = f"neither: {str(error).partition(chr(10))[0]}"
-        raise TokenizerError(sentence(f"tokenizer {name}", rule, found, remedy)) from error
+        found = f"neither: {client_text(error).partition(chr(10))[0]}"
+        raise TokenizerError(sentence(f"tokenizer {name}", rule, found, remedy)) from client_cause(
+            error
+        )
 
 
 def _from_object(source: Any) -> _Files:
@@ -255,9 +258,10 @@ def _read(path: Path) -> bytes:
         return data
     except OSError as error:
         found = error.strerror or str(error)
+        where = f"tokenizer {client_text(path)}"  # it may be no path, but a URL by mistake
         raise TokenizerError(
-            sentence(f"tokenizer {path}", "it must be a readable file or folder", found)
-        ) from error
+            sentence(where, "it must be a readable file or folder", found)
+        ) from client_cause(error)
 
 
 def _decoded(content: bytes, where: str) -> str:

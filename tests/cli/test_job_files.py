@@ -88,6 +88,70 @@ def test_the_config_of_a_dataset_makes_it_again(
     assert [s.sha256 for s in one.manifest.shards] == [s.sha256 for s in again.manifest.shards]
 
 
+@pytest.mark.parametrize("part", ["train", "validation"])
+@pytest.mark.parametrize("shown", ["both/{}", "{}", "."])  # from the folder around both, and so on
+def test_the_config_of_a_part_makes_both_parts_again(
+    part: str,
+    shown: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A job in the folder of one part would put two more parts inside that dataset."""
+    places = {"source": [str(folder / "pairs.jsonl")], "tokenizer": str(folder / "t.json")}
+    config = job(**places, out="both", validation_fraction=0.3)
+    assert main(["pack", "--config", config]) == 0
+    before = packstore.open(f"both/{part}").manifest.fingerprint
+    files = sorted(Path("both").rglob("*"))
+    monkeypatch.chdir({"both/{}": folder, "{}": "both", ".": f"both/{part}"}[shown])
+    capsys.readouterr()
+    assert main(["inspect", shown.format(part), "--as-config"]) == 0
+    printed = folder / "again.yaml"
+    printed.write_text(capsys.readouterr().out, encoding="utf-8")
+
+    assert main(["pack", "--config", str(printed)]) == 0
+    assert sorted((folder / "both").rglob("*")) == [folder / path for path in files]
+    elsewhere = {**yaml.safe_load(printed.read_text(encoding="utf-8")), "out": str(folder / "new")}
+    printed.write_text(yaml.safe_dump(elsewhere), encoding="utf-8")
+    assert main(["pack", "--config", str(printed)]) == 0
+    assert packstore.open(str(folder / "new" / part)).manifest.fingerprint == before
+
+
+def test_the_config_of_a_renamed_part_leaves_its_place_open(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["pack", "--config", job(out="both", validation_fraction=0.3)]) == 0
+    Path("both/train").rename("kept-part")
+    capsys.readouterr()
+    assert main(["inspect", "kept-part", "--as-config"]) == 0
+    assert "out" not in yaml.safe_load(capsys.readouterr().out)
+
+
+def test_the_config_of_a_repacked_dataset_packs_that_dataset(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["pack", "--config", job()]) == 0
+    assert main(["pack", "packed", "smaller", "--pack-size", "48"]) == 0
+    capsys.readouterr()
+    assert main(["inspect", "smaller", "--as-config"]) == 0
+    settings = yaml.safe_load(capsys.readouterr().out)
+    Path("again.yaml").write_text(yaml.safe_dump({**settings, "out": "again"}), encoding="utf-8")
+    assert main(["pack", "--config", "again.yaml"]) == 0
+    one, again = packstore.open("smaller"), packstore.open("again")
+    assert one.manifest.fingerprint == again.manifest.fingerprint
+
+
+def test_a_dataset_that_several_jobs_made_has_no_config(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["pack", "--config", job()]) == 0
+    write_jsonl(folder / "more.jsonl", [{**r, "question": "More? "} for r in RECORDS[:5]])
+    assert main(["append", "packed", "more.jsonl", "--tokenizer", "t.json"]) == 0
+    capsys.readouterr()
+    assert main(["inspect", "packed", "--as-config"]) == 1
+    assert "append" in capsys.readouterr().err
+
+
 BOMB = "".join(f"{n}: &{n} [{', '.join(9 * ['*' + m])}]\n" for m, n in pairwise("abcdefghij"))
 YAML_MISTAKES = {  # a file -> its error, which shows nothing of it but the place
     "a: b\nstorage_options: {secret: SECRET, key: }: x": "line 2, column 41: it must be YAML",

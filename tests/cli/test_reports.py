@@ -151,3 +151,15 @@ def test_the_page_of_a_run_shows_every_metric() -> None:
     assert "\u202e" not in page
     assert page.count("training, step") == 7 + 8
     assert tables_of(page)["All metrics"]["loss"] == ["1", "0.125", "0.125", "8", "1", "1"]
+
+
+def test_the_page_of_a_run_shows_its_last_loss() -> None:
+    """Not its lowest, which a run that overfits has passed; nor a mean, of more than 400 steps."""
+    values = [1.0, 0.25, *[0.625] * 900, 0.75]
+    records = [{"step": step, "loss": value} for step, value in enumerate(values, start=1)]
+    page = charts.train_page("run", "model", records)
+    assert tables_of(page)["All metrics"]["loss"][:3] == ["1", "0.75", "0.25"]
+    figures = re.search(r"last loss</dt><dd>(.*?)</dd>", page)
+    assert figures is not None
+    assert figures[1] == "0.75"
+    assert "training, at the end 0.75<" in page

@@ -9,6 +9,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from children import run_python
 from places import Files, edit_manifest, manifest_path
@@ -17,6 +18,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 import packstore
 from packstore import Dataset, errors
+from packstore.etl.dedup_and_split import pair_keys, stored_keys
+from packstore.pack.fill import unpack
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 
@@ -216,6 +219,13 @@ def test_append_leaves_out_duplicates_of_what_is_there(
     assert asked.manifest.pairs == grown.manifest.pairs
     kept = packstore.append(grown, iter(old[:30]), dedup="none")
     assert kept.manifest.pairs == grown.manifest.pairs + 30
+
+
+def test_the_keys_of_a_dataset_are_those_of_its_pairs_alone(tmp_path: Path) -> None:
+    """A key more, of uninitialised memory, would drop a record that has it by chance."""
+    dataset = pack(tmp_path / "ds", pairs(60))
+    parts = [pair_keys(unpack(packs)) for packs in dataset.iter_packs()]
+    assert stored_keys(dataset).tolist() == np.concatenate(parts).tolist()
 
 
 def test_append_finds_duplicates_of_text_chats_and_answers(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import pytest
 from places import Files, at_each
 from stores import Store
 from tokenizers import Tokenizer
+from train_runs import save_gpt2
 
 import packstore
 from packstore import clean
@@ -22,6 +23,7 @@ from packstore.cli import main
 from packstore.config import ReadConfig
 from packstore.config.training import TrainConfig
 from packstore.errors import display
+from packstore.secrets import client_text
 from packstore.torch import SideWriter, open_side
 
 QUICK = {"retry_attempts": 2, "retry_backoff": 0.01}
@@ -228,6 +230,52 @@ def test_a_tokenizer_by_address_tells_no_password() -> None:
             with pytest.raises(packstore.errors.TokenizerError) as caught:
                 packstore.pack([{}], "never", f"{scheme}{login}@host/tokenizer.json")
             assert "W0RD" not in str(caught.value)
+
+
+LOGINS = ("https://u:W0RD@127.0.0.1:9", "https:/u:W0RD@h", "//u:W0RD@h", "u:W0RD@h")
+LOGINS += ("https://u:a/W0RD@h", "https://u:a@W0RD@h", "https://h:80/?token=W0RD")
+
+
+@pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize("login", LOGINS)
+def test_a_name_on_a_hub_tells_no_password(
+    login: str, debug: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: Any
+) -> None:
+    """A URL in place of a name: what the hub's client says of it repeats it."""
+    name = f"{login}/d"
+    dataset = packstore.pack([{"prompt": [1], "chosen": [2], "rejected": [3]}], tmp_path / "ds")
+    save_gpt2(tmp_path / "model")
+    train = f"train --train-dataset {dataset.url} --output-dir {tmp_path}/run --use-cpu true"
+    for command in (
+        f"{train} --model {name}",
+        f"{train} --model {name} --loss bradley_terry",
+        f"{train} --model {tmp_path}/model --push-to-hub true --hub-model-id {name}",
+        f"ref-logps {dataset.url} {tmp_path}/side --model {name}",
+        f"evaluate {dataset.url} --loss simpo --model {name}",
+        f"publish {dataset.url} {name}",
+        f"show {dataset.url} --tokenizer {name}",
+        *([f"{train} --model m --resume-from-checkpoint {name}"] if "//" in name else []),
+    ):
+        assert main([*command.split(), *(["--debug"] if debug else [])])
+        told = "".join(capsys.readouterr()) + caplog.text
+        assert "internal error" not in told
+        assert "W0RD" not in told, command
+
+
+def test_what_a_client_says_is_shown_without_secrets() -> None:
+    """Its endpoint with a login, tokens, and headers; and nothing else is changed."""
+    token = "hf_" + 17 * "Ab"
+    for said in (
+        f"401 for https://u:{token}@host/api/models/x",
+        f"Invalid user token {token}.",
+        f"headers: {{'authorization': 'Bearer {token}'}}",
+        f"Authorization: Bearer {token}",
+        f"404 for https://host/x?token={token}&a=b",
+        f"404 for https://user%3A{token}%40host/x",
+    ):
+        assert token not in client_text(said)
+    for said in ("404 Not Found for https://host/api/models/me/x", "Write to me@host.org: no."):
+        assert client_text(said) == said
 
 
 def test_no_command_shows_a_login(

@@ -53,7 +53,7 @@ def epoch(source: str | Dataset, options: dict[str, Any] | None = None, seed: in
 
 def pack_run(place: Store, rate: float, seed: int, good: Dataset) -> Outcome:
     """Packs through the proxy, then checks the store itself; resumes without the proxy."""
-    place = replace(place, path=f"{place.path}/{uuid.uuid4().hex}")
+    place = replace(place, path=f"{place.path}-{uuid.uuid4().hex}")
     error, faults = "", Faults(rate, seed)
 
     def pack(options: dict[str, Any], **more: Any) -> str:

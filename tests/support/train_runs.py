@@ -56,3 +56,10 @@ def checkpoints(output: Path) -> list[Path]:
 
 def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("checkpoint-"))
+
+
+def arguments_of(output: Path, **more: Any) -> dict[str, Any]:
+    """Settings of a Trainer on the CPU that logs every step, and what is given besides."""
+    quiet = {"report_to": [], "use_cpu": True, "disable_tqdm": True}
+    usual = {"output_dir": str(output), "learning_rate": 1e-3, "logging_steps": 1}
+    return {**quiet, **usual, **more}

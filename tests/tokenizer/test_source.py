@@ -151,7 +151,7 @@ def test_tokenizers_of_transformers(facts, tmp_path, pack) -> None:
     assert facts(fast, "eos_token", "chat_template") == ("b", "{{ 4 }}")
     assert facts(saved, "chat_template", "name", template="rag") == ("{{ 3 }}", "TokenizersBackend")
     # Saved by transformers it has other bytes, but is the tokenizer of the dataset.
-    dataset = pack(saved, {"prompt": "a", "chosen": "b", "rejected": "a"}).dataset
+    dataset = pack(saved, {"prompt": "a", "response": "b"}).dataset
     assert main(["show", dataset.url, "--tokenizer", str(tmp_path)]) == 0
 
 

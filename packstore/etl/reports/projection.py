@@ -18,6 +18,7 @@ from packstore.config import BatchConfig, PackConfig
 from packstore.etl.reports.place import Finding
 from packstore.format import seeds
 from packstore.format.arrays import Bool, Examples, Int32, Int64, Tally, to_offsets
+from packstore.io.dataset.steps import cut_by_examples
 from packstore.io.inputs.sampling import Sampling
 from packstore.pack.layout import sizes
 from packstore.pack.plan import Plan, plan
@@ -216,16 +217,17 @@ def _steps(
     examples: Int64, packs: int, batching: BatchConfig, world_size: int
 ) -> tuple[int, float, int]:
     """Steps of `packs` packs like those of the sample, and their mean and most examples."""
-    wanted = batching.examples_per_step or 0
-    least = world_size * (1 if wanted else batching.width * batching.gradient_accumulation_steps)
-    tried = min(packs, max(STEPS_TRIED, 10 * least))
+    requested = batching.examples_per_step
+    packs_of_ranks = world_size * batching.width * batching.gradient_accumulation_steps
+    min_packs = packs_of_ranks if requested is None else world_size
+    tried = min(packs, max(STEPS_TRIED, 10 * min_packs))
     if not tried or not len(examples):
         return 0, 0.0, 0
-    offsets = to_offsets(np.resize(examples[seeds.permutation(len(examples), 0, "steps")], tried))
-    most = np.searchsorted(offsets, offsets[:-1] + wanted, side="right") - 1
-    ends = np.minimum(np.maximum(most, np.arange(tried) + least), tried).tolist()
-    edges = [0]
-    while edges[-1] < tried:
-        edges.append(ends[edges[-1]])
-    sizes_of_steps, steps = np.diff(offsets[edges]), len(edges) - 1
+    shuffled = examples[seeds.permutation(len(examples), 0, "steps")]
+    repeated = np.resize(shuffled, tried)
+    if requested is None:
+        edges = [*range(0, tried, min_packs), tried]
+    else:
+        edges = [0, *(end for end, _ in cut_by_examples(repeated, requested, min_packs))]
+    sizes_of_steps, steps = np.diff(to_offsets(repeated)[edges]), len(edges) - 1
     return -(-steps * packs // tried), float(sizes_of_steps.mean()), int(sizes_of_steps.max())

@@ -27,8 +27,8 @@ from packstore.io.store.storage_errors import (
     check_url,
     means_exists,
     missing_filesystem,
-    without_secrets,
 )
+from packstore.secrets import without_secrets
 
 T = TypeVar("T")
 

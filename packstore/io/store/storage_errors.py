@@ -11,11 +11,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
-import re
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
-from urllib.parse import quote as percent
 
 from packstore.errors import (
     MissingExtraError,
@@ -28,6 +26,7 @@ from packstore.errors import (
 )
 from packstore.io.store.local import UnsyncedError
 from packstore.registry import missing_extra
+from packstore.secrets import Secrets, chain_of
 
 _SCHEMES = {"s3": "s3 s3a", "gcs": "gs gcs", "azure": "az abfs abfss", "http": "http https"}
 EXTRAS = {scheme: extra for extra, schemes in _SCHEMES.items() for scheme in schemes.split()}
@@ -35,17 +34,6 @@ EXTRAS = {scheme: extra for extra, schemes in _SCHEMES.items() for scheme in sch
 
 BUCKETS = tuple(scheme for scheme, extra in EXTRAS.items() if extra != "http")
 """URL schemes of object stores with buckets (containers)."""
-
-_NAME = re.compile(r"key|secret|token|pass|cred|sas|auth|connection|headers|cookie|sig", re.I)
-# Patterns of secrets in messages of clients that were not given as options: they came from the
-# environment, a profile, or a signed URL.
-_FORMS = re.compile(
-    r"(?P<name>(?:AccountKey|SharedAccessSignature|X-Amz-(?:Signature|Credential|Security-Token)"
-    r"|[?&;]sig|Authorization|aws_secret_access_key|aws_session_token)\s*[=:]\s*"
-    r"|Bearer\s+|://)"
-    r"(?P<value>(?<=://)[^/\s]+(?=@)|(?<!://)[^&;\s'\",)]+)",
-    re.I,
-)
 
 
 def check_url(url: str) -> str:
@@ -125,68 +113,6 @@ def means_exists(error: BaseException) -> bool:
     """Returns True if a create-only put failed as the file exists; s3fs raises a bare OSError."""
     exists = isinstance(error, FileExistsError)
     return exists or _code_of(error) in ("PreconditionFailed", "412")
-
-
-class Secrets:
-    """The secrets in the URL and the storage options of a location."""
-
-    def __init__(self, url: str, options: Mapping[str, Any]) -> None:
-        texts = {*_of_url(url), *_of_options(options)}
-        forms = {form for text in texts for form in (text, percent(text, safe=""))}
-        self._texts = sorted(forms, key=len, reverse=True)
-
-    def hide(self, text: str) -> str:
-        """Returns `text` with every secret replaced."""
-        for secret in self._texts:
-            text = text.replace(secret, "***")
-        return _FORMS.sub(r"\g<name>***", text)
-
-    def hide_in(self, error: BaseException) -> BaseException:
-        """Returns the error; if it or a cause has secrets, a copy of its builtin kind without."""
-        if all(self.hide(str(link)) == str(link) for link in _chain(error)):
-            return error
-        kinds = (k for k in type(error).__mro__ if k.__module__ == "builtins")
-        kind = next((k for k in kinds if issubclass(k, OSError)), Exception)
-        return kind(f"{type(error).__name__}: {self.hide(str(error))}")
-
-
-def _of_url(url: str) -> Iterator[str]:
-    for _, login, _, more, *_ in logins(url):
-        if login:
-            yield login
-            password = login.partition(":")[2]
-            # Clients may split a login at other characters than its author, and show the parts.
-            pieces = [p for p in re.split("[@:/?#]", password) if len(p) > 2]
-            yield from filter(None, (password, *pieces))
-        if len(more) > 1:
-            yield more[1:]
-    if any(login.login and not login.rest for login in logins(url)):
-        # The end of the login is unknown: hide all that may belong to it or to a query.
-        yield from (p for p in re.split("[@&]", url.partition("?")[2]) if len(p) > 2)
-
-
-def without_secrets(options: Any) -> Any:
-    """Returns nested options without those whose names suggest a secret."""
-    if not isinstance(options, Mapping):
-        return options
-    kept = {str(k): v for k, v in options.items() if not _NAME.search(str(k))}
-    return {name: without_secrets(value) for name, value in kept.items()}
-
-
-def _of_options(options: Any, hide: bool = False) -> Iterator[str]:
-    """Yields all texts in nested options under names that suggest a secret."""
-    if isinstance(options, Mapping):
-        for key, value in options.items():
-            yield from _of_options(value, hide or bool(_NAME.search(str(key))))
-    elif isinstance(options, list | tuple):
-        for value in options:
-            yield from _of_options(value, hide)
-    elif hide and len(str(options)) > 3:
-        yield str(options)
-        for part in re.split(r"[;&]", str(options)):  # a connection string, a signature
-            name, _, value = part.partition("=")
-            if len(value) > 3 and _NAME.search(name):
-                yield value
 
 
 class Cause(NamedTuple):
@@ -282,7 +208,7 @@ def _cause_of(error: BaseException) -> Cause | None:
 
     Of the whole chain of causes the most specific name counts: a text, a code, a class, …
     """
-    chain = list(_chain(error))
+    chain = list(chain_of(error))
     for link in chain:
         if isinstance(link, socket.gaierror):
             transient = True if link.errno == socket.EAI_AGAIN else None
@@ -305,17 +231,7 @@ def is_passing(error: BaseException) -> bool:
 
 def _code_of(error: BaseException) -> str | None:
     """Returns the store's error code (``NoSuchBucket``); None if there is none."""
-    return next((code for link in _chain(error) if (code := _code(link))), None)
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yields the error and its causes, the one raised last first."""
-    seen: set[int] = set()
-    link: BaseException | None = error
-    while link is not None and id(link) not in seen:
-        seen.add(id(link))
-        yield link
-        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+    return next((code for link in chain_of(error) if (code := _code(link))), None)
 
 
 def _names(error: BaseException) -> tuple[list[str], ...]:

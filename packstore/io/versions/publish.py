@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from packstore.errors import StorageError, sentence
+from yaml import YAMLError
+
+from packstore.errors import FormatError, StorageError, markdown_text, quote, sentence
 from packstore.io.dataset.dataset import Dataset, open
 from packstore.io.manifest.commit import manifest_path, versions
 from packstore.io.store.location import Location
 from packstore.io.store.storage_errors import is_of_client
 from packstore.progress import Progress
+from packstore.secrets import client_cause, client_text
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd
@@ -63,6 +67,7 @@ def publish(
     Raises:
         StorageError: the hub refuses, for example without a token, or a file cannot be read.
         MissingFilesError: the dataset lacks a file of its version.
+        FormatError: the card of the repository cannot be read, so that it could not be kept.
     """
     from huggingface_hub import CommitOperationAdd, HfApi
 
@@ -72,9 +77,10 @@ def publish(
 
     def prepare() -> tuple[str | None, Any]:
         api.create_repo(repo, repo_type="dataset", private=private or None, exist_ok=True)
-        return api.repo_info(repo, repo_type="dataset").sha, _card(api, repo)
+        return api.repo_info(repo, repo_type="dataset").sha, _stored_card(api, repo)
 
-    before, card = _asked(repo, prepare)
+    before, content = _asked(repo, prepare)
+    card = _card(content, repo)
     there = Location(f"hf://datasets/{repo}")
     manifest = source.location.read_bytes(manifest_path(source.version))
     newest = max(versions(there), default=0)
@@ -108,9 +114,12 @@ def _asked(repo: str, call: Callable[[], T]) -> T:
     except Exception as error:
         if not is_of_client(error):
             raise
-        must, do = "the hub must take it", "Log in with `hf auth login`, or set HF_TOKEN"
-        found = str(error).strip().partition("\n")[0]
-        raise StorageError(sentence(f"hf://datasets/{repo}", must, found, do)) from error
+        where = f"hf://datasets/{client_text(repo)}"
+        found = client_text(error).strip().partition("\n")[0]
+        remedy = "Log in with `hf auth login`, or set HF_TOKEN"
+        raise StorageError(
+            sentence(where, "the hub must take it", found, remedy)
+        ) from client_cause(error)
 
 
 def _addition(dataset: Dataset, path: str) -> CommitOperationAdd:
@@ -120,14 +129,33 @@ def _addition(dataset: Dataset, path: str) -> CommitOperationAdd:
     return CommitOperationAdd(path, place.local_path or place.open_read())
 
 
-def _card(api: Any, repo: str) -> Any:
-    """Returns the card of the repository, or a new one."""
+def _stored_card(api: Any, repo: str) -> bytes | None:
+    """Return the file of the repository's card; None if it has none."""
+    if not api.file_exists(repo, CARD, repo_type="dataset"):
+        return None
+    return Path(api.hf_hub_download(repo, CARD, repo_type="dataset")).read_bytes()
+
+
+def _card(content: bytes | None, repo: str) -> Any:
+    """Return the card of this content, or a new one."""
     from huggingface_hub import DatasetCard
 
-    if api.file_exists(repo, CARD, repo_type="dataset"):
-        return DatasetCard.load(repo, ignore_metadata_errors=True)
-    title = repo.rpartition("/")[2]
-    return DatasetCard(f"---\ntags: [packstore]\n---\n\n# {title}\n\n{_BEGIN}\n{_END}\n")
+    if content is None:
+        title = repo.rpartition("/")[2]
+        return DatasetCard(f"---\ntags: [packstore]\n---\n\n# {title}\n\n{_BEGIN}\n{_END}\n")
+    try:
+        return DatasetCard(content.decode(), ignore_metadata_errors=True)
+    except UnicodeDecodeError as error:
+        raise _unreadable_card(repo, "it must be UTF-8", str(error)) from error
+    except (YAMLError, ValueError, TypeError) as error:
+        found = " ".join(str(error).split())
+        raise _unreadable_card(repo, "its head must be YAML, name: value", found) from error
+
+
+def _unreadable_card(repo: str, rule: str, found: str) -> FormatError:
+    """Return the error for a card that could not be kept as its author wrote it."""
+    where = f"hf://datasets/{repo}/{CARD}"
+    return FormatError(sentence(where, rule, quote(found, 150), "Correct it on the hub"))
 
 
 def _describe(card: Any, dataset: Dataset, repo: str) -> None:
@@ -136,7 +164,7 @@ def _describe(card: Any, dataset: Dataset, repo: str) -> None:
     paths = [shard.path for shard in m.shards]
     files = [{"split": "train", "path": paths}]
     card.data.configs = [{"config_name": "default", "data_files": files}]
-    card.data.tags = sorted({*(card.data.tags or ()), "packstore", m.kind})
+    card.data.tags = _with_tags(card, ("packstore", m.kind), repo)
     tokenizer, settings = m.provenance.get("tokenizer") or {}, m.provenance.get("settings") or {}
     facts = {
         **m.facts,
@@ -146,7 +174,7 @@ def _describe(card: Any, dataset: Dataset, repo: str) -> None:
         "fingerprint": m.fingerprint,
         "packstore": m.provenance.get("package_version", "unknown"),
     }
-    rows = [f"| {name} | {_cell(value)} |" for name, value in facts.items()]
+    rows = [f"| {markdown_text(name)} | {_cell(value)} |" for name, value in facts.items()]
     lines = [
         "Packed by packstore. A row is a pack: token ids of several whole examples.",
         *("", "| | |", "|---|---|", *rows, ""),
@@ -155,10 +183,25 @@ def _describe(card: Any, dataset: Dataset, repo: str) -> None:
         "```",
     ]
     part = "\n".join([_BEGIN, *lines, _END])
-    text, found = re.subn(f"{_BEGIN}.*?{_END}", lambda _: part, card.text, count=1, flags=re.S)
-    card.text = text if found else f"{card.text.rstrip()}\n\n{part}\n"
+    before = re.search(f"{_BEGIN}(?:(?!{_BEGIN}).)*?{_END}", card.text, re.S)
+    if before is None:
+        card.text = f"{card.text.rstrip()}\n\n{part}\n"
+    else:
+        card.text = card.text[: before.start()] + part + card.text[before.end() :]
+
+
+def _with_tags(card: Any, added: Iterable[str], repo: str) -> list[Any]:
+    """Return the tags of the card, and those that it lacks."""
+    tags = card.data.get("tags")
+    if tags is None:
+        tags = []
+    if isinstance(tags, str):
+        tags = [tags]
+    if not isinstance(tags, list):
+        raise _unreadable_card(repo, "tags must be a list", type(tags).__name__)
+    return [*tags, *(tag for tag in added if tag not in tags)]
 
 
 def _cell(value: object) -> str:
     text = f"{value:,}" if isinstance(value, int) else str(value)
-    return re.sub(r"\s+", " ", text).replace("|", "\\|")
+    return markdown_text(text)

@@ -1,7 +1,7 @@
 """A job that writes the next version of a place.
 
-1. Check that a dataset may be written there, among no files of others, and choose the number of
-   its manifest.
+1. Check that a dataset may be written there, among no files of others and in no other dataset, and
+   choose the number of its manifest.
 2. Write a marker, and warn if another job has one.
 3. Before the commit, check that every shard exists.
 4. After the commit or an error, remove the marker. An error removes nothing else.
@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from packstore.errors import DatasetExistsError, PackstoreError, quote, sentence
+from packstore.errors import DatasetExistsError, PackstoreError, StorageError, quote, sentence
 from packstore.format.arrays import PackSizes
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.manifest import commit as versions
@@ -224,6 +224,8 @@ def writing(
     version = versions.refuse_existing(location, overwrite, name)
     if version == 1:
         _refuse_foreign(location)
+    if version == 1 and name == DATASET:
+        _refuse_inside_dataset(location)
     with removing_empty_folders(location), writer_marker(location, call):
         yield WriteJob(location, version)
 
@@ -236,3 +238,34 @@ def _refuse_foreign(location: Location) -> None:
         others = f" and {len(foreign) - 1} others" if foreign[1:] else ""
         remedy = "Name another folder, e.g. a new one"
         raise DatasetExistsError(sentence(location.display, rule, foreign[0] + others, remedy))
+
+
+def _refuse_inside_dataset(location: Location) -> None:
+    """Raise if a new dataset would lie in the folder of a committed one.
+
+    Its files would be part of every copy and removal of the outer dataset.
+    """
+    for folder in _ancestors(location):
+        try:
+            newest = max(versions.versions(folder), default=0)
+        except StorageError:
+            continue  # rights in a store may end at the folder of the new dataset
+        if newest:
+            rule = "a new dataset must not lie inside another one"
+            found = f"version {newest} of a dataset at {folder.display}"
+            raise DatasetExistsError(sentence(location.display, rule, found, "Name another place"))
+
+
+def _ancestors(location: Location) -> Iterator[Location]:
+    """Yield the folders around a location, the innermost first."""
+    path = location.local_path
+    if path is not None:
+        for parent in Path(os.path.realpath(path)).parents:
+            yield Location(str(parent))
+        return
+    url, mark, query = location.url.partition("?")
+    scheme, separator, path = url.rpartition("://")
+    names = path.strip("/").split("/")
+    for number in range(len(names) - 1, 0, -1):
+        folder = scheme + separator + "/".join(names[:number])
+        yield Location(folder + mark + query, location.storage_options)

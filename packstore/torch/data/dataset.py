@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from os import PathLike
@@ -22,11 +24,19 @@ from packstore.io.dataset.dataset import open as open_dataset
 from packstore.io.dataset.order import LANES
 from packstore.io.side.side import Side
 from packstore.torch.data.mix import MixedPacks
-from packstore.torch.data.position import Position, SharedStart, Unseen, stale_state_error
+from packstore.torch.data.position import (
+    OTHER_DATASET,
+    Position,
+    SharedStart,
+    Unseen,
+    stale_state_error,
+)
 from packstore.torch.data.steps import StepPlan, plan_steps, to_resumable_position
 from packstore.torch.data.stream import Identity, PackStream, Shuffle, SideColumns, StoredPacks
 from packstore.torch.frameworks import check_dealt_once
 from packstore.torch.metrics import distributed
+
+logger = logging.getLogger("packstore")
 
 _TOGETHER = 8
 """Packs looked up at once."""
@@ -39,6 +49,10 @@ class PackedDataset(IterableDataset[Packs]):
     dataset, `seed`, `lanes` and the epoch, independent of the number of ranks and workers.
     Iterating again repeats the epoch; call :meth:`set_epoch` before each. Persistent workers
     (``persistent_workers=True``) follow it.
+
+    Its epoch and position are those of its own iterations, and of a torch loader around it. A
+    :class:`PackedDataLoader` and a trainer have an epoch and a position of their own, and never
+    move the dataset. :meth:`set_epoch` and :meth:`load_state_dict` also move the loaders over it.
 
     :meth:`mix` mixes several datasets.
 
@@ -84,7 +98,7 @@ class PackedDataset(IterableDataset[Packs]):
         elif side:
             raise ConfigError("side data joins a dataset; give it to the datasets of the stream.")
         check_class("PackedDataset", source, PackStream, "Give a dataset's folder or URL")
-        self.stream: PackStream = source
+        self.stream: PackStream = copy.copy(source)  # that of the caller stays in its epoch
         self.stream.set_epoch(0)
         self.rank, self.world_size = placement(rank, world_size)
         self._rank_is_detected = rank is None
@@ -92,6 +106,36 @@ class PackedDataset(IterableDataset[Packs]):
         self.position = Position()
         self._newest: Position | None = None  # the start of the iteration started last
         self.start = SharedStart()
+        self._is_resumed = False
+        self._followers: list[weakref.ref[PackedDataset]] = []
+
+    def __copy__(self) -> Self:
+        """Return a dataset of the same packs, with a position of its own.
+
+        Its next iteration begins where the next one of this dataset would.
+        """
+        other = type(self).__new__(type(self))
+        other.__dict__.update(self.__getstate__())
+        other.stream = copy.copy(self.stream)
+        other.start = SharedStart()
+        other._move(self.epoch, self.start.peek())
+        return other
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_followers": []}  # the loaders of this process
+
+    def copy_at_start(self) -> Self:
+        """Return a dataset of the same packs at the start of epoch 0; nothing else moves it."""
+        other = copy.copy(self)
+        other._move(0, Position())
+        return other
+
+    def copy_for_loader(self) -> Self:
+        """Return a dataset of the same packs that is moved with this one, but not the reverse."""
+        follower = copy.copy(self)
+        self._followers = [ref for ref in self._followers if ref() is not None]
+        self._followers.append(weakref.ref(follower))
+        return follower
 
     @classmethod
     def mix(
@@ -189,7 +233,9 @@ class PackedDataset(IterableDataset[Packs]):
         return self._packs(copy.copy(self.stream), started, start, number, workers)
 
     def set_epoch(self, epoch: int) -> None:
-        """Moves to the beginning of `epoch`; does nothing for the current epoch.
+        """Move to the beginning of `epoch`; do nothing for the current epoch.
+
+        Loaders over this dataset are moved in the same way.
 
         Raises:
             ConfigError: `epoch` is no whole number.
@@ -197,7 +243,13 @@ class PackedDataset(IterableDataset[Packs]):
         if not hasattr(epoch, "__index__"):  # of numpy's integers, too
             raise ConfigError(sentence("epoch", "it must be a whole number", quote(epoch)))
         if epoch != self.epoch:
+            if self._is_resumed and epoch < self.epoch:  # a loop over the epochs of another object
+                text = "the position in epoch %d that was loaded is left for the start of epoch %d"
+                text += "; to go on with it, begin the loop at the epoch of its owner, loader.epoch"
+                logger.warning(text, self.epoch, epoch)
             self._move(epoch, Position())
+        for follower in self._loaders():
+            follower.set_epoch(epoch)
 
     def start_iteration(self) -> Position:
         """Begins an iteration: returns its position, and rewinds the next one.
@@ -216,6 +268,7 @@ class PackedDataset(IterableDataset[Packs]):
             self.epoch = epoch
             self.stream.set_epoch(epoch)
         self.position = self._newest = self.start.take()
+        self._is_resumed = False
         return self.position
 
     def move_on(self, started: Position, position: Position) -> None:
@@ -241,23 +294,24 @@ class PackedDataset(IterableDataset[Packs]):
     def plan_from(
         self, config: BatchConfig, world_size: int, epochs: int, start: Position | None = None
     ) -> StepPlan:
-        """Plans `epochs` as :meth:`plan` does, from `start` on in the first."""
+        """Plan `epochs` as :meth:`plan` does, from `start` on in the first."""
         numbers = range(self.epoch, self.epoch + epochs)
-        try:
-            return plan_steps(self.stream, config, world_size, numbers, start or Position())
-        finally:
-            self.stream.set_epoch(self.epoch)
+        stream = copy.copy(self.stream)
+        return plan_steps(stream, config, world_size, numbers, start or Position())
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position as JSON values, equal on all ranks after the same number of steps.
+        """Return the position as JSON values, equal on all ranks after the same number of steps.
 
         All packs before ``next`` were yielded, over all ranks; inside an optimizer step also
-        ``batches`` of the step that begins there, with the step boundaries of ``cut``.
+        ``batches`` of the step that begins there, with the step boundaries of ``cut``. The steps
+        so far are ``shortfall`` examples short of those requested, which the next ones make up for.
         """
         return {**self._identity(), "epoch": self.epoch, **self.position.to_state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resumes where `state` was taken, with any number of ranks and workers.
+        """Resume where `state` was taken, with any number of ranks and workers.
+
+        Loaders over this dataset resume there, too.
 
         Raises:
             CompatibilityError: the state belongs to another dataset, version, seed or order.
@@ -266,24 +320,33 @@ class PackedDataset(IterableDataset[Packs]):
         for name, expected in self._identity().items():
             if state.get(name) != expected:
                 value = quote(state[name]) if name in state else "none"
-                raise stale_state_error(f"{name} must be {quote(expected)}", value)
+                rule = f"{name} must be {quote(expected)}"
+                if name in ("dataset", "mix"):
+                    raise stale_state_error(rule, value, OTHER_DATASET)
+                raise stale_state_error(rule, value)
         epoch = state.get("epoch")
         if not isinstance(epoch, int):
             raise stale_state_error("epoch must be a whole number", quote(epoch))
-        before = self.epoch
-        self.stream.set_epoch(epoch)
-        try:
-            position = Position.from_state(state, self.num_packs)
-            to_resumable_position(self.stream, position)
-        except BaseException:
-            self.stream.set_epoch(before)
-            raise
-        self._move(epoch, position)
+        stream = copy.copy(self.stream)
+        stream.set_epoch(epoch)
+        position = Position.from_state(state, self.num_packs)
+        to_resumable_position(stream, position)
+        for dataset in (self, *self._loaders()):
+            dataset._move(epoch, position)
+            dataset._is_resumed = True
 
     def _move(self, epoch: int, position: Position) -> None:
-        self.epoch, self.position, self._newest = epoch, position, None
+        self.epoch = epoch
+        self.position = position
+        self._newest = None
+        self._is_resumed = False
         self.stream.set_epoch(epoch)
         self.start.set(epoch, position)
+
+    def _loaders(self) -> list[PackedDataset]:
+        """Return the datasets of the loaders over this one that are still in use."""
+        followers = [ref() for ref in self._followers]
+        return [follower for follower in followers if follower is not None]
 
     def _packs(
         self, stream: PackStream, started: Position, start: Position, number: int, workers: int

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -50,8 +50,14 @@ class LoaderAttributeError(ConfigError, AttributeError):
     """A framework asks for a part of torch's DataLoader; to `hasattr` there is none."""
 
 
-_Planned = tuple[PackedBatch, int, int]
-"""A batch, and the range of its step among the packs not yet yielded as the iteration began."""
+class _Planned(NamedTuple):
+    """A batch, and the range of its step among the packs not yet yielded as the iteration began."""
+
+    batch: PackedBatch
+    step_start: int
+    step_stop: int
+    shortfall_before: int
+    shortfall_after: int
 
 
 class PackedDataLoader:
@@ -62,6 +68,12 @@ class PackedDataLoader:
     step over the ranks. Every rank gets the same number of batches, in the same order for any
     number of workers. ``batch.step`` gives the batch's index in its step and the step's number of
     examples.
+
+    It begins at the epoch and position of `data`, and then has its own: it never moves `data`, and
+    no other loader moves it. ``data.set_epoch`` and ``data.load_state_dict`` do, as its own.
+
+    Attributes:
+        data: the same packs, with the epoch and position of this loader.
 
     Args:
         data: the dataset.
@@ -108,6 +120,7 @@ class PackedDataLoader:
             rule = f"its workers need a TMPDIR of at most {_LONGEST_FOLDER} characters"
             remedy = "Set TMPDIR to a shorter folder, or take num_workers=0"
             raise ConfigError(sentence("PackedDataLoader", rule, str(len(folder)), remedy))
+        data = data.copy_for_loader()
         self.data, self.config = data, BatchConfig.of(**batching)
         self._options: dict[str, Any] = {
             "batch_size": None,
@@ -155,23 +168,23 @@ class PackedDataLoader:
             log_steps(self.plan(), data.stream, self.config, data.world_size)
         start = self._batches.start_at(start)
         unseen, steps = Unseen(data.num_packs, start), start.step
-        for batch, first, stop in self._running(bool(len(start.yielded))):
-            step = batch.step
+        for planned in self._running(bool(len(start.yielded))):
+            step = planned.batch.step
             assert step is not None
             steps = step.index + 1
-            after = unseen.after(stop, steps)
+            after = unseen.after(planned.step_stop, steps, planned.shortfall_after)
             if not step.last:
-                before = unseen.after(first, step.index)
+                before = unseen.after(planned.step_start, step.index, planned.shortfall_before)
                 after = replace(before, batches=step.batch + 1, cut=cut)
             data.move_on(started, after)
-            yield batch
+            yield planned.batch
         data.move_on(started, unseen.after(len(unseen), steps))
 
     def _running(self, once: bool) -> Iterable[_Planned]:
         """The batches of this process, or of workers; with `once`, not of persistent ones."""
         if not self._options["num_workers"]:
             if self._options["pin_memory"] and torch.accelerator.is_available():
-                return ((batch.pin_memory(), a, b) for batch, a, b in self._batches)
+                return (each._replace(batch=each.batch.pin_memory()) for each in self._batches)
             return self._batches
         lasting = self._lasting and not once
         if lasting and self._loader is not None:
@@ -200,11 +213,16 @@ class PackedDataLoader:
 
     @property
     def sampler(self) -> PackedDataset:
-        """The dataset, whose :meth:`set_epoch` Lightning calls on a loader's `sampler`."""
+        """Its dataset, whose :meth:`set_epoch` Lightning calls on a loader's `sampler`."""
         return self.data
 
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next iteration; after :meth:`load_state_dict` that of the state."""
+        return self.data.epoch
+
     def set_epoch(self, epoch: int) -> None:
-        """Moves to the beginning of `epoch`; does nothing for the current epoch."""
+        """Move to the beginning of `epoch`; do nothing for the current epoch."""
         self.data.set_epoch(epoch)
 
     def plan(self, epochs: int = 1, *, left: bool = False) -> StepPlan:
@@ -238,19 +256,20 @@ class _Batches(IterableDataset[_Planned]):
         self.data, self.config = data, config
         self.cut = {"world_size": data.world_size, **config.changed()}
         self._start = Position()
-        # Epoch, next, step and batches, in memory shared with persistent workers.
-        self._cells = shared_integers(4)
+        # Epoch, next, step, batches, shortfall: in memory shared with persistent workers.
+        self._cells = shared_integers(5)
 
     def start_at(self, position: Position) -> Position:
         """Starts the next iteration at `position`; returns it as these settings express it."""
         self._start = start = self.convert_position(position)
-        self._cells[:] = torch.tensor([self.data.epoch, start.next, start.step, start.batches])
+        cells = [self.data.epoch, start.next, start.step, start.batches, start.shortfall]
+        self._cells[:] = torch.tensor(cells)
         return start
 
     def detached(self) -> _Batches:
         """Returns a copy that :meth:`start_at` of this one does not move."""
         other = copy.copy(self)
-        other._cells = shared_integers(4)
+        other._cells = shared_integers(len(self._cells))
         other._cells.copy_(self._cells)
         return other
 
@@ -265,14 +284,12 @@ class _Batches(IterableDataset[_Planned]):
     def __iter__(self) -> Iterator[_Planned]:
         worker = get_worker_info()
         number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        epoch, first, steps, done = self._cells.tolist()
+        epoch, first, steps, done, shortfall = self._cells.tolist()
         start = self._start
         if not len(start.yielded):
-            start = Position(first, steps, batches=done)
-        if self.data.epoch != epoch:
-            self.data.epoch = epoch
-            self.data.stream.set_epoch(epoch)
+            start = Position(first, steps, batches=done, shortfall=shortfall)
         stream = copy.copy(self.data.stream)  # another iterator may be in another epoch
+        stream.set_epoch(epoch)
         cutter = self._cutter(start, stream)
         turns = itertools.islice(self._turns(cutter, start), number, None, workers)
         planned, ahead = itertools.tee(self._located(stream, cutter.unseen, turns))
@@ -285,7 +302,8 @@ class _Batches(IterableDataset[_Planned]):
             step, index, number, _, fillers = turn
             info = step.info(index, number, self.data.world_size)
             batch = collate(packs, stream.kind, sources=sources, step=info, fillers=fillers)
-            yield batch, step.start, step.stop
+            shortfalls = step.shortfall_before, step.shortfall_after
+            yield _Planned(batch, step.start, step.stop, *shortfalls)
 
     def _turns(self, cutter: StepCutter, start: Position) -> Iterator[_Turn]:
         """Yields the batches of this rank, in all workers."""
@@ -314,8 +332,7 @@ class _Batches(IterableDataset[_Planned]):
         return position if same else to_resumable_position(self.data.stream, position)
 
     def _cutter(self, start: Position, stream: PackStream | None = None) -> StepCutter:
-        stream = stream or self.data.stream
-        return StepCutter(stream, Unseen(len(stream), start), self.config, self.data.world_size)
+        return StepCutter(stream or self.data.stream, start, self.config, self.data.world_size)
 
 
 _Turn = tuple[Step, int, int, Int64, int]

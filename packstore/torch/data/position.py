@@ -22,6 +22,12 @@ _NONE = np.empty(0, np.int64)
 _MAX_WORKERS = 1024
 _TIMES_SET, _EPOCH, _NEXT, _YIELDED = range(4)  # cells of a shared start
 
+OTHER_DATASET = (
+    "Open the dataset that it was taken from, before an append by "
+    "packstore.open(url, version=…), or start anew"
+)
+"""Remedy for a state of another dataset, or of another version of it."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Position:
@@ -35,6 +41,8 @@ class Position:
         batches: batches yielded on every rank of the step that begins here.
         cut: the settings and number of ranks that define that step's batches; empty without
             `batches`.
+        shortfall: examples that the steps before this position are short of the requested ones;
+            below 0: in excess. The next steps make up for them.
     """
 
     next: int = 0
@@ -42,6 +50,7 @@ class Position:
     yielded: Int64 = field(default_factory=lambda: _NONE)
     batches: int = 0
     cut: Mapping[str, Any] = field(default_factory=dict)
+    shortfall: int = 0
 
     def to_state(self) -> dict[str, Any]:
         """Returns JSON values; fields at their default are omitted."""
@@ -52,6 +61,8 @@ class Position:
             state["given"] = np.packbits(mask).tobytes().hex()
         if self.batches:
             state |= {"batches": self.batches, "cut": dict(self.cut)}
+        if self.shortfall:
+            state["shortfall"] = self.shortfall
         return state
 
     @classmethod
@@ -59,10 +70,13 @@ class Position:
         """Parses the position in `state`, in an epoch of `packs` packs."""
         position, step, batches = state.get("next"), state.get("step", 0), state.get("batches", 0)
         cut, mask = state.get("cut", {}), state.get("given", "")
+        shortfall = state.get("shortfall", 0)
         if not all(isinstance(x, int) and x >= 0 for x in (step, batches)):
             raise stale_state_error(
                 "step and batches must be whole numbers from 0", f"{step} and {batches}"
             )
+        if not isinstance(shortfall, int):
+            raise stale_state_error("shortfall must be a whole number", repr(shortfall))
         if not isinstance(position, int) or not 0 <= position <= packs:
             raise stale_state_error(f"next must lie in 0..{packs}", str(position))
         if not isinstance(cut, Mapping) or bool(cut) != bool(batches):
@@ -76,7 +90,7 @@ class Position:
         yielded = position + np.flatnonzero(bits)
         if len(yielded) and (yielded[0] == position or yielded[-1] >= packs):
             raise stale_state_error(f"given must name packs between next and {packs}", repr(mask))
-        return cls(position, step, yielded, batches, cut)
+        return cls(position, step, yielded, batches, cut, shortfall)
 
 
 class Unseen:
@@ -99,20 +113,21 @@ class Unseen:
             indices[head] = self._gaps[places[head]]
         return indices
 
-    def after(self, place: int, step: int) -> Position:
-        """Returns the position after all packs before `place` and `step` steps were yielded."""
+    def after(self, place: int, step: int, shortfall: int = 0) -> Position:
+        """Return the position after all packs before `place` and `step` steps were yielded."""
         if place >= len(self):
             return Position(self.packs, step)
         if place >= len(self._gaps):
-            return Position(place + self._shift, step)
+            return Position(place + self._shift, step, shortfall=shortfall)
         first = int(self._gaps[place])
-        return Position(first, step, self._yielded[self._yielded > first])
+        yielded = self._yielded[self._yielded > first]
+        return Position(first, step, yielded, shortfall=shortfall)
 
-    def without(self, places: Int64, step: int) -> Position:
-        """Returns the position after the packs at `places` and `step` steps were yielded."""
+    def without(self, places: Int64, step: int, shortfall: int = 0) -> Position:
+        """Return the position after the packs at `places` and `step` steps were yielded."""
         yielded = np.union1d(self._yielded, self[places])
         run = int((yielded == self.first + np.arange(len(yielded))).sum())
-        return Position(self.first + run, step, yielded[run:])
+        return Position(self.first + run, step, yielded[run:], shortfall=shortfall)
 
 
 class SharedStart:
@@ -191,7 +206,10 @@ def shared_integers(n: int) -> torch.Tensor:
     return torch.zeros(n, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call, no-any-return]
 
 
-def stale_state_error(rule: str, found: str) -> CompatibilityError:
+def stale_state_error(
+    rule: str,
+    found: str,
+    remedy: str = "Load it into the dataset, seed and lanes that it was taken from, or start anew",
+) -> CompatibilityError:
     """Returns the error for a state that does not fit the dataset."""
-    remedy = "Load it into the dataset, seed and lanes that it was taken from, or start anew"
     return CompatibilityError(sentence("loader state", rule, found, remedy))

@@ -18,7 +18,9 @@ import numpy as np
 from packstore.config import BatchConfig
 from packstore.config.reading import large_steps_warning
 from packstore.errors import ConfigError
-from packstore.format.arrays import COUNTS, Int64, PackSizes, to_offsets
+from packstore.format.arrays import COUNTS, Int64, PackSizes
+from packstore.io.dataset.dataset import Dataset
+from packstore.io.dataset.steps import cut_by_examples, limit_shortfall
 from packstore.torch.batch.batch import StepInfo
 from packstore.torch.data.position import Position, Unseen, stale_state_error
 from packstore.torch.data.stream import PackStream
@@ -32,12 +34,22 @@ WINDOW = 4096
 class Step:
     """One optimizer step, as positions among the packs not yet yielded; see :class:`Unseen`.
 
-    Batch ``g``, over all ranks, has the positions ``edges[g] .. edges[g + 1]``.
+    Batch ``g``, over all ranks, has the positions ``edges[g] .. edges[g + 1]``. The shortfalls, in
+    examples, are those of :attr:`Position.shortfall` before and after the step.
     """
 
-    def __init__(self, edges: list[int], look_up: Callable[[], PackSizes], first: int) -> None:
+    def __init__(
+        self,
+        edges: list[int],
+        look_up: Callable[[], PackSizes],
+        first: int,
+        shortfall_before: int,
+        shortfall_after: int,
+    ) -> None:
         self.edges, self.start, self.stop = edges, edges[0], edges[-1]
         self._look_up, self._first = look_up, first  # of a window, and its first position
+        self.shortfall_before = shortfall_before
+        self.shortfall_after = shortfall_after
 
     @cached_property
     def sizes(self) -> PackSizes:
@@ -58,46 +70,65 @@ class Step:
 
 
 class StepCutter:
-    """Yields the optimizer steps of the packs not yet yielded."""
+    """Yields the optimizer steps of the packs not yet yielded from a position on."""
 
     def __init__(
-        self, stream: PackStream, unseen: Unseen, config: BatchConfig, world_size: int
+        self, stream: PackStream, start: Position, config: BatchConfig, world_size: int
     ) -> None:
-        self.stream, self.unseen = stream, unseen
+        self.stream, self.unseen = stream, Unseen(len(stream), start)
         self.config, self.world_size = config, world_size
+        self._shortfall = 0
+        if config.examples_per_step is not None:  # of the state, which may be of other settings
+            self._shortfall = limit_shortfall(start.shortfall, config.examples_per_step)
         self._width = world_size * config.width
         fixed = config.tokens_per_batch is None and config.examples_per_step is None
         self.fixed = self._width * config.gradient_accumulation_steps if fixed else None
         """Packs of every full step, if that number is fixed."""
         self._unit = self.fixed or (world_size if config.tokens_per_batch else 1)
-        whole = len(unseen) // self._unit * self._unit
-        self.end = whole if config.drop_last else len(unseen)
+        whole = len(self.unseen) // self._unit * self._unit
+        self.end = whole if config.drop_last else len(self.unseen)
         """Position where the last step ends at the latest."""
 
     def __iter__(self) -> Iterator[Step]:
         """Yields the steps in order."""
-        start, size = 0, WINDOW
+        start, size, shortfall = 0, WINDOW, self._shortfall
         while start < self.end:
             stop = min(start + max(size // self._unit, 1) * self._unit, self.end)
             look_up = cache(partial(self.stream.sizes, self.unseen[np.arange(start, stop)]))
             begin = start
-            for edges in self._cut(start, stop, look_up):
-                step = Step(edges, look_up, begin)
+            for edges, shortfall_after in self._cut(start, stop, look_up, shortfall):
+                step = Step(edges, look_up, begin, shortfall, shortfall_after)
                 if self._is_cut_short(step):
                     return
                 start = step.stop
+                shortfall = shortfall_after
                 yield step
             size = WINDOW if start > begin else 2 * size
 
-    def _cut(self, start: int, stop: int, look_up: Callable[[], PackSizes]) -> Iterator[list[int]]:
-        """Yields the edges of the steps that the packs from `start` to `stop` determine."""
-        closed = stop == self.end
-        if self.fixed is not None:
-            edges = [*range(start, stop, self.fixed), stop]
-            return ([*range(a, b, self._width), b] for a, b in pairwise(edges))
-        if self.config.examples_per_step is None:
-            return self._cut_by_tokens(look_up(), start, closed)
-        return self._cut_by_examples(look_up(), start, closed, self.config.examples_per_step)
+    def _cut(
+        self, start: int, stop: int, look_up: Callable[[], PackSizes], shortfall: int
+    ) -> Iterator[tuple[list[int], int]]:
+        """Yield edges of each step that the packs from `start` to `stop` determine, and shortfall.
+
+        `shortfall` is that before the first of these steps; yielded are those after each.
+        """
+        is_end = stop == self.end
+        if self.config.examples_per_step is not None:
+            sizes = look_up()
+            requested, begin = self.config.examples_per_step, 0
+            steps = cut_by_examples(
+                sizes.examples, requested, self.world_size, shortfall, is_end=is_end
+            )
+            for end, shortfall_after in steps:
+                yield self._batches(sizes.tokens[begin:end], start + begin), shortfall_after
+                begin = end
+        elif self.fixed is not None:
+            ends = [*range(start, stop, self.fixed), stop]
+            for begin, end in pairwise(ends):
+                yield [*range(begin, end, self._width), end], 0
+        else:
+            for edges in self._cut_by_tokens(look_up(), start, is_end):
+                yield edges, 0
 
     def _cut_by_tokens(self, sizes: PackSizes, start: int, closed: bool) -> Iterator[list[int]]:
         jumps = self._jumps(sizes.tokens, start)
@@ -110,22 +141,6 @@ class StepCutter:
                 return
             yield [start + min(edge * self.world_size, packs) for edge in edges]
             row = edges[-1]
-
-    def _cut_by_examples(
-        self, sizes: PackSizes, start: int, closed: bool, most_examples: int
-    ) -> Iterator[list[int]]:
-        packs = len(sizes)
-        offsets = to_offsets(sizes.examples)
-        most = np.searchsorted(offsets, offsets[:-1] + most_examples, side="right") - 1
-        least = np.arange(packs) + self.world_size
-        ends = np.minimum(np.maximum(most, least), packs).tolist()
-        first = 0
-        while first < packs:
-            last = ends[first]
-            if last == packs and not closed:
-                return
-            yield self._batches(sizes.tokens[first:last], start + first)
-            first = last
 
     def _batches(self, tokens: Int64, start: int) -> list[int]:
         """Edges of the batches of a step, from the tokens of its packs."""
@@ -161,7 +176,7 @@ class StepCutter:
             return False
         if self.config.examples_per_step is None:
             return len(step.edges) <= self.config.gradient_accumulation_steps
-        return step.examples < self.config.examples_per_step
+        return step.examples < self.config.examples_per_step + step.shortfall_before
 
 
 Share = tuple[Int64, int]
@@ -232,15 +247,15 @@ def to_resumable_position(stream: PackStream, position: Position) -> Position:
         raise stale_state_error("cut must be the settings of a loader", str(error)) from error
     if not isinstance(world_size, int) or world_size < 1:
         raise stale_state_error("cut must name the number of ranks", repr(world_size))
-    unseen = Unseen(len(stream), position)
-    step = next(iter(StepCutter(stream, unseen, config, world_size)), None)
+    cutter = StepCutter(stream, position, config, world_size)
+    step = next(iter(cutter), None)
     if step is None or position.batches >= len(step.edges):
         raise stale_state_error("batches must be fewer than its step has", str(position.batches))
     out = [np.empty(0, np.int64)]
     for rank in range(world_size):
         shares = assign_ranks(step, rank, world_size, config)[: position.batches]
         out += [batch[: len(batch) - filled] for batch, filled in shares]
-    return unseen.without(np.concatenate(out), position.step)
+    return cutter.unseen.without(np.concatenate(out), position.step, position.shortfall)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,8 +296,9 @@ def plan_steps(
     batches = packs = dropped_packs = dropped_examples = fillers = 0
     for epoch in epochs:
         stream.set_epoch(epoch)
-        unseen, start, end = Unseen(len(stream), start), Position(), 0
-        for step in StepCutter(stream, unseen, config, world_size):
+        cutter = StepCutter(stream, start, config, world_size)
+        unseen, start, end = cutter.unseen, Position(), 0
+        for step in cutter:
             examples.append(step.examples)
             batches += len(step.edges) - 1
             fillers += sum(max(world_size - (b - a), 0) for a, b in pairwise(step.edges))
@@ -308,18 +324,27 @@ def plan_steps(
 
 def log_steps(plan: StepPlan, stream: PackStream, config: BatchConfig, world_size: int) -> None:
     """Logs how large the steps are, if the settings limit them, and what they leave out."""
-    _, mean, largest = plan.examples_per_step
-    if wanted := config.examples_per_step:
-        text = "%d examples in %d steps of %.1f on average, %d at most (examples_per_step=%d)"
-        logger.info(text, plan.examples, plan.steps, mean, largest, wanted)
+    fewest, mean, largest = plan.examples_per_step
+    if requested := config.examples_per_step:
+        text = "%d examples in %d steps of %.1f on average, %d to %d (examples_per_step=%d)"
+        logger.info(text, plan.examples, plan.steps, mean, fewest, largest, requested)
         pack_size = min((data.manifest.pack_size for data in stream.datasets), default=0)
-        longest = max((int(data.row_groups.longest.max()) for data in stream.datasets), default=0)
-        if text := large_steps_warning(wanted, mean, largest, world_size, pack_size, longest):
+        longest = max((longest_example(data) for data in stream.datasets), default=0)
+        text = large_steps_warning(requested, mean, largest, world_size, pack_size, longest)
+        if text:
             logger.warning(text)
     if plan.dropped_examples:
         text = "drop_last leaves out %d of %d examples of the epoch, in its last %d packs"
         whole = plan.examples + plan.dropped_examples
         logger.warning(text, plan.dropped_examples, whole, plan.dropped_packs)
+
+
+def longest_example(dataset: Dataset) -> int:
+    """Return a number of tokens that no example exceeds; a manifest knows the longest sequence."""
+    statistics = dataset.manifest.statistics
+    if dataset.manifest.kind == "scored":  # any number of answers
+        return statistics.longest_sequence * statistics.most_segments
+    return statistics.longest_sequence * (2 if dataset.manifest.kind == "preference" else 1)
 
 
 def check_fits(tokens: Int64, indices: Int64, budget: int) -> None:

@@ -21,6 +21,7 @@ from packstore.format.tokenizer_identity import PROBES, probe_sha256, vocabulary
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.manifest.manifest import Manifest
 from packstore.registry import missing_extra
+from packstore.secrets import client_cause, client_text
 from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.models.unwrap import rope_kinds, text_config, unwrapped
 
@@ -213,7 +214,8 @@ def _load(path: Path) -> Any:
             return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
         return PreTrainedTokenizerFast(tokenizer_file=str(path))
     except Exception as error:  # the library raises errors of any class
-        raise ConfigError(f"tokenizer {path} does not load: {quote(str(error), 200)}.") from error
+        found = quote(client_text(error), 200)
+        raise ConfigError(f"tokenizer {path} does not load: {found}.") from client_cause(error)
 
 
 def _compare_ids(facts: Mapping[str, Any], tokenizer: Any) -> None:

@@ -16,6 +16,7 @@ import torch
 
 from packstore.errors import ConfigError, quote, sentence
 from packstore.registry import choice, missing_extra
+from packstore.secrets import client_cause, client_text
 from packstore.torch.models.model import use_packed_attention
 from packstore.torch.models.unwrap import SCORE, text_config
 
@@ -80,16 +81,18 @@ def _from_pretrained(auto: Any, kind: str, name: str, **how: Any) -> tuple[Any, 
     try:
         return auto.from_pretrained(name, adapter_kwargs=cached, **how)  # type: ignore[no-any-return]
     except Exception as error:  # the library raises errors of any class
-        text = str(error).strip().replace(":\n", ": ").partition("\n")[0]
-        raise _not_loaded(name, kind, quote(text, 200)) from error
+        text = client_text(error).strip().replace(":\n", ": ").partition("\n")[0]
+        raise _not_loaded(name, kind, quote(text, 200)) from client_cause(error)
 
 
 def _not_loaded(name: str, kind: str, found: str) -> ConfigError:
     rule, remedy = f"it must be a folder or hub name of a {kind} that transformers loads", ""
+    shown = name
     if not os.path.exists(name):
+        shown = client_text(name)
         found = f"no such folder: {found}"
-        remedy = f"Check the name; `hf download {name} --local-dir FOLDER` gets one of the hub"
-    return ConfigError(sentence(f"model {name}", rule, found, remedy))
+        remedy = f"Check the name; `hf download {shown} --local-dir FOLDER` gets one of the hub"
+    return ConfigError(sentence(f"model {shown}", rule, found, remedy))
 
 
 def check_found(name: str) -> None:
@@ -156,5 +159,6 @@ def add_adapter(model: Any, path: str, trainable: bool) -> Any:
             warnings.filterwarnings("error", "Found missing adapter keys")
             return peft.PeftModel.from_pretrained(model, path, is_trainable=trainable)
     except (OSError, ValueError, RuntimeError, UserWarning) as error:
-        rule = f"it must be an adapter of {_adapter_base(path)}"
-        raise ConfigError(sentence(f"adapter {path}", rule, quote(str(error), 200))) from error
+        rule = f"it must be an adapter of {client_text(_adapter_base(path))}"
+        found = quote(client_text(error), 200)
+        raise ConfigError(sentence(f"adapter {path}", rule, found)) from client_cause(error)

@@ -49,7 +49,7 @@ from packstore.io.store.operations import remove_all, remove_empty
 from packstore.progress import Progress
 from packstore.torch.batch.batch import PackedBatch, collate
 from packstore.torch.batch.transfer import Fetched, delay_by_one, inference_batching, to_device
-from packstore.torch.data.position import Position, Unseen
+from packstore.torch.data.position import Position
 from packstore.torch.data.steps import StepCutter
 from packstore.torch.data.stream import StoredPacks
 from packstore.torch.logprobs.head import PackedPolicy
@@ -213,7 +213,7 @@ def _compute_parts(
 def _batches(stream: StoredPacks, config: BatchConfig) -> Iterator[tuple[int, Int64]]:
     """Yields part and packs of each batch: those of one rank, so that ranks change no value."""
     parts = min(PARTS, len(stream))
-    for step in StepCutter(stream, Unseen(len(stream), Position()), config, 1):
+    for step in StepCutter(stream, Position(), config, 1):
         for first, stop in pairwise(step.edges):
             yield first * parts // len(stream), np.arange(first, stop)
 

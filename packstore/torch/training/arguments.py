@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, fields
@@ -12,6 +13,7 @@ from transformers import Trainer, TrainingArguments
 
 from packstore.config.settings import check_class, check_names
 from packstore.errors import ConfigError, PackstoreError, quote, sentence
+from packstore.secrets import client_cause, client_text
 
 Refusals = Mapping[str, tuple[tuple[Any, ...], str]]
 """Setting -> values that are taken, and what to do for another."""
@@ -125,6 +127,39 @@ def examples_of_step(args: Any, given: int | None) -> int:
     return own * args.world_size if given is None else given
 
 
+class HiddenToken(str):
+    """A token that is used as any text, and pickled as None: ``training_args.bin`` is uploaded."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+    def __copy__(self) -> HiddenToken:
+        return self
+
+    def __deepcopy__(self, _: Any) -> HiddenToken:
+        return self
+
+
+TOKENS = {"hub_token", "token", "use_auth_token"}
+"""Names of settings that hold a token."""
+
+
+def hide_tokens(args: Any) -> Any:
+    """Return a copy of the settings of a trainer that is made, without tokens where it is saved.
+
+    A mapping, as TRL's `model_init_kwargs`, has served its purpose, and loses them.
+    """
+    hidden = copy.copy(args)
+    for name, value in vars(args).items():
+        if name in TOKENS and isinstance(value, str):
+            setattr(hidden, name, HiddenToken(value))
+        elif isinstance(value, dict) and TOKENS & value.keys():
+            setattr(hidden, name, {key: value[key] for key in value.keys() - TOKENS})
+    return hidden
+
+
 @contextmanager
 def named_settings(
     where: str = "settings", rule: str = "transformers must take them"
@@ -135,4 +170,5 @@ def named_settings(
     except PackstoreError:
         raise
     except (ValueError, TypeError, ImportError, KeyError) as error:
-        raise ConfigError(sentence(where, rule, quote(str(*error.args[:1]), 300))) from error
+        found = quote(client_text(*error.args[:1]), 300)
+        raise ConfigError(sentence(where, rule, found)) from client_cause(error)

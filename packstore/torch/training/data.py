@@ -7,6 +7,7 @@ divisors of whole steps, balance over ranks and every loss hold as in a loop of 
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from collections.abc import Iterator, Mapping
@@ -23,8 +24,10 @@ from packstore.io.side.side import open_side
 from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.data.dataset import PackedDataset
 from packstore.torch.data.loader import PackedDataLoader
+from packstore.torch.data.position import Position
+from packstore.torch.data.steps import plan_steps
 from packstore.torch.data.stream import StoredPacks
-from packstore.torch.training.checkpoints import read_position, step_of
+from packstore.torch.training.checkpoint_files import read_position, step_of
 
 
 class Steps:
@@ -63,11 +66,35 @@ class Steps:
                 return
             step.append(batch)
             if batch.step is not None and batch.step.last:
-                self.epoch_progress = self.loader.data.epoch + (batch.step.index + 1) / steps
+                self.epoch_progress = self.loader.epoch + (batch.step.index + 1) / steps
                 self._begun, self.yielded = begun, self.yielded + 1
                 begun = self.loader.state_dict()
                 yield step
                 step = []
+
+
+def steps_of_epochs(
+    loader: PackedDataLoader, *, steps: float = math.inf, epochs: float = math.inf
+) -> list[int]:
+    """Return the steps of each epoch that a run takes, from the position of the loader on.
+
+    Args:
+        loader: a loader whose dataset holds packs; the first epoch is what remains of its own.
+        steps: optimizer steps that the run still takes; the last epoch counts whole.
+        epochs: epochs that the run still takes.
+    """
+    if steps <= 0 or epochs <= 0:
+        return []
+    counts = [loader.plan(left=True).steps]
+    data = loader.data
+    stream = copy.copy(data.stream)  # set to other epochs by the plans
+    while sum(counts) < steps and len(counts) < epochs:
+        epoch = loader.epoch + len(counts)
+        plan = plan_steps(stream, loader.config, data.world_size, [epoch], Position())
+        if not plan.steps:  # of a loader of one's own, which drops all
+            break
+        counts.append(plan.steps)
+    return counts
 
 
 def datasets_of(*given: Any) -> Iterator[Dataset]:
@@ -130,7 +157,7 @@ class DataMixin(Trainer):  # type: ignore[misc]
                 error.add_note(f"To begin a new run beside {self._checkpoint}, change output_dir.")
                 raise
             if not loader.plan(1, left=True).steps:
-                loader.set_epoch(loader.data.epoch + 1)
+                loader.set_epoch(loader.epoch + 1)
         self.steps = Steps(loader, done)
         return self.steps
 
@@ -160,6 +187,8 @@ class DataMixin(Trainer):  # type: ignore[misc]
             remedy = "Make the PackedDataset without rank and world_size"
             found = f"world_size={data.world_size}"
             raise ConfigError(sentence(where, rule, found, remedy))
+        else:  # its user may have moved it, and may go on to use it
+            data = data.copy_at_start()
         return PackedDataLoader(
             data,
             packs_per_batch=self.packs_per_batch,
@@ -184,27 +213,36 @@ class DataMixin(Trainer):  # type: ignore[misc]
         if self.steps is None:
             return super().set_initial_training_values(args, dataloader)
         loader = self.steps.loader
+        examples = self.num_examples(loader)
+        if not examples:
+            where = f"dataset {loader.data.stream.datasets[0].url}"
+            raise ConfigError(sentence(where, "it must hold packs to train on", "none"))
         done = self.steps.yielded
+        begun = loader.epoch
         if args.max_steps > 0:
-            steps, epochs = args.max_steps, loader.data.epoch + args.max_steps
+            steps = args.max_steps
+            per_epoch = steps_of_epochs(loader, steps=steps - done)
+            epochs = begun + len(per_epoch)
         else:
             epochs = math.ceil(args.num_train_epochs)
             if epochs < 1:
                 found = str(args.num_train_epochs)
                 raise ConfigError(sentence("setting num_train_epochs", "it must be above 0", found))
-            left = loader.plan(epochs - loader.data.epoch, left=True).steps
-            steps = math.ceil((done + left) * args.num_train_epochs / epochs)
+            per_epoch = steps_of_epochs(loader, epochs=epochs - begun)
+            steps = math.ceil((done + sum(per_epoch)) * args.num_train_epochs / epochs)
+        if not steps:  # the run would end at once, and save untrained weights
+            where, rule = "get_train_dataloader", f"it must have steps left in {epochs} epochs"
+            found = f"a loader in epoch {loader.epoch}, of which none is left"
+            remedy = "Return one at the start of epoch 0"
+            raise ConfigError(sentence(where, rule, found, remedy))
         if done >= steps:  # the Trainer would run one more
-            epochs = loader.data.epoch
-        examples = self.num_examples(loader)
-        if not examples:
-            where = f"dataset {loader.data.stream.datasets[0].url}"
-            raise ConfigError(sentence(where, "it must hold packs to train on", "none"))
+            epochs = begun
         samples = examples * args.num_train_epochs
-        # An epoch ends where its loader does, so its steps are a bound only.
-        return epochs, steps, examples, samples, self.examples_per_step, steps, steps
+        # An epoch ends where its loader does: the longest one bounds the steps of each.
+        longest = max(per_epoch, default=1)
+        return epochs, longest, examples, samples, self.examples_per_step, longest, steps
 
     def _init_training_state(self, *args: Any) -> tuple[int, int]:
         """Begins at the epoch of the position, and skips nothing of it."""
         begun: tuple[int, int] = super()._init_training_state(*args)
-        return begun if self.steps is None else (self.steps.loader.data.epoch, 0)
+        return begun if self.steps is None else (self.steps.loader.epoch, 0)

@@ -29,9 +29,10 @@ from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 from packstore.config.training import TrainConfig, TrainModelConfig
 from packstore.errors import ConfigError, PackstoreError, StorageError, quote, sentence
 from packstore.io.store.storage_errors import is_of_client
+from packstore.secrets import client_cause, client_text
 from packstore.torch.reference.provenance import choose_precision
 from packstore.torch.training.arguments import named_settings
-from packstore.torch.training.checkpoints import newest_checkpoint, read_position
+from packstore.torch.training.checkpoint_files import newest_checkpoint, read_position
 from packstore.torch.training.trainer import PackedTrainer
 
 logger = logging.getLogger("packstore")
@@ -138,7 +139,7 @@ def train(
         trainer.save_state()
         trainer.create_model_card()
     trainer.accelerator.wait_for_everyone()
-    trained = [record for record in history if "loss" in record]
+    trained = [record for record in history if "examples" in record]  # by any logging_strategy
     return TrainResult(
         step=step,
         examples=sum(int(record["examples"]) for record in trained),
@@ -186,8 +187,9 @@ def _named_places(output_dir: str) -> Iterator[None]:
             raise
         rule = "disk, hub and trackers must take what is written"
         remedy = "The same command again goes on from the newest checkpoint"
-        found = quote(str(error), 200)
-        raise StorageError(sentence(f"output_dir {output_dir}", rule, found, remedy)) from error
+        found = quote(client_text(error), 200)
+        where = f"output_dir {output_dir}"
+        raise StorageError(sentence(where, rule, found, remedy)) from client_cause(error)
 
 
 def _checkpoint(config: TrainConfig) -> str | None:

@@ -14,6 +14,7 @@ import copy
 import itertools
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -29,7 +30,7 @@ from transformers import TrainingArguments, set_seed
 
 from packstore.config.settings import check_class, check_names
 from packstore.config.training import TrainModelConfig
-from packstore.errors import CompatibilityError, ConfigError, display, sentence
+from packstore.errors import CompatibilityError, ConfigError, display, markdown_text, sentence
 from packstore.io.side.side import open_side
 from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.logprobs.head import PackedPolicy
@@ -50,10 +51,10 @@ from packstore.torch.training.arguments import (
     examples_of_step,
     named_settings,
 )
-from packstore.torch.training.checkpoints import read_position
+from packstore.torch.training.checkpoint_files import read_position
 from packstore.torch.training.data import datasets_of, has_ref_logps, is_packed
 from packstore.torch.training.evaluate import tell_unused
-from packstore.torch.training.trainer_steps import PackedSteps, take_batches
+from packstore.torch.training.trainer_steps import PackedSteps, check_evaluated, take_batches
 from packstore.version import VERSION
 
 TOKENIZER_FILES = (
@@ -77,7 +78,7 @@ class PackedTrainer(PackedSteps):
         reference: a model, or the folder or hub name of one; default: the policy without its
             adapter, else a frozen copy of it.
         ref_logps, eval_ref_logps: side datasets in its place, of training and evaluation.
-        examples_per_step: examples of an optimizer step, over all ranks; default: as unpacked,
+        examples_per_step: mean examples of an optimizer step, over all ranks; default: as unpacked,
             ``per_device_train_batch_size * gradient_accumulation_steps * ranks``.
         packs_per_batch: packs of one forward call; default: 1.
         peft_config: of an adapter to be trained in place of the weights, of PEFT; or members of
@@ -133,6 +134,8 @@ class PackedTrainer(PackedSteps):
         self.loss_fn: Any = _make_loss(loss, given["loss_parameters"])
         self._options = dict(given["storage_options"]) or None
         train, held_out = self._opened(train_dataset), self._all_opened(eval_dataset)
+        if held_out is not None:
+            check_evaluated("argument eval_dataset", self.loss_fn)
         self._sides = {"train": given["ref_logps"], "eval": given["eval_ref_logps"]}
         tell_unused(self.loss_fn, _name_of(reference), *itertools.chain(*self._sides.values()))
         needs = self.loss_fn.reference
@@ -340,20 +343,25 @@ def model_card(trainer: Any, **front: Any) -> str:
         "examples of the dataset": f"{manifest.totals.examples:,} of kind {manifest.kind}",
         "tokenizer sha256": (manifest.provenance.get("tokenizer") or {}).get("sha256", "unknown"),
         "loss": repr(trainer.loss_fn),
-        "optimizer steps": f"{state.global_step:,} of at most {trainer.examples_per_step} examples",
+        "optimizer steps": f"{state.global_step:,} of about {trainer.examples_per_step} examples",
         "packstore": VERSION,
     }
     last = {n: v for record in state.log_history for n, v in record.items() if n != "step"}
     results = {name: f"{value:.6g}" for name, value in last.items()}
     settings = json.dumps(args.to_sanitized_dict(), indent=1, default=str)
+    longest = max((len(ticks) for ticks in re.findall("`+", settings)), default=0)
+    fence = "`" * max(3, longest + 1)  # one inside a setting would end the block
     tables = _table("what", facts), _table("metric", results)
     return (
-        f"---\n{head.to_yaml()}\n---\n# {Path(args.output_dir).name}\n\nTrained with packstore's "
-        f"PackedTrainer on packed data.\n\n{tables[0]}\n\n## Results\n\n{tables[1]}\n\n"
-        f"## Settings\n\n```json\n{settings}\n```\n"
+        f"---\n{head.to_yaml()}\n---\n# {markdown_text(Path(args.output_dir).name)}\n\n"
+        f"Trained with packstore's PackedTrainer on packed data.\n\n{tables[0]}\n\n"
+        f"## Results\n\n{tables[1]}\n\n"
+        f"## Settings\n\n{fence}json\n{settings}\n{fence}\n"
     )
 
 
 def _table(head: str, rows: Mapping[str, object]) -> str:
     lines = [f"| {head} | value |", "|---|---|"]
-    return "\n".join(lines + [f"| {name} | {value} |" for name, value in rows.items()])
+    for name, value in rows.items():
+        lines.append(f"| {markdown_text(name)} | {markdown_text(value)} |")
+    return "\n".join(lines)

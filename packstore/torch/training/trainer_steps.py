@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from os import PathLike
@@ -17,25 +18,28 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 from transformers import TrainerCallback
-from transformers.trainer_utils import EvalLoopOutput
+from transformers.trainer_utils import EvalLoopOutput, IntervalStrategy
 
 from packstore.config.settings import check_class
-from packstore.errors import CompatibilityError, ConfigError, DivergedError, sentence
+from packstore.errors import CompatibilityError, ConfigError, sentence
 from packstore.io.dataset.dataset import Dataset
 from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.data.loader import PackedDataLoader
 from packstore.torch.logprobs.head import PackedPolicy, policy_output
 from packstore.torch.losses.loss import FirstStepCheck, PreferenceLoss, tell_one_sided
-from packstore.torch.losses.step_loss import StepDivisor, count_step, sequence_weights
+from packstore.torch.losses.step_loss import StepDivisor, StepLoss, count_step, sequence_weights
 from packstore.torch.metrics import Metrics, all_reduce_sums, wide_dtype
 from packstore.torch.models.compatibility import check_ids, check_model, check_same_tokenizer
 from packstore.torch.models.compiled import tell_uncompiled
 from packstore.torch.models.routers import router_settings
 from packstore.torch.models.unwrap import adapted, as_reference, evaluating, unwrapped
-from packstore.torch.training.arguments import named_settings
-from packstore.torch.training.checkpoints import CheckpointMixin, newest_checkpoint
+from packstore.torch.training.arguments import hide_tokens, named_settings
+from packstore.torch.training.checkpoint_files import newest_checkpoint, remove_torn_checkpoints
+from packstore.torch.training.checkpoints import CheckpointMixin, diverged_error
 from packstore.torch.training.data import DataMixin, Steps, is_packed
 from packstore.torch.training.evaluate import check_kind, evaluate_batches
+
+logger = logging.getLogger("packstore")
 
 FIRST = 10
 """The first steps, each of which is logged."""
@@ -82,6 +86,8 @@ class StepMetrics(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Forgets what a training before it left."""
         self._restart()
+        self._first_step = self.trainer.state.global_step
+        self._trained_examples = 0  # of this rank alone, if its batches are not whole steps
         self._sides, self._seen, self._is_told = torch.zeros(2), 0, False
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
@@ -97,6 +103,8 @@ class StepMetrics(TrainerCallback):  # type: ignore[misc]
         if self.trainer.steps is None:
             return
         state.epoch = self.trainer.steps.epoch_progress
+        if args.logging_strategy != IntervalStrategy.STEPS:
+            return
         due = control.should_save or control.should_evaluate
         if due or state.global_step <= FIRST or state.global_step >= state.max_steps:
             control.should_log = True
@@ -105,8 +113,11 @@ class StepMetrics(TrainerCallback):  # type: ignore[misc]
         """Adds the batches of this rank in one step."""
         for batch in batches:  # fillers do not count
             self._tokens = self._tokens + (batch.lengths * (sequence_weights(batch) > 0)).sum()
-        if self.trainer.steps is None or (info := batches[0].step) is None:
+        info = batches[0].step
+        if self.trainer.steps is None or info is None:
+            self._trained_examples += sum(batch.num_examples for batch in batches)
             return
+        self._trained_examples += info.examples
         if isinstance(self.trainer.loss_fn, PreferenceLoss) and not self._is_told:
             counts = [self.trainer.loss_fn.count_sides(batch) for batch in batches]
             self._sides, self._seen = sum(counts, self._sides), self._seen + info.examples
@@ -134,6 +145,23 @@ class StepMetrics(TrainerCallback):  # type: ignore[misc]
             record |= self._rates(self.trainer.steps)
         self._restart()
         return record
+
+    def summary_rates(self, seconds: float) -> dict[str, float]:
+        """Return the rates of a whole call of `train`, from its time; a collective call.
+
+        The Trainer's own assume that every step holds as many examples as were asked for.
+        """
+        if not seconds:
+            return {}
+        trainer = self.trainer
+        examples = float(self._trained_examples)
+        if trainer.steps is None:
+            examples = all_reduce_sums([examples], device=trainer.accelerator.device)[0]
+        steps = trainer.state.global_step - self._first_step
+        return {
+            "train_samples_per_second": round(examples / seconds, 3),
+            "train_steps_per_second": round(steps / seconds, 3),
+        }
 
     def _rates(self, steps: Steps) -> dict[str, float]:
         seconds = max(time.perf_counter() - self._since, 1e-9)
@@ -171,9 +199,14 @@ class PackedSteps(DataMixin, CheckpointMixin):
     """Its batches are steps of the loader; of other Trainers that is checked."""
 
     _guard: FirstStepCheck | None = None
+    args: Any
+    control: Any
+    _evaluation_prefix = ""
+    _evaluated_batches = 0
 
     def _prepare_run(self) -> None:
         """Completes the constructor, after that of the Trainer."""
+        self.args = hide_tokens(self.args)
         if type(self).prediction_step is not PackedSteps.prediction_step:
             rule, remedy = "prediction_step must stay", "Override evaluation_loop, which calls none"
             raise ConfigError(sentence(type(self).__name__, rule, "one of its own", remedy))
@@ -217,22 +250,40 @@ class PackedSteps(DataMixin, CheckpointMixin):
         self, resume_from_checkpoint: str | PathLike[str] | bool | None = None, **kwargs: Any
     ) -> Any:
         """Trains; `resume_from_checkpoint`: a folder, or True: the newest that is whole, if any."""
-        found: Any = None if resume_from_checkpoint is False else resume_from_checkpoint
-        if found is True and is_packed(self.train_dataset):
-            found = newest_checkpoint(self.args.output_dir)
-        if found not in (None, True):
-            found = str(found) if isinstance(found, PathLike) else found
-            check_class("argument resume_from_checkpoint", found, str, "Give a folder, or True")
+        found = self._checkpoint_of(resume_from_checkpoint)
         if is_packed(self.train_dataset):
             self._checkpoint = None if found is None else Path(found)
             if self._checkpoint:
                 self._check_unchanged(self._checkpoint)
+        if self.args.should_save:
+            remove_torn_checkpoints(
+                Path(self.args.output_dir),
+                resumed=Path(found) if isinstance(found, str) else None,
+                limit=self.args.save_total_limit,
+            )
         self._check_trained()
         self._check_reference(self._checkpoint)
         self._guard = None
         if found is None and isinstance(self.loss_fn, PreferenceLoss):
             self._guard = FirstStepCheck(self.loss_fn)
         return super().train(found, **kwargs)
+
+    def _checkpoint_of(self, resume_from_checkpoint: Any) -> Any:
+        """Return the checkpoint to resume from, or None; True: one that the Trainer looks for."""
+        if resume_from_checkpoint in (None, False):
+            return None
+        if resume_from_checkpoint is not True:
+            path = resume_from_checkpoint
+            path = str(path) if isinstance(path, PathLike) else path
+            check_class("argument resume_from_checkpoint", path, str, "Give a folder, or True")
+            return path
+        newest = newest_checkpoint(self.args.output_dir)
+        if newest is None and not is_packed(self.train_dataset):
+            return True  # it may be of TRL's own trainer
+        if newest is None and self.is_world_process_zero():
+            text = "%s holds no whole checkpoint to resume from: training starts anew"
+            logger.warning(text, self.args.output_dir)
+        return newest
 
     def _check_trained(self) -> None:
         """Refuses a model of which nothing is trained, or not by the optimizer that was given."""
@@ -353,12 +404,9 @@ class PackedSteps(DataMixin, CheckpointMixin):
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """Computes metrics of each example once, over all ranks; predictions are a row for each."""
-        if not isinstance(self.loss_fn, PreferenceLoss):
-            found = repr(self.loss_fn)
-            raise ConfigError(sentence("evaluation", "it must be of a PreferenceLoss", found))
+        check_evaluated("evaluation", self.loss_fn)
         dataset = None
         if isinstance(dataloader, PackedDataLoader):
-            dataloader.set_epoch(0)
             dataset = dataloader.data.stream.datasets[0]
             for each in dataloader.data.stream.datasets if prediction_loss_only else ():
                 self.loss_fn.check_data(each)
@@ -369,9 +417,11 @@ class PackedSteps(DataMixin, CheckpointMixin):
             self.model_wrapped = self.accelerator.prepare_model(self.model, evaluation_mode=True)
         if hasattr(self.optimizer, "eval"):  # of schedule-free ones; a step turns it back
             self.optimizer.eval()
+        self._evaluation_prefix = metric_key_prefix
+        self.callback_handler.eval_dataloader = dataloader
         figures = evaluate_batches(
             self.model_wrapped,
-            dataloader,
+            self._report_batches(dataloader),
             self.loss_fn,
             partial(self._reference_logps, self.model_wrapped),
             self.args.device,
@@ -385,6 +435,39 @@ class PackedSteps(DataMixin, CheckpointMixin):
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in means.items()}
         return EvalLoopOutput(figures.get("rows"), None, metrics, number)
 
+    def _report_batches(self, dataloader: Any) -> Iterator[PackedBatch]:
+        """Yield the batches of an evaluation; callbacks hear of each when it is computed."""
+        self._evaluated_batches = 0
+        for batch in dataloader:
+            yield batch
+            self._evaluated_batches += 1
+            handler = self.callback_handler
+            self.control = handler.on_prediction_step(self.args, self.state, self.control)
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return predictions as a table with a row for each example, and metrics."""
+        output = super().predict(*args, **kwargs)
+        self._correct_evaluation_rate(output.metrics)
+        return output
+
+    def _correct_evaluation_rate(self, metrics: dict[str, float]) -> None:
+        """Count the batches that ran: the Trainer divides by `per_device_eval_batch_size`."""
+        prefix = self._evaluation_prefix
+        seconds = metrics.get(f"{prefix}_runtime")
+        if prefix and seconds:
+            rate = self._evaluated_batches / seconds
+            metrics[f"{prefix}_steps_per_second"] = round(rate, 3)
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise: a search needs a model for each trial, and this trainer has prepared one.
+
+        The Trainer's own asks for `model_init`, which is refused.
+        """
+        where = f"{type(self).__name__}.hyperparameter_search"
+        rule = "every trial must have a model and a trainer of its own"
+        remedy = "Make the trainer in the objective of the search, as optuna's study.optimize has"
+        raise ConfigError(sentence(where, rule, "one trainer", remedy))
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds the metrics since the last record, over all ranks; stops a diverged run."""
         if "loss" in logs or "train_loss" in logs:  # the last record has those of the last steps
@@ -396,13 +479,22 @@ class PackedSteps(DataMixin, CheckpointMixin):
             if "loss" not in logs or type(self).compute_loss is not PackedSteps.compute_loss:
                 record.pop("loss", None)
             logs |= record
+        if "train_runtime" in logs:
+            logs |= self._step_metrics.summary_rates(logs["train_runtime"])
+        self._correct_evaluation_rate(logs)
         super().log(logs, start_time)
-        for name in ("loss", "grad_norm", "eval_loss"):
+        for name in ("loss", "grad_norm", "eval_loss", "train_loss"):
             if not math.isfinite(logs.get(name, 0.0)):
-                rule, found = "loss and gradient must be finite", f"{name} {logs[name]}"
-                remedy = "Lower learning_rate or lengthen warmup_steps; checkpoints are unchanged"
-                where = f"training, step {self.state.global_step}"
-                raise DivergedError(sentence(where, rule, found, remedy))
+                raise diverged_error(self.state.global_step, f"{name} {logs[name]}")
+        if "train_runtime" in logs:
+            self._check_finite_weights()
+
+
+def check_evaluated(where: str, loss_fn: StepLoss) -> None:
+    """Raise for a loss without metrics of an evaluation: they are of pairs and their examples."""
+    if not isinstance(loss_fn, PreferenceLoss):
+        rule = "it must be of a PreferenceLoss"
+        raise ConfigError(sentence(where, rule, repr(loss_fn), "Leave it out"))
 
 
 def _as_list(inputs: Any) -> list[PackedBatch]:

@@ -7,14 +7,16 @@ import shutil
 import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from places import Files
 from same import same
 
 import packstore
 from packstore.config import ReadConfig
-from packstore.errors import StorageError
+from packstore.errors import FormatError, StorageError
 from packstore.io.store.location import Location
 
 
@@ -77,6 +79,31 @@ def test_bytes_that_were_changed_are_fetched_again(stored: Any, tmp_path: Path) 
         packs = packstore.open(stored.url, reading=reading).iter_packs()
         for a, b in zip(packs, stored.iter_packs(), strict=True):
             assert same(a, b)
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_a_tenth_of_the_disk_stays_free(
+    stored: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_room: bool
+) -> None:
+    """Counted with the bytes to be cached."""
+    largest = max(shard.bytes for shard in stored.manifest.shards)
+    total = 1 << 40
+    free = total // 10 + (2 * largest if has_room else 0)
+    usage = SimpleNamespace(total=total, used=total - free, free=free + 1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    data = packstore.open(stored.url, reading=ReadConfig(cache_dir=str(tmp_path / "cache")))
+    for a, b in zip(data.iter_packs(), stored.iter_packs(), strict=True):
+        assert same(a, b)
+    assert bool(files(tmp_path / "cache")) == has_room
+
+
+def test_bytes_that_are_damaged_in_the_store_are_not_cached(stored: Any, tmp_path: Path) -> None:
+    for shard in stored.manifest.shards:
+        Files(stored.url).write(shard.path, bytes(shard.bytes))
+    reading = ReadConfig(cache_dir=str(tmp_path / "cache"))
+    with pytest.raises(FormatError):
+        list(packstore.open(stored.url, reading=reading).iter_packs())
+    assert not files(tmp_path / "cache")
 
 
 @pytest.mark.parametrize("trap", ["open to others", "a link", "a file"])

@@ -109,6 +109,15 @@ def test_only_names_of_packstore_go(place: str) -> None:
     assert not report.lists_uploads
 
 
+def test_a_store_that_does_not_list_unfinished_uploads_is_named(
+    place: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A local disk has none."""
+    pack(place)
+    assert main(["clean", place]) == 0
+    assert ("uploads" in capsys.readouterr().out) == ("://" in place)
+
+
 def test_parts_of_log_probs_go_once_all_are_old(
     place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from children import run_python
 from hub import Hubs, served
+from places import edit_manifest
 from small_jobs import pack, pairs
 
 import packstore
@@ -87,3 +90,74 @@ def test_a_hub_that_refuses_is_one_line(tmp_path: Path) -> None:
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
     assert line.startswith("packstore: error: hf://datasets/me/prefs: the hub must take it; found")
+
+
+CARDS = {  # the card of a repository -> the tags that it has afterwards; None: it is refused
+    "no tags": (b"---\nlicense: mit\n---\nText of mine.\n", ["packstore", "preference"]),
+    "no head": (b"Text of mine.\n", ["packstore", "preference"]),
+    "one tag": (b"---\ntags: abc\n---\nText of mine.\n", ["abc", "packstore", "preference"]),
+    "mixed": (
+        b"---\ntags: [x, 1, null, packstore]\n---\nText of mine.\n",
+        ["x", 1, None, "packstore", "preference"],
+    ),
+    "no list": (b"---\ntags: {a: b}\n---\nText of mine.\n", None),
+    "broken": (b"---\nlicense: [mit\n---\nText of mine.\n", None),
+    "no mapping": (b"---\n- a\n- b\n---\nText of mine.\n", None),
+    "Latin-1": (b"---\nlicense: mit\n---\nText of m\xefne.\n", None),
+}
+PUBLISH_ALL = """
+import json, packstore, sys
+outcomes = {}
+for repo in json.loads(sys.argv[2]):
+    try:
+        outcomes[repo] = packstore.publish(sys.argv[1], repo).version
+    except packstore.errors.FormatError as error:
+        outcomes[repo] = str(error)
+print(json.dumps(outcomes))
+"""
+
+
+def test_any_card_is_kept_or_refused(tmp_path: Path) -> None:
+    """As the hub's own page makes them, and people."""
+    dataset = pack(tmp_path / "prefs")
+    names = {name: f"me/{name.replace(' ', '-')}" for name in CARDS}
+    repos: Hubs = {f"datasets/{names[n]}": {"README.md": card} for n, (card, _) in CARDS.items()}
+    with served(repos) as (env, _):
+        env |= {"HF_HOME": str(tmp_path / "cache")}
+        asked = json.dumps([*names.values()])
+        outcomes = json.loads(run(env, "-c", PUBLISH_ALL, dataset.url, asked)[0])
+    for name, (card, tags) in CARDS.items():
+        files, outcome = repos[f"datasets/{names[name]}"], outcomes[names[name]]
+        if tags is None:
+            assert f"{names[name]}/README.md" in outcome
+            assert files == {"README.md": card}
+        else:
+            assert outcome == 1
+            head, text = files["README.md"].decode().split("---\n")[1:]
+            assert yaml.safe_load(head)["tags"] == tags
+            assert "Text of mine." in text
+            assert ("license: mit" in head) == (b"license" in card)
+
+
+def test_a_manifest_writes_only_text_into_the_card(tmp_path: Path) -> None:
+    """Also a chat template that holds the marks of our part, which grew the card each time."""
+    template = "<!-- packstore --> <img src=x> ![p](http://x) | a <!-- /packstore --> ```"
+    dataset = pack(tmp_path / "prefs")
+
+    def set_template(manifest: Any) -> None:
+        manifest["provenance"]["settings"]["chat_template"] = template
+
+    edit_manifest(dataset.url, set_template)
+    repos: Hubs = {REPO: {"README.md": b"<!-- packstore --> begun by me\n"}}
+    with served(repos) as (env, _):
+        env |= {"HF_HOME": str(tmp_path / "cache")}
+        published(env, dataset)
+        first = repos[REPO]["README.md"].decode()
+        published(env, dataset, dataset)
+    assert repos[REPO]["README.md"].decode() == first
+    assert first.count("<!-- /packstore -->") == 1
+    assert "begun by me" in first
+    for markup in ("<img", "![", "```\n|"):
+        assert markup not in first
+    (row,) = [line for line in first.splitlines() if "chat template" in line]
+    assert len(re.findall(r"(?<!\\)\|", row)) == 3

@@ -183,3 +183,21 @@ packstore.pack(records(), {place!r}, pack_size=64)
     assert {x.why for x in report.leftovers} >= {"marker of a job"}
     clean(place, delete=True, older_than=0, no_writers=True)
     assert not list((tmp_path / "ds").rglob("*.json"))
+
+
+@pytest.mark.parametrize("store", ["disk", "memory"])
+def test_a_new_dataset_does_not_lie_inside_another(store: str, tmp_path: Path) -> None:
+    """As a job of two parts would, if it were sent to the place of one of them."""
+    place = str(tmp_path / "ds") if store == "disk" else f"memory://{tmp_path.name}/ds"
+    outer = packstore.pack(pairs(5), place, **SETTINGS)
+    before = Files(place).names()
+    for inner in (f"{place}/train", f"{place}/a/b", f"{place}/data/c"):
+        with pytest.raises(DatasetExistsError, match="inside"):
+            packstore.pack(pairs(5), inner, **SETTINGS)
+        with pytest.raises(DatasetExistsError, match="inside"):
+            packstore.concat([outer], inner)
+    with pytest.raises(DatasetExistsError, match="inside"):
+        packstore.pack(pairs(5), place, validation_fraction=0.2, **SETTINGS)
+    assert Files(place).names() == before
+
+    packstore.pack(pairs(5), f"{place}-beside", **SETTINGS)

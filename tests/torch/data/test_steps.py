@@ -76,7 +76,18 @@ def reference(tokens: list[int], examples: list[int], world: int, c: BatchConfig
             start += len(row)
         return out
 
-    out, start = [], 0
+    def nearest(start: int, target: int) -> int:
+        """The end of the run from `start` whose examples are nearest to the target."""
+        pairs, best, distance = 0, n, np.inf
+        for stop in range(start + 1, n + 1):
+            pairs += examples[stop - 1]
+            if abs(pairs - target) < distance:
+                best, distance = stop, abs(pairs - target)
+            if pairs >= target:
+                break
+        return best
+
+    out, start, shortfall = [], 0, 0
     while start < n:
         step = []
         if c.examples_per_step is None:
@@ -88,13 +99,11 @@ def reference(tokens: list[int], examples: list[int], world: int, c: BatchConfig
             if c.tokens_per_batch is None:
                 whole = sum(map(len, step)) == world * c.width * c.gradient_accumulation_steps
         else:
-            stop, pairs = start, 0
-            while stop < n and (
-                stop < start + world or pairs + examples[stop] <= c.examples_per_step
-            ):
-                pairs += examples[stop]
-                stop += 1
-            whole = stop < n or pairs >= c.examples_per_step
+            target = c.examples_per_step + shortfall
+            stop = min(max(nearest(start, target), start + world), n)
+            pairs = sum(examples[start:stop])
+            whole = stop < n or pairs >= target
+            shortfall = max(target - pairs, -(c.examples_per_step // 2))
             place = start
             while place < stop:
                 step.append(batch(place, stop))

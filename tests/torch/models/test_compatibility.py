@@ -220,6 +220,28 @@ def test_the_tokenizer_beside_a_model(
     assert "is not compared with the model's: tokenizer" in caplog.text
 
 
+def test_the_tokenizer_of_a_model_of_the_hub(
+    make: Make, real: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the hub's cache, where the model was loaded from: a folder of that name does not exist."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+
+    def config(name: str, tokenizer: Path) -> LlamaConfig:
+        cached = tmp_path / f"models--{name.replace('/', '--')}"
+        snapshot = cached / "snapshots" / "0123"
+        snapshot.mkdir(parents=True)
+        shutil.copy(tokenizer / "tokenizer.json", snapshot)
+        (cached / "refs").mkdir()
+        (cached / "refs" / "main").write_text("0123", encoding="utf-8")
+        return LlamaConfig(vocab_size=40_000, eos_token_id=None, name_or_path=name)
+
+    ds = make()
+    check_model(ds, config("me/own", real / "small_bpe"))
+    with pytest.raises(CompatibilityError, match="each id must be the same token"):
+        check_model(ds, config("me/other", real / "t5_unigram"))
+
+
 def test_special_ids_of_a_model(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     ds = make()
     for own, eos, logged in (

@@ -40,7 +40,7 @@ from packstore.torch import (
     evaluate,
     use_packed_attention,
 )
-from packstore.torch.training.checkpoints import newest_checkpoint
+from packstore.torch.training.checkpoint_files import newest_checkpoint
 
 RATE = 1e-3
 

@@ -103,7 +103,7 @@ def test_log_probs_stay_exact_and_weights_tied(kit: SimpleNamespace, tmp_path: P
     model = kit.tiny_model(dtype=torch.float32, tie_word_embeddings=True)
     model.save_pretrained(settings["model"])
     arguments = {"output_dir": str(tmp_path / "out"), "max_steps": 2, "logging_steps": 1}
-    arguments |= {"bf16": True, "learning_rate": 1e-3, "use_cpu": True, "save_strategy": "no"}
+    arguments |= {"bf16": True, "learning_rate": 1e-3, "use_cpu": True, "save_steps": 2}
     settings["arguments"] = {**arguments, "disable_tqdm": True, "report_to": "none"}
     packs = kit.packed(random_examples(6, seed=4), [3, 3], "shared_prefix")
     other = use_packed_attention(kit.tiny_model(dtype=torch.float32))
@@ -127,6 +127,10 @@ def test_log_probs_stay_exact_and_weights_tied(kit: SimpleNamespace, tmp_path: P
     assert [rank["failure"] for rank in ranks] == ["CompatibilityError"] * 2
     # Accelerate's own policy would make log-probs bfloat16, 2 nats apart at 300.
     assert ranks[0]["loss"] == pytest.approx(math.log(2), abs=1e-7)
+    # The model is gathered for the folder of the run alone; a checkpoint keeps its parts.
+    checkpoint = tmp_path / "out" / "checkpoint-2"
+    assert list(checkpoint.glob("pytorch_model_fsdp*"))
+    assert not list(checkpoint.glob("*.safetensors"))
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert trained.lm_head.weight is trained.model.embed_tokens.weight
     for before, after in zip(model.parameters(), trained.parameters(), strict=True):

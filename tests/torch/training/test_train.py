@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -238,6 +239,9 @@ def test_what_a_run_leaves(made: SimpleNamespace, tmp_path: Path) -> None:
     given = {"eval_dataset": made.urls["large", "concat"], "save_steps": 1, "eval_steps": 1}
     given |= {"load_best_model_at_end": True, "model": str(started)}
     output = tmp_path / "run"
+    markup = tmp_path / "<img src=x>|![a](b)"
+    shutil.copytree(made.urls["mixed", "concat"], markup)
+    given["train_dataset"] = str(markup)
     result = train(**settings(made, output, **given))
     evals = {x["step"]: x["eval_loss"] for x in records(output, "eval_loss")}
     best = min(evals, key=lambda step: evals[step])
@@ -253,6 +257,10 @@ def test_what_a_run_leaves(made: SimpleNamespace, tmp_path: Path) -> None:
         '"learning_rate": 0.001',
     ):
         assert said in card
+    (row,) = [line for line in card.splitlines() if line.startswith("| dataset |")]
+    assert "<img" not in row
+    assert "![" not in row
+    assert len(re.findall(r"(?<!\\)\|", row)) == 3
     front = ModelCard(card).data
     assert (front.base_model, front.tags) == (str(started), ["packstore"])
     assert (result.model / "tokenizer.json").read_bytes() == b"{}"

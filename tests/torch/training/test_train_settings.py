@@ -160,7 +160,7 @@ def test_lines_of_the_log(
         r"evaluation after step 2/2  loss 0\.\d{4}  accuracy \d+\.\d%  margin -?\d\.\d{3}",
     ):
         assert re.search(line, caplog.text)
-    assert caplog.text.count("24 examples in 4 steps of 6.0 on average") == 1
+    assert caplog.text.count("24 examples in 3 steps of 8.0 on average") == 1
 
 
 @pytest.mark.parametrize("clip", [1.0, pytest.param(0.0, marks=pytest.mark.slow)])
@@ -170,7 +170,7 @@ def test_a_run_that_diverges_ends_with_an_error(
     """Else it would leave a model of NaN behind, and exit code 0."""
     settings = {**made, "output_dir": str(tmp_path), "learning_rate": 1e30, "warmup_steps": 0}
     settings |= {"num_train_epochs": 3, "save_steps": 1, "max_grad_norm": clip}
-    with pytest.raises(DivergedError, match=r"step \d: loss and gradient must be finite; found"):
+    with pytest.raises(DivergedError, match=r"step \d: loss, gradient and weights must be finite; found"):
         train(**settings)
     assert not (tmp_path / "config.json").exists()
     for folder in checkpoints(tmp_path):
