@@ -167,7 +167,7 @@ def test_mypy_sees_the_signature_of_the_call(tmp_path: Path) -> None:
 
 def test_public_names() -> None:
     calls = "append check clean concat doctor estimate export open pack plan publish scan"
-    classes = "Dataset PackConfig PackstoreError Plan __version__"
+    classes = "Answers Chat Dataset Drop PackConfig PackstoreError Pair Plan __version__"
     assert sorted(packstore.__all__) == [*classes.split(), *calls.split()]
     for name in packstore.__all__:
         assert getattr(packstore, name) is not None
