@@ -47,6 +47,11 @@ def system(text: str) -> dict[str, Any]:
     return {"role": "system", "content": text}
 
 
+def hh1(*turns: str) -> str:
+    """The same with single line breaks."""
+    return "\n".join(f"{('Human', 'Assistant')[i % 2]}: {t}" for i, t in enumerate(turns))
+
+
 def hh(*turns: str) -> str:
     return "".join(f"\n\n{('Human', 'Assistant')[i % 2]}: {t}" for i, t in enumerate(turns))
 
@@ -151,6 +156,26 @@ CASES = {
     "text of HH without its first line breaks": case(
         {"chosen": "Human: a\n\nAssistant: b", "rejected": "Human: a\n\nAssistant: c"},
         [f"Human: a\n\nAssistant:« {x}</s>»" for x in "bc"],
+    ),
+    "text of HH with single line breaks": case(
+        {"chosen": hh1("a", "b", "c", "d"), "rejected": hh1("a", "b", "c", "e\nf")},
+        [f"{hh1('a', 'b', 'c')}\nAssistant:« {x}</s>»" for x in ("d", "e\nf")],
+    ),
+    "text of HH with single line breaks, and blank lines between rounds": case(
+        {"chosen": hh1("a", "b\n", "c", "d"), "rejected": hh1("a", "b\n", "c", "e")},
+        [f"{hh1('a', 'b')}\n\nHuman: c\nAssistant:« {x}</s>»" for x in "de"],
+    ),
+    "text of HH, whose prompt has single line breaks": case(
+        {"prompt": hh1("a", ""), "chosen": hh1("a", "b"), "rejected": hh1("a", "c")},
+        [f"{hh1('a')}\nAssistant: «{x}</s>»" for x in "bc"],
+    ),
+    "text of HH, which quotes turns with single line breaks": case(
+        {"chosen": hh("a", "b\nHuman: x\nAssistant: y"), "rejected": hh("a", "c")},
+        [f"{hh('a')}\n\nAssistant:« {x}</s>»" for x in ("b\nHuman: x\nAssistant: y", "c")],
+    ),
+    "answers that quote turns with single line breaks": case(
+        {**P, "prompt": "quote: ", "chosen": hh1("a", "b"), "rejected": hh1("c", "d")},
+        [f"quote: «{hh1(*pair)}</s>»" for pair in ("ab", "cd")],
     ),
     "a message as prompt": case({**P, "prompt": [user("p")]}, CHATTED, **TURNS),
     "messages as responses": case(
@@ -261,6 +286,18 @@ CASES = {
     "hh text as a chat": case(
         {"chosen": hh("q", "a", "r", "b"), "rejected": hh("q", "a", "r", "no", "?", "c")},
         ["[u]q<e>[a]a<e>[u]r<e>[a]«b<e>»", "[u]q<e>[a]a<e>[u]r<e>[a]«no<e>»[u]?<e>[a]«c<e>»"],
+        as_chat=True,
+        **TURNS,
+    ),
+    "hh text with single line breaks as a chat": case(
+        {"chosen": hh1("q", "a", "r", "b"), "rejected": hh1("q", "a", "r", "no", "?", "c")},
+        ["[u]q<e>[a]a<e>[u]r<e>[a]«b<e>»", "[u]q<e>[a]a<e>[u]r<e>[a]«no<e>»[u]?<e>[a]«c<e>»"],
+        as_chat=True,
+        **TURNS,
+    ),
+    "hh text after white space as a chat": case(
+        {"chosen": " " + hh1("q", "a"), "rejected": " " + hh1("q", "b")},
+        [f"[u]q<e>[a]«{x}<e>»" for x in "ab"],
         as_chat=True,
         **TURNS,
     ),
@@ -412,6 +449,10 @@ REFUSED: dict[str, list[Any]] = {
     ],
     "no_common_prompt": [
         {"chosen": hh("a", "b"), "rejected": hh("x", "b")},
+        {"chosen": hh1("a", "b"), "rejected": hh1("x", "b")},
+        {"chosen": hh("a", "b"), "rejected": hh1("a", "c")},
+        {**P, "chosen": hh1("p", "c")},
+        {"prompt": hh1("p", "")[:-1], "completion": hh1("p", "c")},
         {"prompt": "Be a pirate. p", **CHAT},
         {"prompt": [user("a"), said("b")], **CHAT},
         {"prompt": [system("S"), user("p")], **CHAT},

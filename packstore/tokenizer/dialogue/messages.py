@@ -6,7 +6,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from packstore.config.packing import RESERVED_VARIABLES
 from packstore.errors import quote
@@ -16,10 +16,26 @@ from packstore.tokenizer.refusals import Refused, wrong_type
 
 T = TypeVar("T")
 
-HUMAN, ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
-"""Headers of the turns in text dialogues of the Anthropic HH form."""
+HH_BEGINNING = re.compile(r"\s*Human:")
+"""The beginning of a text dialogue of the Anthropic HH form."""
 
-HH_BEGINNING = re.compile(rf"\s*{HUMAN.lstrip()}")
+
+class TurnHeaders(NamedTuple):
+    """Headers of the turns in a text dialogue."""
+
+    user: str
+    assistant: str
+
+    def split(self, text: str) -> list[str]:
+        """Return the turns of a text, each with its header; joined they are the text."""
+        return re.split(f"(?={self.user}|{self.assistant})", text)
+
+
+HH_HEADERS = TurnHeaders("\n\nHuman:", "\n\nAssistant:")
+"""Headers as the Anthropic HH set has them."""
+
+SINGLE_BREAK_HEADERS = TurnHeaders("\nHuman:", "\nAssistant:")
+"""Headers as sets that imitate it have them; in a text with `HH_HEADERS` they are plain words."""
 
 ROLES = {
     "system": "system",
@@ -453,38 +469,56 @@ def split_messages(dialogues: Sequence[list[Message]]) -> tuple[list[Message], l
     return dialogues[0][:cut], [dialogue[cut:] for dialogue in dialogues]
 
 
-def split_texts(texts: Sequence[str]) -> tuple[str, list[str]]:
-    """Splits dialogues of the HH form into their common prompt and the rest of each side."""
-    turns = [re.split(f"(?={HUMAN}|{ASSISTANT})", text) for text in texts]
-    cut = _common_turns(turns, lambda turn: turn.startswith(ASSISTANT))
-    size = len("".join(turns[0][:cut])) + len(ASSISTANT)
-    return texts[0][:size], [text[size:] for text in texts]
+def turn_headers(text: object) -> TurnHeaders | None:
+    """Return the headers of a text dialogue of the HH form; None for any other value."""
+    if not isinstance(text, str) or not HH_BEGINNING.match(text):
+        return None
+    for headers in (HH_HEADERS, SINGLE_BREAK_HEADERS):
+        if headers.assistant in text:
+            return headers
+    return None
 
 
 def is_hh(text: object) -> bool:
-    """Returns True for a text dialogue of the Anthropic HH form."""
-    return isinstance(text, str) and bool(HH_BEGINNING.match(text)) and ASSISTANT in text
+    """Return True for a text dialogue of the Anthropic HH form."""
+    return turn_headers(text) is not None
+
+
+def split_texts(texts: Sequence[str]) -> tuple[str, list[str]]:
+    """Split text dialogues into their common prompt and the remaining text of each."""
+    headers = HH_HEADERS
+    if any(turn_headers(text) is SINGLE_BREAK_HEADERS for text in texts):
+        headers = SINGLE_BREAK_HEADERS
+    turns = [headers.split(text) for text in texts]
+    cut = _common_turns(turns, lambda turn: turn.startswith(headers.assistant))
+    size = len("".join(turns[0][:cut])) + len(headers.assistant)
+    return texts[0][:size], [text[size:] for text in texts]
 
 
 def text_as_messages(
     prompt: str, responses: Sequence[str]
 ) -> tuple[list[Message], list[list[Message]]]:
-    """Converts text to turns: of the user, then of the assistant; of the HH form, as it says."""
-    if not is_hh(prompt):
+    """Return text as a turn of the user and one of the assistant, or as its HH headers say."""
+    headers = turn_headers(prompt)
+    if headers is None:
         answers = [[{"role": "assistant", "content": text}] for text in responses]
         return [{"role": "user", "content": prompt}], answers
-    written = _turns_of("\n\n" + prompt.lstrip("\n"))
-    if written[-1] == {"role": "assistant", "content": ""}:  # what the responses answer
-        written.pop()
-    return written, [_turns_of(ASSISTANT + text) for text in responses]
+    turns = _turns_of("\n\n" + prompt.lstrip(), headers)
+    if turns[-1] == {"role": "assistant", "content": ""}:  # the header before the responses
+        turns.pop()
+    return turns, [_turns_of(headers.assistant + text, headers) for text in responses]
 
 
-def _turns_of(text: str) -> list[Message]:
-    """The turns of a dialogue of the HH form, which begins with the header of one."""
-    _, *parts = re.split(f"({HUMAN}|{ASSISTANT})", text)
-    pairs = zip(parts[::2], parts[1::2], strict=True)
-    roles = {HUMAN: "user", ASSISTANT: "assistant"}
-    return [{"role": roles[marker], "content": said.strip()} for marker, said in pairs]
+def _turns_of(text: str, headers: TurnHeaders) -> list[Message]:
+    """Return the turns of a text dialogue that begins with a header."""
+    turns = []
+    for part in headers.split(text):
+        if part.startswith(headers.user):
+            turns.append({"role": "user", "content": part.removeprefix(headers.user).strip()})
+        elif part.startswith(headers.assistant):
+            answer = part.removeprefix(headers.assistant)
+            turns.append({"role": "assistant", "content": answer.strip()})
+    return turns
 
 
 def _common_turns(dialogues: Sequence[Sequence[T]], is_assistant: Callable[[T], bool]) -> int:

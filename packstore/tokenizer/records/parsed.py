@@ -15,9 +15,8 @@ from packstore.config import TokenizeConfig
 from packstore.errors import quote
 from packstore.format.arrays import Bool, Int32
 from packstore.tokenizer.dialogue.messages import (
-    ASSISTANT,
     HH_BEGINNING,
-    HUMAN,
+    SINGLE_BREAK_HEADERS,
     has_content,
     is_hh,
     normalize_messages,
@@ -27,6 +26,7 @@ from packstore.tokenizer.dialogue.messages import (
     split_messages,
     split_texts,
     text_as_messages,
+    turn_headers,
     without_thinking,
 )
 from packstore.tokenizer.dialogue.sandbox import as_json
@@ -211,11 +211,11 @@ def _split_texts(prompt: Any, responses: list[str]) -> tuple[str, list[str]]:
     Raises:
         Refused: there is no prompt (``missing_field``), or a dialogue does not begin with it.
     """
-    dialogues = [text for text in responses if HH_BEGINNING.match(text) and ASSISTANT in text]
+    dialogues = [response for response in responses if _is_dialogue(prompt, response)]
     if len(responses) > 1 and len(dialogues) == len(responses):
-        shared, rest = split_texts(responses)
+        shared, answers = split_texts(responses)
         if prompt is None or shared.startswith(prompt):
-            return shared, rest
+            return shared, answers
         if not all(response.startswith(prompt) for response in responses):
             raise _no_common_prompt()
         return prompt, [response[len(prompt) :] for response in responses]
@@ -226,10 +226,22 @@ def _split_texts(prompt: Any, responses: list[str]) -> tuple[str, list[str]]:
     return prompt, responses
 
 
+def _is_dialogue(prompt: str | None, response: str) -> bool:
+    """Return True for a response that is a whole dialogue of the HH form."""
+    headers = turn_headers(response)
+    if headers is SINGLE_BREAK_HEADERS and prompt is not None:
+        # An answer may quote a dialogue: single line breaks are as common in plain text.
+        return prompt.strip() in response
+    return headers is not None
+
+
 def _repeats(prompt: str, response: str) -> bool:
     """Return True unless a response of the HH form goes on after an empty answer."""
-    first = prompt.lstrip().partition(ASSISTANT)[0]
-    return not first.startswith(HUMAN.lstrip()) or response.lstrip().startswith(first)
+    headers = turn_headers(response)
+    if headers is None:
+        return False
+    question = prompt.lstrip().partition(headers.assistant)[0]
+    return not HH_BEGINNING.match(question) or response.lstrip().startswith(question)
 
 
 def _parse_chat(
