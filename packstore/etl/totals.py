@@ -27,6 +27,8 @@ PROBLEMS = {
     "no_bos": "the tokenizer begins texts with BOS, a sequence does not",
     "no_eos": "a response does not end with EOS, so the model is not taught to stop",
     "marker_no_token": "a marker of the chat template is no token, but split into several",
+    "foreign_template": "text holds control strings of another model's chat template; they are "
+    "learned as plain letters",
     "text_unrendered": "the chat template leaves out words of a message, beside its reasoning",
     "reward_reversed": "the rejected side has the higher reward",
     "reward_rounded": "rewards that differ are one number as float32",

@@ -5,13 +5,114 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
 from packstore.format.arrays import Int32, Int64, to_offsets
 
 Encode = Callable[[Sequence[str]], tuple[Int32, Int64]]
+
+TEMPLATE_CONTROLS: dict[str, tuple[str, ...]] = {
+    "ChatML": ("<|im_start|>", "<|im_sep|>", "<|im_end|>"),
+    "Llama 2": ("[INST]", "[/INST]", "<<SYS>>", "<</SYS>>"),
+    "Llama 3": (
+        "<|begin_of_text|>",
+        "<|start_header_id|>",
+        "<|end_header_id|>",
+        "<|python_tag|>",
+        "<|eom_id|>",
+        "<|eot_id|>",
+    ),
+    "Llama 4": ("<|header_start|>", "<|header_end|>", "<|eom|>", "<|eot|>"),
+    "Mistral": (
+        "[SYSTEM_PROMPT]",
+        "[/SYSTEM_PROMPT]",
+        "[AVAILABLE_TOOLS]",
+        "[/AVAILABLE_TOOLS]",
+        "[TOOL_CALLS]",
+        "[TOOL_RESULTS]",
+        "[/TOOL_RESULTS]",
+    ),
+    "Gemma": ("<start_of_turn>", "<end_of_turn>", "<|turn>", "<turn|>"),
+    "Phi, Zephyr, GLM": (
+        "<|system|>",
+        "<|user|>",
+        "<|assistant|>",
+        "<|observation|>",
+        "<|end|>",
+        "<|endoftext|>",
+        "[gMASK]",
+    ),
+    "gpt-oss": (
+        "<|start|>",
+        "<|channel|>",
+        "<|constrain|>",
+        "<|message|>",
+        "<|call|>",
+        "<|return|>",
+    ),
+    "DeepSeek": (
+        "<｜begin▁of▁sentence｜>",
+        "<｜User｜>",
+        "<｜Assistant｜>",
+        "<｜end▁of▁sentence｜>",
+    ),
+    "Command R": (
+        "<|START_OF_TURN_TOKEN|>",
+        "<|SYSTEM_TOKEN|>",
+        "<|USER_TOKEN|>",
+        "<|CHATBOT_TOKEN|>",
+        "<|END_OF_TURN_TOKEN|>",
+    ),
+    "Granite": ("<|start_of_role|>", "<|end_of_role|>", "<|tool_call|>", "<|end_of_text|>"),
+    "OpenChat": ("<|end_of_turn|>",),
+    "OpenAssistant": ("<|prompter|>",),
+    "EXAONE": ("[|system|]", "[|user|]", "[|assistant|]", "[|tool|]", "[|endofturn|]"),
+    "Kimi": ("<|im_system|>", "<|im_user|>", "<|im_assistant|>", "<|im_middle|>"),
+}
+"""Chat template -> control strings that it writes; the page *Tokenizing* names their sources.
+
+Closed, and without `<s>`, `</s>`, `<bos>` and `<eos>`, which are common in other texts.
+"""
+
+
+def _patterns(names: Iterable[str]) -> tuple[re.Pattern[str], ...]:
+    """Return patterns that together match any of `names`, one for each first character.
+
+    A pattern that begins with one certain character is looked for a hundred times faster.
+    """
+    remainders: dict[str, list[str]] = {}
+    for name in sorted(names, key=len, reverse=True):
+        remainders.setdefault(name[0], []).append(re.escape(name[1:]))
+    return tuple(
+        re.compile(f"{re.escape(first)}(?:{'|'.join(parts)})")
+        for first, parts in remainders.items()
+    )
+
+
+_ALL_TEMPLATE_CONTROLS = tuple(itertools.chain.from_iterable(TEMPLATE_CONTROLS.values()))
+
+TEMPLATE_PATTERNS = _patterns(_ALL_TEMPLATE_CONTROLS)
+"""Patterns that together match any of `TEMPLATE_CONTROLS`."""
+
+_TEMPLATE_BEGINNING = re.compile(
+    rf"\s*(?:<s>|<bos>|<BOS_TOKEN>)?\s*({'|'.join(p.pattern for p in TEMPLATE_PATTERNS)})"
+)
+
+
+def beginning_of_template(text: str) -> str:
+    """Return the control string that a text rendered by a well-known template begins with; or none.
+
+    BOS may stand before it.
+    """
+    match = _TEMPLATE_BEGINNING.match(text)
+    return match[1] if match else ""
+
+
+def foreign_patterns(is_foreign: Callable[[str], bool]) -> tuple[re.Pattern[str], ...]:
+    """Return patterns that together match those of `TEMPLATE_CONTROLS` that are foreign."""
+    return _patterns(name for name in _ALL_TEMPLATE_CONTROLS if is_foreign(name))
 
 
 @functools.lru_cache(maxsize=8)

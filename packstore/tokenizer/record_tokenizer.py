@@ -21,6 +21,7 @@ from packstore.format.arrays import (
     example_id,
     to_offsets,
 )
+from packstore.tokenizer.control import TEMPLATE_PATTERNS
 from packstore.tokenizer.dialogue.limits import limited, restart_clock
 from packstore.tokenizer.encode import assemble
 from packstore.tokenizer.records.adapters import Adapter
@@ -207,8 +208,15 @@ class RecordTokenizer:
             wholes = [prompt + response for response in record.parsed.responses]
             if not any(hint in whole for whole in wholes):
                 plain.append((record, len(prompt), wholes))
+        joined = "".join(whole for _, _, wholes in plain for whole in wholes)
+        if _holds_template_control(joined):
+            plain = [
+                (record, start, wholes)
+                for record, start, wholes in plain
+                if not any(_holds_template_control(whole) for whole in wholes)
+            ]
         try:
-            "".join(whole for _, _, wholes in plain for whole in wholes).encode()
+            joined.encode()
         except UnicodeEncodeError:
             return
         for record, start, wholes in plain:
@@ -334,9 +342,9 @@ class RecordTokenizer:
         tally.chats = sum(record.parsed.is_chat for record in examples)
         tally.texts = sum(type(record.parsed.prompt) is str for record in examples)
         if self._has_template and self.config.as_chat is None:
-            raw = tally.texts - tally.noted["rendered_text"]
-            if raw:
-                tally.noted["raw_text"] += raw
+            num_raw = sum(_is_raw_text(record) for record in examples)
+            if num_raw:
+                tally.noted["raw_text"] += num_raw
         if self.kind == "preference":
             tally.scored = sum(record.parsed.has_rewards for record in examples)
             tally.unscored = len(examples) - tally.scored
@@ -395,6 +403,18 @@ class RecordTokenizer:
             columns=columns,
             keys=None if keys is None else np.array(keys, np.uint64),
         )
+
+
+def _is_raw_text(record: Record) -> bool:
+    """Return True for text that no chat template, of this or another model, has rendered."""
+    if type(record.parsed.prompt) is not str:
+        return False
+    return "rendered_text" not in record.events and "foreign_template" not in record.events
+
+
+def _holds_template_control(text: str) -> bool:
+    """Return True if a text holds a control string of a well-known chat template."""
+    return any(pattern.search(text) for pattern in TEMPLATE_PATTERNS)
 
 
 def _apply(step: Callable[[Record], None], records: list[Record]) -> list[Record]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from packstore.config import TokenizeConfig
 from packstore.errors import TokenizerError, quote, sentence
-from packstore.tokenizer.control import free_characters, holds
+from packstore.tokenizer.control import beginning_of_template, free_characters, holds
 from packstore.tokenizer.dialogue.dialogue import Dialogue
 from packstore.tokenizer.dialogue.messages import map_strings
 from packstore.tokenizer.dialogue.sandbox import as_json
@@ -68,11 +68,14 @@ def _draft(
 ) -> tuple[list[Draft], list[str]]:
     """Returns the texts of a record's sequences, and events to note."""
     guard = ""
+    text = _text_of(parsed)
+    events = _note_foreign_template(text, tokenizer, config)
     is_rendered = _is_rendered(parsed, tokenizer, config)
     if is_rendered:
-        events = ["rendered_text"]
+        events.append("rendered_text")
     else:
-        parsed, guard, events = _apply_special_tokens(parsed, tokenizer, config)
+        parsed, guard, noted = _apply_special_tokens(parsed, text, tokenizer, config)
+        events += noted
     prompt = parsed.prompt
     if isinstance(prompt, str):
         is_literal = config.on["special_tokens"] == "keep" and not is_rendered
@@ -96,7 +99,9 @@ def _draft(
 
 
 def is_rendered_prompt(prompt: str, tokenizer: Tokenizer) -> bool:
-    """Return True if a text begins as the chat template renders dialogues."""
+    """Return True if a text begins as chat templates render dialogues, also of other models."""
+    if beginning_of_template(prompt):
+        return True
     return holds(prompt, tokenizer.control_hint) and bool(begins_rendered(prompt, tokenizer))
 
 
@@ -105,9 +110,12 @@ def begins_rendered(text: str, tokenizer: Tokenizer) -> str:
 
     Without a template any control string counts. Some templates make them of roles.
     """
-    if not (found := tokenizer.controls.match(text.lstrip())):
-        return ""
-    begins, template = found[0], tokenizer.template
+    template = tokenizer.template
+    found = tokenizer.controls.match(text.lstrip())
+    if not found:
+        begins = beginning_of_template(text)
+        return begins if template is not None and begins in template.source else ""
+    begins = found[0]
     if template is None or begins in template.source or begins == tokenizer.bos_token:
         return begins
     parts = [begins.split(role) for role in ("user", "system") if role in begins]
@@ -162,19 +170,41 @@ def _check_separable(drafts: list[Draft], tokenizer: Tokenizer) -> None:
         raise Refused("special_tokens", detail)
 
 
-def _apply_special_tokens(
-    parsed: Parsed, tokenizer: Tokenizer, config: TokenizeConfig
-) -> tuple[Parsed, str, list[str]]:
-    """Answers control strings in the record's own text; returns a guard inserted into them."""
-    value: list[Any] = [parsed.prompt, parsed.responses, parsed.tools, parsed.variables]
+def _text_of(parsed: Parsed) -> str:
+    """Return all text of a record, of messages as JSON."""
+    prompt: Any = parsed.prompt
+    if isinstance(prompt, str):
+        return "\n".join([prompt, *parsed.responses])  # type: ignore[list-item]
     try:
-        is_text = isinstance(parsed.prompt, str)
-        written = "\n".join([value[0], *value[1]]) if is_text else as_json(value)
+        return as_json([prompt, parsed.responses, parsed.tools, parsed.variables])
     except TypeError as error:  # records made in Python may hold any object
         raise Refused("wrong_type", f"tools and tool calls must be JSON values: {error}") from error
+
+
+def _note_foreign_template(text: str, tokenizer: Tokenizer, config: TokenizeConfig) -> list[str]:
+    """Return an event if a text holds control strings of another model's chat template.
+
+    Raises:
+        Refused: the job refuses control strings in text (``special_tokens``).
+    """
+    for pattern in tokenizer.foreign_controls:
+        match = pattern.search(text)
+        if match is None:
+            continue
+        if config.on["special_tokens"] in ("drop", "error"):
+            detail = f"the text holds {match[0]!r}, of another model's chat template"
+            raise Refused("special_tokens", detail)
+        return ["foreign_template"]
+    return []
+
+
+def _apply_special_tokens(
+    parsed: Parsed, text: str, tokenizer: Tokenizer, config: TokenizeConfig
+) -> tuple[Parsed, str, list[str]]:
+    """Answers control strings in the record's own text; returns a guard inserted into them."""
     match = None
-    if tokenizer.control_hint in written:
-        match = tokenizer.controls.search(written)
+    if tokenizer.control_hint in text:
+        match = tokenizer.controls.search(text)
     if not match:
         return parsed, "", []
     answer = config.on["special_tokens"]
@@ -186,11 +216,12 @@ def _apply_special_tokens(
     if isinstance(parsed.prompt, str):
         return parsed, "", events
     template = tokenizer.template_for(parsed.tools, {})
-    [guard] = free_characters(written + (template.source if template else ""), 1)
+    [guard] = free_characters(text + (template.source if template else ""), 1)
 
     def protect(text: str) -> str:
         return tokenizer.controls.sub(lambda match: guard.join(match[0]), text)
 
+    value: list[Any] = [parsed.prompt, parsed.responses, parsed.tools, parsed.variables]
     prompt, responses, tools, variables = map_strings(value, protect)
     parsed = parsed._replace(prompt=prompt, responses=responses, tools=tools, variables=variables)
     return parsed, guard, events

@@ -14,7 +14,7 @@ from typing import Any, Self
 import numpy as np
 
 from packstore.format.tokenizer_identity import PROBES, probe_sha256
-from packstore.tokenizer.control import control_pattern
+from packstore.tokenizer.control import control_pattern, foreign_patterns
 from packstore.tokenizer.dialogue.template import TEMPLATE_DATE, ChatTemplate, Tools
 from packstore.tokenizer.engines import ENGINES, Engine
 
@@ -153,6 +153,19 @@ class Tokenizer:
     def controls(self) -> re.Pattern[str]:
         """Pattern that matches the string of any control token."""
         return control_pattern(frozenset(self.specials))
+
+    @cached_property
+    def foreign_controls(self) -> tuple[re.Pattern[str], ...]:
+        """Patterns of control strings of well-known templates that are letters to this tokenizer.
+
+        Not those that are tokens here, or that a chat template of this tokenizer writes.
+        """
+        templates = (self.chat_template or "") + (self.tool_template or "")
+
+        def is_foreign(name: str) -> bool:
+            return name not in templates and self.engine.token_to_id(name) is None
+
+        return foreign_patterns(is_foreign)
 
     @cached_property
     def control_hint(self) -> str:

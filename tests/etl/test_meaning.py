@@ -243,6 +243,7 @@ HARMFUL = {
     "reward_rounded": [{**PAIRS[0], "chosen_reward": 1e9 + 1, "rejected_reward": 1e9}],
     "reward_default": [SCORED[0], PAIRS[0]],
     "raw_text": PAIRS[:1],
+    "foreign_template": [{**PAIRS[0], "prompt": "[INST] Why? [/INST]"}],
     "mixed_forms": [PAIRS[0], {**PAIRS[0], "prompt": [{"role": "user", "content": "Why?"}]}],
 }
 """Note -> records that have it, with a chat template and a tokenizer that names no EOS."""
