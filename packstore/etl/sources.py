@@ -110,13 +110,13 @@ class RecordExampleReader:
         if adapter is None and config.adapter is not None:
             adapter = load_adapter(config.adapter)
         self._adapter = adapter
-        self.kind = config.kind
+        self.kind: str = config.kind
         if config.kind == "auto":
             self.kind = self._kind_of(rows)
         self._first: tuple[str, Any, ReadRecord, Parsed] | None = None
         for block_rows in (rows, *(block.parse() for block in first[1:2])):
             self._read_first(block_rows)
-        self._renders = self._first is not None and self._first[3].is_chat
+        self._renders = self._is_first_chat()
         if self._renders and config.engine == "local":
             local.prepare()
         if self._reference and (self._renders or config.chat_template is not None):
@@ -124,6 +124,10 @@ class RecordExampleReader:
             _ = self._reference.template, self._reference.tool_use_template
         self._blocks: Iterable[Block] = itertools.chain(first, blocks)
         self.vocab_size = self._reference.vocab_size if self._reference else None
+
+    def _is_first_chat(self) -> bool:
+        """Return True if the first record that can be read is rendered by a chat template."""
+        return self._first is not None and self._first[3].is_chat
 
     def _kind_of(self, rows: Rows) -> str:
         """Return the kind of the first record that has one.

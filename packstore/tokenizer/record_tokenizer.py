@@ -227,8 +227,9 @@ class RecordTokenizer:
         parsed = record.parsed
         record.events.extend(parsed.events)
         if parsed.is_ids:
-            sides: Any = (parsed.prompt, parsed.responses, parsed.supervised)
-            record.sequences = id_sequences(*sides, self.tokenizer)
+            prompt: Any = parsed.prompt
+            responses: Any = parsed.responses
+            record.sequences = id_sequences(prompt, responses, parsed.supervised, self.tokenizer)
         elif not record.sequences:
             if parsed.is_chat:
                 restart_clock()
@@ -326,7 +327,7 @@ class RecordTokenizer:
                 continue
             if isinstance(refused, Stop) or self.config.on[refused.reason] == "error":
                 raise refused.as_error(where) from None
-            tally.drop(refused.reason, where, refused.detail)
+            tally.drop(refused.reason, where, refused.summary)
         examples = [record for record in records if record.refused is None]
         places = Counter(
             (*record.read.columns.values(), *record.read.further_columns) for record in examples

@@ -21,7 +21,7 @@ from packstore.io.inputs import pieces
 from packstore.io.inputs.pieces import Format, Piece, ReadOptions
 
 _BOM = b"\xef\xbb\xbf"
-_LINE_REMEDY = "Correct the line; a file that is one JSON document must be named .json"
+_LINE_REMEDY = "Correct the line (a file that is one JSON document must be named .json)"
 _FILE_REMEDY = "Correct the file; records one a line belong into a .jsonl file"
 _INK = np.array([not bytes([byte]).isspace() for byte in range(256)])
 _SPACE = re.compile(r"[ \t\n\r]*")

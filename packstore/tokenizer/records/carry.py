@@ -90,8 +90,6 @@ def check_carried(record: Mapping[str, Any], types: Mapping[str, str]) -> None:
 def _fits(value: Any, kind: str) -> bool:
     if kind == "float64" and type(value) is int:
         return abs(value) <= LARGEST_EXACT
-    if type(value) is not TYPES[kind][0]:
-        return False
-    if kind == "int64":
+    if kind == "int64" and type(value) is int:
         return -(1 << 63) <= value < 1 << 63
-    return True
+    return type(value) is TYPES[kind][0]

@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -98,7 +98,10 @@ class Parsed(NamedTuple):
 
 
 def parse(
-    reading: Reading, config: TokenizeConfig, as_chat: bool, roles: dict[str, str] | None = None
+    reading: Reading,
+    config: TokenizeConfig,
+    as_chat: bool,
+    roles: Mapping[str, str] | None = None,
 ) -> Parsed:
     """Return a reading as text, messages or ids, checked.
 
@@ -249,7 +252,7 @@ def _parse_chat(
     prompt: Any,
     responses: list[Any],
     config: TokenizeConfig,
-    roles: dict[str, str],
+    roles: Mapping[str, str],
 ) -> Parsed:
     unknown: set[str] = set()
     events: tuple[str, ...] = ()
@@ -308,7 +311,7 @@ def _split_last_answer(
     return dialogue[:start], [dialogue[start:]], events
 
 
-def _turns(value: Any, role: str, unknown: set[str], roles: dict[str, str]) -> list[Message]:
+def _turns(value: Any, role: str, unknown: set[str], roles: Mapping[str, str]) -> list[Message]:
     """Return text as a turn of a role, and messages in the form that templates expect."""
     if isinstance(value, str):
         value = [{"role": role, "content": value}]
@@ -318,7 +321,7 @@ def _turns(value: Any, role: str, unknown: set[str], roles: dict[str, str]) -> l
 
 
 def _split_dialogues(
-    prompt: Any, responses: list[Any], unknown: set[str], roles: dict[str, str]
+    prompt: Any, responses: list[Any], unknown: set[str], roles: Mapping[str, str]
 ) -> tuple[list[Message], list[list[Message]]]:
     """Return all sides as messages: a text prompt is a user turn, a text response an answer."""
     ends = [_turns(response, "assistant", unknown, roles) for response in responses]
