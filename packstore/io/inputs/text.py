@@ -78,9 +78,10 @@ def _parse_line(line: bytes) -> object:
     except orjson.JSONDecodeError:
         pass
     try:
-        return parse_json(line, "line", _LINE_REMEDY)
-    except InputError as error:
-        return BrokenLine(str(error).removeprefix("line").lstrip(", "), _LINE_REMEDY)
+        return _load_json(line, _LINE_REMEDY)
+    except _NoJson as error:
+        detail = f"{error.place}: {error.found}" if error.place else error.found
+        return BrokenLine(detail, error.remedy)
 
 
 def _read_document(stream: BinaryIO, path: str, options: ReadOptions) -> Iterator[Piece]:
@@ -186,25 +187,44 @@ def _by(table: dict[str, Any]) -> bool:
     return columns and any(isinstance(table[n][0], str | list) for n in _ONE if table.get(n))
 
 
+class _NoJson(Exception):
+    """Text that is no JSON, or not in UTF-8; `place` inside of it may be empty."""
+
+    def __init__(self, rule: str, found: str, remedy: str, place: str = "") -> None:
+        super().__init__(rule, found, remedy, place)
+        self.rule = rule
+        self.found = found
+        self.remedy = remedy
+        self.place = place
+
+
 def parse_json(data: bytes, where: str, remedy: str = "Correct the text") -> object:
-    """Returns the value of JSON text; accepts lone surrogates, NaN and infinities: later rules
-    decide. Errors name the place `where`, and end in `remedy`."""
+    """Return the value of JSON text; accept lone surrogates, NaN and infinities: later rules
+    decide. Errors name the place `where`, and end in `remedy`.
+    """
+    try:
+        return _load_json(data, remedy)
+    except _NoJson as error:
+        if error.place:
+            where = f"{where}, {error.place}"
+        raise _refusal(where, error.rule, error.found, error.remedy) from None
+
+
+def _load_json(data: bytes, remedy: str) -> object:
     try:
         return orjson.loads(data)
     except orjson.JSONDecodeError as refusal:
         if "depth limit" in str(refusal):
-            raise _too_deep(where) from None
+            raise _NoJson(*_TOO_DEEP) from None
     try:
         return json.loads(data.decode())
     except UnicodeDecodeError as error:
-        raise _not_utf8(error, where) from None
+        raise _NoJson(*_not_utf8_parts(error)) from None
     except RecursionError:
-        raise _too_deep(where) from None
-    except ValueError as error:
-        # also an integer with more digits than Python converts
-        if isinstance(error, json.JSONDecodeError):
-            where = f"{where}, column {error.colno}"
-        raise _refusal(where, "must be valid JSON", _described(error), remedy) from None
+        raise _NoJson(*_TOO_DEEP) from None
+    except ValueError as error:  # also an integer with more digits than Python converts
+        place = f"column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
+        raise _NoJson("must be valid JSON", _described(error), remedy, place) from None
 
 
 def _described(error: ValueError) -> str:
@@ -215,16 +235,24 @@ def _described(error: ValueError) -> str:
 
 
 def _not_utf8(error: UnicodeDecodeError, where: str) -> InputError:
+    return _refusal(where, *_not_utf8_parts(error))
+
+
+def _not_utf8_parts(error: UnicodeDecodeError) -> tuple[str, str, str]:
+    """Return the rule that is broken, what was found, and the remedy."""
     found = f"byte 0x{error.object[error.start]:02x} at byte {error.start + 1}"
     remedy = "Convert the file to UTF-8"
     if suffix := pieces.suffix_of(error.object):
         found, remedy = f"a compressed file, as {suffix} files are", f"End its name in {suffix}"
-    return _refusal(where, "must be UTF-8", found, remedy)
+    return "must be UTF-8", found, remedy
+
+
+_TOO_DEEP = ("JSON must not be nested deeply", "more than about 1000 levels", "Flatten it")
+"""Rule, finding and remedy."""
 
 
 def _too_deep(where: str) -> InputError:
-    levels = "more than about 1000 levels"
-    return _refusal(where, "JSON must not be nested deeply", levels, "Flatten it")
+    return _refusal(where, *_TOO_DEEP)
 
 
 def _refusal(where: str, rule: str, found: str, remedy: str = "") -> InputError:
