@@ -5,7 +5,6 @@ from __future__ import annotations
 from packstore.config import REASONS
 from packstore.errors import RecordError, quote, sentence
 
-
 CORRECT = "Correct it"
 
 WAYS_OUT = {

@@ -88,21 +88,18 @@ MESSAGE_KEYS = frozenset(
 )
 """Every key of a message that is read; others, but for harmless ones, are ``unknown_key``."""
 
-HARMLESS_KEYS = frozenset(
-    (
-        # Who or what a turn is, and where it stands, which the order of the list says.
-        *("id", "uuid", "message_id", "msg_id", "parent_id", "turn_id", "turn_identifier"),
-        *("index", "idx", "turn", "turn_index", "turn_idx", "conversation_id", "object"),
-        # When and by whom. WildChat's turns have the last six.
-        *("timestamp", "created", "created_at", "create_time", "created_date", "createdAt"),
-        *("updated_at", "updatedAt", "date", "time", "model", "model_name", "model_id", "source"),
-        *("lang", "language", "country", "state", "header", "hashed_ip"),
-        # Counts and how a generation ended, as Anthropic, OpenAI and vLLM return them; how a
-        # provider is to cache a part.
-        *("usage", "token_count", "num_tokens", "tokens", "finish_reason", "stop_reason"),
-        *("stop_sequence", "logprobs", "system_fingerprint", "cache_control"),
-    )
-)
+HARMLESS_KEYS = frozenset((
+    # Who or what a turn is, and where it stands, which the order of the list says.
+    "id", "uuid", "message_id", "msg_id", "parent_id", "turn_id", "turn_identifier",
+    "index", "idx", "turn", "turn_index", "turn_idx", "conversation_id", "object",
+    # When and by whom. WildChat's turns have the last six.
+    "timestamp", "created", "created_at", "create_time", "created_date", "createdAt",
+    "updated_at", "updatedAt", "date", "time", "model", "model_name", "model_id", "source",
+    "lang", "language", "country", "state", "header", "hashed_ip",
+    # Counts and the end of a generation, as Anthropic, OpenAI and vLLM return them; caching.
+    "usage", "token_count", "num_tokens", "tokens", "finish_reason", "stop_reason",
+    "stop_sequence", "logprobs", "system_fingerprint", "cache_control",
+))  # fmt: skip
 """Keys of a message that change neither its text nor whether it is learned: they stay unread."""
 
 PARTS: dict[str, tuple[str, dict[str, str]]] = {

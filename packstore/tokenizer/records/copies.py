@@ -1,4 +1,4 @@
-"""Copies: columns that hold nothing but what is read, such as `messages` beside `chosen`."""
+"""Copies: columns that only repeat fields that are read, such as `messages` beside `chosen`."""
 
 from __future__ import annotations
 
@@ -84,11 +84,11 @@ def to_turns(value: Any, role: str) -> list[Turn]:
         messages = [messages]
     if not is_messages(messages):
         return [Turn(role, value.strip())] if isinstance(value, str) else []
-    written = [parse_json(message) for message in messages]
+    turns = [parse_json(message) for message in messages]
     # With roles that no record may have, they are compared as they stand.
     with contextlib.suppress(Refused):
-        written = normalize_messages(written, set())
-    return [_to_turn(message) for message in written]
+        turns = normalize_messages(turns, set())
+    return [_to_turn(turn) for turn in turns]
 
 
 def _to_turn(message: dict[str, Any]) -> Turn:
@@ -128,7 +128,8 @@ def _texts_in(value: Any) -> Iterator[str]:
                 yield from _texts_in(item)
 
 
-def _holds(whole: Sequence[Any], part: Sequence[Any]) -> bool:
-    """Return True if `part` stands in `whole` without a gap."""
+def _holds(sequence: Sequence[Any], part: Sequence[Any]) -> bool:
+    """Return True if `part` stands in `sequence` without a gap."""
     size = len(part)
-    return any(whole[start : start + size] == part for start in range(len(whole) - size + 1))
+    starts = range(len(sequence) - size + 1)
+    return any(sequence[start : start + size] == part for start in starts)

@@ -156,7 +156,7 @@ JUDGEMENTS: Mapping[tuple[str, ...], tuple[str, ...]] = {
 """Names of columns that judge an answer -> sets and trainers that use them so."""
 
 LABELS = frozenset(("label", "kto_tag", "is_chosen", "desirable", "is_desirable"))
-"""Names of labels that say of a single answer whether it is good."""
+"""Names of labels that call a single answer good or bad."""
 
 WEIGHTS: Mapping[tuple[str, ...], tuple[str, ...]] = {
     ("weight", "weights"): (
@@ -250,7 +250,7 @@ MASKS = (
     "train_on",
     "loss",
 )
-"""Names of columns that say which tokens or turns are learned, as a list of 0 and 1."""
+"""Names of columns that mark the tokens or turns to learn, as a list of 0 and 1."""
 
 PLACES = (
     "attention_mask",
@@ -266,7 +266,7 @@ PLACES = (
     "sequence_lengths",
     "cu_seqlens",
 )
-"""Names of columns that say where sequences and padding are among token ids."""
+"""Names of columns with the places of sequences and padding among token ids."""
 
 VARIABLES = ("enable_thinking", "reasoning_effort", "chat_template")
 """Names of columns that change the text that a chat template makes."""
@@ -322,29 +322,19 @@ Words with other meanings need a name: true and false, yes and no, 0 and 1, posi
 up and down, high and low, success and failure, safe and unsafe.
 """
 
-IDS_AND_SOURCES = frozenset(
-    (
-        *("id", "ids", "idx", "index", "uid", "uuid", "guid", "key", "hash", "sha256", "md5"),
-        *("row", "row_id", "row_idx", "row_index", "record_id", "sample_id", "example_id"),
-        *("pair_id", "prompt_id", "question_id", "query_id", "task_id", "item_id", "data_id"),
-        *("conversation_id", "conv_id", "dialogue_id", "session_id", "thread_id", "message_id"),
-        *(
-            "user_id",
-            "annotator_id",
-            "worker_id",
-            "rater_id",
-            "judge_id",
-            "batch_id",
-            "index_level_0",
-        ),
-        *("source", "sources", "data_source", "dataset", "dataset_name", "source_dataset"),
-        *("subset", "split", "origin", "url", "link", "file", "file_name", "filename", "path"),
-        *("model", "models", "model_name", "model_id", "generator", "engine", "provider"),
-        *("license", "version", "language", "lang", "locale", "category", "domain", "topic"),
-        *("created_at", "updated_at", "timestamp", "tstamp", "date", "time", "datetime"),
-    )
-)
-"""Names of columns that cannot say which of two answers is better."""
+IDS_AND_SOURCES = frozenset((
+    "id", "ids", "idx", "index", "uid", "uuid", "guid", "key", "hash", "sha256", "md5",
+    "row", "row_id", "row_idx", "row_index", "record_id", "sample_id", "example_id",
+    "pair_id", "prompt_id", "question_id", "query_id", "task_id", "item_id", "data_id",
+    "conversation_id", "conv_id", "dialogue_id", "session_id", "thread_id", "message_id",
+    "user_id", "annotator_id", "worker_id", "rater_id", "judge_id", "batch_id", "index_level_0",
+    "source", "sources", "data_source", "dataset", "dataset_name", "source_dataset",
+    "subset", "split", "origin", "url", "link", "file", "file_name", "filename", "path",
+    "model", "models", "model_name", "model_id", "generator", "engine", "provider",
+    "license", "version", "language", "lang", "locale", "category", "domain", "topic",
+    "created_at", "updated_at", "timestamp", "tstamp", "date", "time", "datetime",
+))  # fmt: skip
+"""Names of columns that cannot decide which of two answers is better."""
 
 
 def names_of(table: Mapping[tuple[str, ...], tuple[str, ...]]) -> frozenset[str]:
@@ -354,8 +344,8 @@ def names_of(table: Mapping[tuple[str, ...], tuple[str, ...]]) -> frozenset[str]
 
 def spellings(names: Iterable[str]) -> frozenset[str]:
     """Return folded names as small letters may spell them: ``a_b``, ``a-b``, ``a b``, ``ab``."""
-    joined = [name.replace("_", separator) for name in names for separator in ("_", "-", " ", "")]
-    return frozenset(joined)
+    separators = ("_", "-", " ", "")
+    return frozenset(name.replace("_", mark) for name in names for mark in separators)
 
 
 VERDICTS: Mapping[str, float] = {
@@ -364,7 +354,7 @@ VERDICTS: Mapping[str, float] = {
 }
 """A word of judgement in small letters -> 1 for a good answer, 0 for a bad one."""
 
-LONGEST_WORD = max(map(len, VERDICTS)) + 4
+LONGEST_WORD = max(len(word) for word in VERDICTS) + 4
 """Characters above which a text is no word of judgement, with room for space and a full stop."""
 
 

@@ -1,6 +1,6 @@
 """Columns that are named alike but for one part, such as ``response_a`` and ``response_b``.
 
-Names of siblings do not say which of two answers is better, so that another column must.
+Names of siblings do not decide which answer is better, so another column must.
 """
 
 from __future__ import annotations
@@ -46,29 +46,29 @@ class Siblings(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1000)
-def find_siblings(one: str, other: str) -> Siblings | None:
+def find_siblings(first: str, second: str) -> Siblings | None:
     """Return two names or paths as siblings if exactly one part of them differs, else None.
 
     The part is a letter, a number, or a word such as one, first or left; any case, at any place;
     a name without it is a sibling of one with it, such as ``answer`` and ``answer2``.
     """
-    parts = _differing_parts(_split(one), _split(other))
+    parts = _differing_parts(_split(first), _split(second))
     if parts is None:
         return None
     if _order(parts[0]) <= _order(parts[1]):
-        return Siblings(one, other, parts)
-    return Siblings(other, one, (parts[1], parts[0]))
+        return Siblings(first, second, parts)
+    return Siblings(second, first, (parts[1], parts[0]))
 
 
-def _differing_parts(one: list[str], other: list[str]) -> tuple[str, str] | None:
-    """Return the only part in which two names differ, of each of them."""
-    if len(one) == len(other):
-        pairs = [pair for pair in zip(one, other, strict=True) if pair[0] != pair[1]]
+def _differing_parts(first: list[str], second: list[str]) -> tuple[str, str] | None:
+    """Return the only part that differs between two names, as it stands in each."""
+    if len(first) == len(second):
+        pairs = [pair for pair in zip(first, second, strict=True) if pair[0] != pair[1]]
         return pairs[0] if len(pairs) == 1 and _are_alike(*pairs[0]) else None
-    if one and one == other[:-1] and _counts(other[-1]):
-        return "", other[-1]
-    if other and other == one[:-1] and _counts(one[-1]):
-        return one[-1], ""
+    if first and first == second[:-1] and _counts(second[-1]):
+        return "", second[-1]
+    if second and second == first[:-1] and _counts(first[-1]):
+        return first[-1], ""
     return None
 
 
@@ -88,20 +88,20 @@ def are_siblings(first: str, second: str) -> bool:
 
 
 def _split(name: str) -> list[str]:
-    """Return the parts of a name in small letters; the letter of ``answera`` stands alone."""
+    """Return the parts of a name in small letters."""
     return [part.casefold() for part in _PART.findall(name)]
 
 
-def _are_alike(one: str, other: str) -> bool:
+def _are_alike(first: str, second: str) -> bool:
     """Return True for two parts that may name two sides."""
-    if _is_letter(one) and _is_letter(other):
+    if _is_letter(first) and _is_letter(second):
         return True
-    if one.isdecimal() and other.isdecimal():
+    if first.isdecimal() and second.isdecimal():
         return True
-    if any(one in family and other in family for family in _FAMILIES):
+    if any(first in family and second in family for family in _FAMILIES):
         return True
     # A letter without a separator: answera, answerb.
-    return one[:-1] == other[:-1] and {one[-1], other[-1]} == {"a", "b"}
+    return first[:-1] == second[:-1] and {first[-1], second[-1]} == {"a", "b"}
 
 
 def _is_letter(part: str) -> bool:
@@ -109,14 +109,14 @@ def _is_letter(part: str) -> bool:
 
 
 def _counts(part: str) -> bool:
-    """Return True for a part that says of a column that it is one of several."""
+    """Return True for a part that marks a column as one of several."""
     return _is_letter(part) or part.isdecimal() or any(part in family for family in _FAMILIES)
 
 
 def side_names(first: str, second: str) -> dict[str, set[str]]:
     """Return the texts, in small letters, that name each of two columns.
 
-    The column's own name, the part in which it differs from the other one, and that part behind
+    The column's own name, the part that differs from the other one, and this part behind
     a word such as ``model`` or ``response``. A number alone names no side.
     """
     names = {"first": {first.casefold()}, "second": {second.casefold()}}
@@ -133,20 +133,20 @@ def side_names(first: str, second: str) -> dict[str, set[str]]:
     return names
 
 
-def _differing_text(name: str, other: str) -> str:
+def _differing_text(name: str, sibling: str) -> str:
     """Return the characters of a name between the beginning and the end that both names share."""
-    start = _shared_length(name, other)
+    start = _shared_length(name, sibling)
     remainder = name[start:]
-    end = _shared_length(remainder[::-1], other[start:][::-1])
+    end = _shared_length(remainder[::-1], sibling[start:][::-1])
     return remainder[: len(remainder) - end].strip("_-. []")
 
 
-def _shared_length(one: str, other: str) -> int:
-    """Return the number of characters with which both texts begin."""
-    for i, (character, other_character) in enumerate(zip(one, other, strict=False)):
-        if character != other_character:
+def _shared_length(first: str, second: str) -> int:
+    """Return the length of the beginning that two texts share."""
+    for i, (first_character, second_character) in enumerate(zip(first, second, strict=False)):
+        if first_character != second_character:
             return i
-    return min(len(one), len(other))
+    return min(len(first), len(second))
 
 
 def side_named(value: Any, siblings: Siblings) -> str | None:
@@ -161,7 +161,7 @@ def side_named(value: Any, siblings: Siblings) -> str | None:
 
 
 def is_id_or_source(path: str, siblings: Siblings | None = None) -> bool:
-    """Return True for a column that cannot say which of two answers is better, by its last name.
+    """Return True for a column that cannot decide between two answers, by its last name.
 
     Also if it belongs to one sibling, as ``model_a`` does.
     """
@@ -176,7 +176,7 @@ def is_id_or_source(path: str, siblings: Siblings | None = None) -> bool:
 
 
 def verdict_column(values: Mapping[str, Any], siblings: Siblings) -> str | None:
-    """Return the column that most likely says which sibling is better, or None."""
+    """Return the column that most likely decides between two siblings, or None."""
     likeliest = None
     best = 0
     for path, value in values.items():
@@ -253,23 +253,20 @@ def _may_be_answer(name: str, value: Any) -> bool:
 
 def _stands_alone(names: frozenset[str], couples: Iterable[frozenset[str]]) -> bool:
     """Return True unless a third column is a sibling of the two: three answers are no pair."""
-    return all(names == other or names.isdisjoint(other) for other in couples)
+    return all(names == couple or names.isdisjoint(couple) for couple in couples)
 
 
 def advise_siblings(record: Mapping[str, Any], door: Door) -> str:
     """Return how to read a record with two sibling answers, or an empty text for any other record.
 
-    For the refusal of a record whose form is unknown.
+    For the refusal of a record of unknown form.
     """
     siblings = sibling_columns(record)
     if siblings is None:
         return ""
-    others = {
-        name: value
-        for name, value in record.items()
-        if name not in (siblings.first, siblings.second) and value is not None
-    }
-    verdict = verdict_column(others, siblings)
+    sides = (siblings.first, siblings.second)
+    remaining = {name: value for name, value in record.items() if name not in sides}
+    verdict = verdict_column(remaining, siblings)
     if verdict is None:
         fields = {"first": siblings.first, "second": siblings.second}
         how = spell(door, {"fields": fields})

@@ -86,7 +86,7 @@ MAX_LAYOUTS = 1000
 
 NOUNS = {
     "judges": "a judgement of the answer",
-    "says": "a word of judgement",
+    "praises": "a word of judgement",
     "messages": "messages",
     "tools": "tool schemas or calls",
     "history": "earlier rounds",
@@ -97,14 +97,14 @@ NOUNS = {
     "places": "padding, or several sequences",
     "changes": "a variable of the chat template",
 }
-"""Rule -> what a column is by it, in messages."""
+"""Rule -> the noun for its columns, in messages."""
 
 HINTS = {
     "media": "leave out such records, as packstore packs text alone",
     "masks": 'say it of turns ("loss": false), or give input_ids with a mask',
     "places": "make a record of each sequence, without padding",
 }
-"""Rule -> what to do with its columns, where no setting does it."""
+"""Rule -> advice for its columns, where no setting helps."""
 
 RULES: Mapping[str, str] = {
     **dict.fromkeys(names_of(JUDGEMENTS), "judges"),
@@ -119,10 +119,10 @@ RULES: Mapping[str, str] = {
 """Folded name of a column -> the rule that holds for it."""
 
 INSIDE = frozenset(("judges", "history"))
-"""Rules by names that also hold inside objects of which nothing is read."""
+"""Rules by names that also hold inside objects that are not read at all."""
 
 OF_TEXT = frozenset(("messages", "tools", "history", "system", "changes"))
-"""Rules of what a model is given beside a text; token ids hold all of it."""
+"""Rules of input beside a text, such as tools; token ids hold all of it."""
 
 OF_IDS = frozenset(("places",))
 """Rules of token ids alone."""
@@ -135,9 +135,8 @@ def _quoted_tokens(names: frozenset[str]) -> frozenset[str]:
     return names | {f"{name}\\" for name in names}
 
 
-_TEXT_TOKENS = _quoted_tokens(
-    spellings(names_of(HISTORIES)).union(ROLE_KEYS, ("function",), map(str.lower, SCHEMA_KEYS))
-)
+_SCHEMA_TOKENS = ("function", *(key.lower() for key in SCHEMA_KEYS))
+_TEXT_TOKENS = _quoted_tokens(spellings(names_of(HISTORIES)).union(ROLE_KEYS, _SCHEMA_TOKENS))
 _ALL_TOKENS = _TEXT_TOKENS | _quoted_tokens(spellings(names_of(JUDGEMENTS)).union(VERDICTS))
 
 
@@ -150,7 +149,7 @@ class Finding(NamedTuple):
 
 
 class Column(NamedTuple):
-    """A column of which something is unread, for all records with the same columns.
+    """A column that is not read, or in part, for all records with the same columns.
 
     Attributes:
         path: its name as a path: an odd one stands in quotes.
@@ -242,7 +241,7 @@ class UnreadRules:
         read: ReadRecord,
         parsed: Parsed,
     ) -> None:
-        """Raise for findings that are no copies of what is read, and that no form leaves."""
+        """Raise for findings that are no copies of fields that are read, and that no form leaves."""
         dialogues = Dialogues(parsed)
         remaining: dict[str, Finding] = {}
         for finding in findings:
@@ -257,14 +256,14 @@ class UnreadRules:
         if not remaining:
             return
 
-        shown = _summarized(remaining.values(), record)
-        detail = ", ".join(f"{f.path} {quote(f.value, 40)} ({NOUNS[f.rule]})" for f in shown)
-        ways_in = [*self._ways_in(shown, read, parsed, dialogues)]
-        ignores = self._spell_ignored(record, [finding.path for finding in shown])
-        ignorable = "it if it changes" if len(shown) == 1 else "those that change"
+        summary = _summarized(remaining.values(), record)
+        detail = ", ".join(f"{f.path} {quote(f.value, 40)} ({NOUNS[f.rule]})" for f in summary)
+        ways_in = [*self._ways_in(summary, read, parsed, dialogues)]
+        ignores = self._spell_ignored(record, [finding.path for finding in summary])
+        ignorable = "it if it changes" if len(summary) == 1 else "those that change"
         way_out = f"ignore {ignorable} nothing ({ignores})"
         remedy = ", or ".join(["; ".join(ways_in), way_out]) if ways_in else way_out
-        is_feedback = all(finding.rule in ("judges", "says") for finding in shown)
+        is_feedback = all(finding.rule in ("judges", "praises") for finding in summary)
         reason = "unpaired_feedback" if is_feedback else "unread_field"
         raise Refused(reason, detail, remedy[0].upper() + remedy[1:])
 
@@ -277,7 +276,7 @@ class UnreadRules:
         self, findings: Sequence[Finding], read: ReadRecord, parsed: Parsed, dialogues: Dialogues
     ) -> Iterator[str]:
         """Yield how the columns can be read, where that is possible."""
-        scores = [f for f in findings if f.rule in ("judges", "says") and may_be_score(f)]
+        scores = [f for f in findings if f.rule in ("judges", "praises") and may_be_score(f)]
         if scores and not read.source and not parsed.is_ids:
             settings = {"kind": "scored", "fields": self._with_fields(score=scores[0].path)}
             yield f"pack good and bad answers with their scores ({spell(self._door, settings)})"
@@ -305,7 +304,7 @@ class UnreadRules:
         return fields if self._door == "shell" else {**self._fields, **fields}
 
     def _map(self, role: str, finding: Finding, read: ReadRecord, parsed: Parsed) -> str:
-        """Return how to read a column as a role beside what is read."""
+        """Return the settings that read a column as a role beside the other fields."""
         settings: dict[str, Any] = {"fields": self._with_fields(**{role: finding.path})}
         if read.structure is not None:  # without it, fields are read by packstore's own names
             settings["form"] = read.source
@@ -349,7 +348,7 @@ EACH_MARK = "[]"
 
 
 class _Search:
-    """Collects what must not stay unread in one column."""
+    """Collects the findings in one column."""
 
     def __init__(self, column: Column, is_single: bool, findings: list[Finding]) -> None:
         self._column = column
@@ -371,7 +370,7 @@ class _Search:
                 self._look(item, at, RULES.get(fold(name)))
 
     def _look(self, value: Any, path: str, rule: str | None, depth: int = 0) -> None:
-        """Look at a value: by the rule of its name, by what it is, and inside of it."""
+        """Look at a value: by the rule of its name, by its own form, and inside of it."""
         value = unwrapped(value)
         if is_absent(value) or path in self._column.skipped:
             return
@@ -396,7 +395,7 @@ class _Search:
         """Return the rule that holds for a value under any name."""
         if isinstance(value, str):
             is_word = self._is_single and verdict_of(value) is not None
-            return "says" if is_word else None
+            return "praises" if is_word else None
         if isinstance(value, BYTES):
             return "media" if len(value) else None
         if is_messages(value):
@@ -408,7 +407,7 @@ class _Search:
         if not begins_json(value):
             return value
         tokens = _ALL_TOKENS if self._is_single else _TEXT_TOKENS
-        # To look at what stands between quotes is five times as fast as to parse.
+        # To split it at its quotes takes less time than to parse it and look at all parts.
         if tokens.isdisjoint(value.lower().split('"')):
             return None
         return parse_json(value)
@@ -422,7 +421,7 @@ def _parts_of(value: Any, path: str) -> Iterator[tuple[str, str, Any]]:
                 yield f"{path}.{write_path((key,))}", key, item
     elif isinstance(value, list) and value and type(value[0]) not in _PLAIN_TYPES:
         for item in value:
-            # A text in a list says nothing as a whole; it may be JSON.
+            # A text in a list is no judgement as a whole; it may be JSON.
             if not isinstance(item, str) or begins_json(item):
                 yield f"{path}[]", "", item
 
@@ -468,7 +467,7 @@ def mapped_siblings(fields: Mapping[str, str]) -> Siblings | None:
 
 
 def may_be_score(finding: Finding) -> bool:
-    """Return True for what the role `score` reads."""
+    """Return True for a value that the role `score` reads."""
     return EACH_MARK not in finding.path and is_score(finding.value)
 
 
@@ -487,7 +486,7 @@ def _may_be_carried(finding: Finding) -> bool:
 
 
 def _is_copy(finding: Finding, dialogues: Dialogues) -> bool:
-    """Return True if a finding holds nothing but what is read."""
+    """Return True if a finding is a copy of fields that are read."""
     if finding.rule == "tools":
         return dialogues.hold_tools(finding.value)
     if finding.rule == "history":
@@ -502,7 +501,7 @@ def _is_copy(finding: Finding, dialogues: Dialogues) -> bool:
 def _leaf_values(
     value: Any, path: str, skipped: frozenset[str], depth: int = 0
 ) -> Iterator[tuple[str, Any]]:
-    """Yield what is not empty in a column, by path, without the parts that are skipped."""
+    """Yield path and value of all parts of a column that are not empty or skipped."""
     if path in skipped or is_absent(unwrapped(value)):
         return
     parts = [*_parts_of(parse_json(value), path)] if depth < MAX_DEPTH else []
@@ -558,13 +557,13 @@ def _summarized(findings: Iterable[Finding], record: Mapping[str, Any]) -> list[
     for finding in findings:
         root = str(parse_path(finding.path)[0])
         by_column.setdefault(root, []).append(finding)
-    shown: list[Finding] = []
+    summary: list[Finding] = []
     for root, inside in by_column.items():
         if len(inside) > MAX_PARTS:
-            shown.append(Finding(inside[0].rule, write_path((root,)), record[root]))
+            summary.append(Finding(inside[0].rule, write_path((root,)), record[root]))
         else:
-            shown += inside
-    return shown[:MAX_FINDINGS]
+            summary += inside
+    return summary[:MAX_FINDINGS]
 
 
 def sibling_remedy(record: Mapping[str, Any]) -> str:
@@ -578,7 +577,7 @@ def count_unread(
     """Count by column the records with a value that was not read, not even in part.
 
     Args:
-        read_columns: column -> number of the records in which it was read.
+        read_columns: column -> number of the records where it was read.
     """
     names = {name for name in set[Any]().union(*records) if isinstance(name, str)}
     if len(names) > MAX_FIELDS:  # they may be data that differ in each record

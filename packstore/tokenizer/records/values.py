@@ -37,7 +37,7 @@ def parse_json(value: Any) -> Any:
 
 
 def is_absent(value: Any) -> bool:
-    """Return True for null and what is empty, also NaN, which pandas writes for null."""
+    """Return True for null and empty values, also NaN, which pandas writes for null."""
     return is_empty(value) or (isinstance(value, float) and value != value)
 
 
@@ -112,4 +112,6 @@ def leaves_out(mask: Any) -> bool:
 def is_one_sequence(places: Any) -> bool:
     """Return True for the length of one sequence, or the positions in one."""
     items = [*places]
-    return len(items) == 1 or (len(items) > 2 and items == [*range(len(items))])
+    if len(items) == 1:
+        return True
+    return len(items) > 2 and items == [*range(len(items))]
