@@ -156,7 +156,7 @@ from packstore.tokenizer.dialogue import limits
 import packstore.etl.pipeline, polars
 
 limits.SECONDS = 0.01
-pair = {"prompt": "a " * 500, "chosen": "b " * 500, "rejected": "c " * 500}
+pair = {"prompt": "a " * 500, "chosen": "b " * 500, "rejected": "? " * 500}
 with open("pairs.jsonl", "w") as file:
     file.write((json.dumps(pair) + "\\n") * 600)
 made = packstore.pack("pairs.jsonl", "out", "tokenizer.json", num_workers=2)
