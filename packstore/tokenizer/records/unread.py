@@ -86,7 +86,7 @@ MAX_LAYOUTS = 1000
 
 NOUNS = {
     "judges": "a judgement of the answer",
-    "praises": "a word of judgement",
+    "word": "a word of judgement",
     "messages": "messages",
     "tools": "tool schemas or calls",
     "history": "earlier rounds",
@@ -241,7 +241,7 @@ class UnreadRules:
         read: ReadRecord,
         parsed: Parsed,
     ) -> None:
-        """Raise for findings that are no copies of fields that are read, and that no form leaves."""
+        """Raise for findings that copy no field that is read, and that no form leaves."""
         dialogues = Dialogues(parsed)
         remaining: dict[str, Finding] = {}
         for finding in findings:
@@ -263,7 +263,7 @@ class UnreadRules:
         ignorable = "it if it changes" if len(summary) == 1 else "those that change"
         way_out = f"ignore {ignorable} nothing ({ignores})"
         remedy = ", or ".join(["; ".join(ways_in), way_out]) if ways_in else way_out
-        is_feedback = all(finding.rule in ("judges", "praises") for finding in summary)
+        is_feedback = all(finding.rule in ("judges", "word") for finding in summary)
         reason = "unpaired_feedback" if is_feedback else "unread_field"
         raise Refused(reason, detail, remedy[0].upper() + remedy[1:])
 
@@ -276,7 +276,7 @@ class UnreadRules:
         self, findings: Sequence[Finding], read: ReadRecord, parsed: Parsed, dialogues: Dialogues
     ) -> Iterator[str]:
         """Yield how the columns can be read, where that is possible."""
-        scores = [f for f in findings if f.rule in ("judges", "praises") and may_be_score(f)]
+        scores = [f for f in findings if f.rule in ("judges", "word") and may_be_score(f)]
         if scores and not read.source and not parsed.is_ids:
             settings = {"kind": "scored", "fields": self._with_fields(score=scores[0].path)}
             yield f"pack good and bad answers with their scores ({spell(self._door, settings)})"
@@ -395,7 +395,7 @@ class _Search:
         """Return the rule that holds for a value under any name."""
         if isinstance(value, str):
             is_word = self._is_single and verdict_of(value) is not None
-            return "praises" if is_word else None
+            return "word" if is_word else None
         if isinstance(value, BYTES):
             return "media" if len(value) else None
         if is_messages(value):
