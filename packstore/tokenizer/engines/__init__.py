@@ -12,29 +12,29 @@ from packstore.registry import Registry
 
 
 class Engine(Protocol):
-    """A loaded tokenizer, which adds no tokens beyond those of the text."""
+    """A loaded tokenizer, which adds no tokens of its own to a text."""
 
     version: str  # of the library
     specials: Mapping[str, int]  # control strings and their ids
     vocabulary: tuple[int, str]  # highest id + 1, and hash of the token of each id
 
     def register(self, tokens: Sequence[str]) -> None:
-        """Makes those of `tokens` that are in the vocabulary control tokens."""
+        """Make control tokens of all `tokens` that are in the vocabulary."""
 
     def encode_batch(self, texts: Sequence[str], *, control: bool) -> tuple[Int32, Int64]:
-        """Encodes all texts; returns flat ids and their offsets."""
+        """Return flat ids of all texts, and their offsets."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Decodes `ids` to text, including control tokens."""
+        """Return the text of `ids`, including control tokens."""
 
     def id_to_token(self, token_id: int) -> str | None:
-        """Returns the vocabulary entry with this id."""
+        """Return the vocabulary entry with this id."""
 
     def token_to_id(self, token: str) -> int | None:
-        """Returns the id of a vocabulary entry."""
+        """Return the id of a vocabulary entry."""
 
     def wrapping(self) -> tuple[list[int], list[int]]:
-        """Returns the ids that the tokenizer file adds before and after a text by default."""
+        """Return the ids that the tokenizer file adds before and after a text by default."""
 
 
 ENGINES: Registry[Callable[[bytes, str], Engine]] = Registry(
@@ -51,7 +51,7 @@ ENGINES: Registry[Callable[[bytes, str], Engine]] = Registry(
 
 @contextlib.contextmanager
 def inside(where: str, rule: str, remedy: str = "") -> Iterator[None]:
-    """Converts any exception of a library to a :class:`TokenizerError`.
+    """Convert any exception of a library to a :class:`TokenizerError`.
 
     The libraries raise no narrower class, and a Rust panic is not even an ``Exception``.
     """
