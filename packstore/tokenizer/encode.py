@@ -64,7 +64,7 @@ def assemble(tokenizer: Tokenizer, drafts: Sequence[Draft], config: TokenizeConf
         offsets=encoding.offsets,
         heads=encoding.tokens[len(bounds) :],
         events={},
-        refused={},
+        refusals={},
     )
 
     is_merged = encoding.is_merged[: len(bounds)]
@@ -178,7 +178,7 @@ def _note_merged_boundaries(sequences: Sequences, rows: Int64, config: TokenizeC
     for row in np.unique(rows).tolist():
         sequences.events[row] = ["boundary_merged"]
         if config.on["boundary"] != "keep":
-            sequences.refused[row] = Refused("boundary", "a token joins prompt and response")
+            sequences.refusals[row] = Refused("boundary", "a token joins prompt and response")
 
 
 def _refuse_encoded_controls(
@@ -186,7 +186,7 @@ def _refuse_encoded_controls(
 ) -> None:
     """Refuse plain text that was encoded to control ids (Unigram vocabularies do that)."""
     for row, draft in enumerate(drafts):
-        if draft.mode == "control" or row in sequences.refused:
+        if draft.mode == "control" or row in sequences.refusals:
             continue
         if tokenizer.control_hint not in draft.text:
             continue
@@ -198,7 +198,7 @@ def _refuse_encoded_controls(
         ids = sequences.ids[sequences.offsets[row] : sequences.offsets[row + 1]]
         if np.isin(ids, [*tokenizer.special_ids]).sum() != expected:
             detail = "this tokenizer has no plain form of a control string"
-            sequences.refused[row] = Refused("special_tokens", detail)
+            sequences.refusals[row] = Refused("special_tokens", detail)
 
 
 def _with_bos_and_eos(
@@ -247,7 +247,7 @@ def _with_bos_and_eos(
     supervised[is_text] = bare.supervised
     ends_supervised = np.array([_is_end_supervised(draft) for draft in drafts], np.bool_)
     supervised[places_of_eos] = ((has_tokens | adds_bos) & ends_supervised)[adds_eos]
-    return Sequences(ids, supervised, offsets, heads, bare.events, bare.refused)
+    return Sequences(ids, supervised, offsets, heads, bare.events, bare.refusals)
 
 
 def _needs_bos(tokenizer: Tokenizer, drafts: Sequence[Draft], config: TokenizeConfig) -> Bool:

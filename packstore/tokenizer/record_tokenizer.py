@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -42,7 +41,7 @@ from packstore.tokenizer.render import is_rendered_prompt, render_record
 from packstore.tokenizer.tokenizer import Tokenizer
 
 Lint = Callable[[Parsed], Iterable[tuple[str, str]]]
-"""Returns the events of a record, each with a detail. Picklable."""
+"""Return the events of a record, each with a detail. Picklable."""
 
 
 @dataclass(slots=True)
@@ -55,7 +54,7 @@ class Record:
     parsed: Parsed = field(init=False)
     sequences: Sequence[Draft | Tokens] = ()  # text before it is encoded, or ids
     events: list[str] = field(default_factory=list)
-    refused: Refused | None = None
+    refusal: Refused | None = None
 
     @property
     def has_unread_columns(self) -> bool:
@@ -183,12 +182,13 @@ class RecordTokenizer:
     # Render.
 
     def _render(self, records: list[Record]) -> list[Record]:
-        """Set the texts of the sequences of each record, or their ids; return those not refused."""
+        """Set the texts or ids of each record's sequences; return the records not refused."""
         self._set_plain_texts(records)
         is_any_chat = any(record.parsed.is_chat for record in records)
-        if is_any_chat:
-            self._required_tokenizer()  # before a process is started that could only raise this
-        with limited() if is_any_chat else contextlib.nullcontext():
+        if not is_any_chat:
+            return _apply(self._render_one, records)
+        self._required_tokenizer()  # before a process is started that could only raise this
+        with limited():
             return _apply(self._render_one, records)
 
     def _set_plain_texts(self, records: list[Record]) -> None:
@@ -197,30 +197,31 @@ class RecordTokenizer:
         Text without the beginning of any control string, and of valid Unicode, only has to be
         encoded. One test of all such texts of a block costs less than one for each.
         """
-        texts = [r for r in records if type(r.parsed.prompt) is str]
-        if not texts or self.tokenizer is None:
+        if self.tokenizer is None:
             return
         hint = self.tokenizer.control_hint
         mode: Mode = "literal" if self.config.on["special_tokens"] == "keep" else "control"
-        plain = []
-        for record in texts:
-            prompt: Any = record.parsed.prompt
-            wholes = [prompt + response for response in record.parsed.responses]
-            if not any(hint in whole for whole in wholes):
-                plain.append((record, len(prompt), wholes))
-        joined = "".join(whole for _, _, wholes in plain for whole in wholes)
-        if _holds_template_control(joined):
-            plain = [
-                (record, start, wholes)
-                for record, start, wholes in plain
-                if not any(_holds_template_control(whole) for whole in wholes)
-            ]
+        plain_records = []
+        plain_texts: list[str] = []
+        for record in records:
+            if type(record.parsed.prompt) is not str:
+                continue
+            prompt = record.parsed.prompt
+            texts = [prompt + response for response in record.parsed.responses]  # type: ignore[operator]
+            if not any(hint in text for text in texts):
+                plain_records.append((record, len(prompt), texts))
+                plain_texts += texts
+        joined = "".join(plain_texts)
         try:
             joined.encode()
         except UnicodeEncodeError:
             return
-        for record, start, wholes in plain:
-            record.sequences = [Draft(whole, ((start, len(whole)),), mode) for whole in wholes]
+
+        has_template_control = _holds_template_control(joined)
+        for record, start, texts in plain_records:
+            if has_template_control and any(_holds_template_control(text) for text in texts):
+                continue
+            record.sequences = [Draft(text, ((start, len(text)),), mode) for text in texts]
 
     def _render_one(self, record: Record) -> None:
         """Set the sequences of a record, and the events to note."""
@@ -257,13 +258,13 @@ class RecordTokenizer:
     # Judge.
 
     def _judge(self, records: list[Record], sequences: Sequences) -> Sequences:
-        """Refuse records by their ids, and truncate those that are too long, if so configured."""
+        """Refuse records by their ids, and truncate overlong ones, if so configured."""
         if not records:
             return sequences
         owners = [(record, i + 1) for record in records for i in range(len(record.sequences))]
         first_rows = to_offsets(np.array([len(record.sequences) for record in records]))
-        for row, refused in sorted(sequences.refused.items()):
-            _refuse(owners[row][0], refused)
+        for row, refusal in sorted(sequences.refusals.items()):
+            _refuse(owners[row][0], refusal)
         for row in _unsupervised_rows(sequences):
             record, number = owners[row]
             _refuse(record, Refused("unsupervised", f"response {number} has no supervised token"))
@@ -282,16 +283,16 @@ class RecordTokenizer:
         changed: dict[int, Tokens] = {}
         for index in self._overlong_records(sequences, first_rows):
             record = records[index]
-            if record.refused:
+            if record.refusal:
                 continue
             rows = range(first_rows[index], first_rows[index + 1])
-            whole = [sequences.row(row) for row in rows]
+            full_sequences = [sequences.row(row) for row in rows]
             try:
-                fitted = fit(whole, self.config, specials)
+                fitted = fit(full_sequences, self.config, specials)
             except Refused as error:
                 _refuse(record, error.with_traceback(None))
                 continue
-            for row, before, after in zip(rows, whole, fitted, strict=True):
+            for row, before, after in zip(rows, full_sequences, fitted, strict=True):
                 if len(after.ids) != len(before.ids):
                     changed[row] = after
         return sequences.with_rows(changed) if changed else sequences
@@ -320,25 +321,32 @@ class RecordTokenizer:
         tally = Tally(read=len(records), rejected=[] if self._collects_rejects else None)
         for record in records:
             where = rows.where(record.index)
-            refused = record.refused
-            if refused is None:
-                for event in dict.fromkeys(record.events):
-                    tally.note(event, where)
+            if record.refusal is not None:
+                self._count_refusal(tally, record.refusal, where)
                 continue
-            if isinstance(refused, Stop) or self.config.on[refused.reason] == "error":
-                raise refused.as_error(where) from None
-            tally.drop(refused.reason, where, refused.summary)
-        examples = [record for record in records if record.refused is None]
-        places = Counter(
-            (*record.read.columns.values(), *record.read.further_columns) for record in examples
-        )
-        for names, number in places.items():
-            tally.used.update(dict.fromkeys((*names, *self.carry), number))
-        if any(record.has_unread_columns for record in examples):
-            self._count_unread(tally, examples, places)
-        for record in examples:
-            for event, detail in self._lint(record.parsed) if self._lint else ():
-                tally.note(event, rows.where(record.index), detail)
+            for event in dict.fromkeys(record.events):
+                tally.note(event, where)
+        examples = [record for record in records if record.refusal is None]
+        self._count_columns(tally, examples)
+        if self._lint is not None:
+            for record in examples:
+                for event, detail in self._lint(record.parsed):
+                    tally.note(event, rows.where(record.index), detail)
+        self._count_contents(tally, examples)
+        return tally
+
+    def _count_refusal(self, tally: Tally, refusal: Refused, where: str) -> None:
+        """Count a refused record.
+
+        Raises:
+            RecordError: its refusal stops the job.
+        """
+        if isinstance(refusal, Stop) or self.config.on[refusal.reason] == "error":
+            raise refusal.as_error(where) from None
+        tally.drop(refusal.reason, where, refusal.summary)
+
+    def _count_contents(self, tally: Tally, examples: list[Record]) -> None:
+        """Count records by form, chats and texts, and pairs with and without rewards."""
         tally.forms.update(record.read.source for record in examples)
         tally.chats = sum(record.parsed.is_chat for record in examples)
         tally.texts = sum(type(record.parsed.prompt) is str for record in examples)
@@ -349,16 +357,16 @@ class RecordTokenizer:
         if self.kind == "preference":
             tally.scored = sum(record.parsed.has_rewards for record in examples)
             tally.unscored = len(examples) - tally.scored
-        return tally
 
-    def _count_unread(
-        self, tally: Tally, examples: list[Record], places: Mapping[tuple[str, ...], int]
-    ) -> None:
-        """Count the records with a value in a column that is not read.
-
-        Args:
-            places: names and paths that are read -> number of records.
-        """
+    def _count_columns(self, tally: Tally, examples: list[Record]) -> None:
+        """Count the records that were read from each column, or have a value there unread."""
+        places = Counter(
+            (*record.read.columns.values(), *record.read.further_columns) for record in examples
+        )
+        for names, number in places.items():
+            tally.used.update(dict.fromkeys((*names, *self.carry), number))
+        if not any(record.has_unread_columns for record in examples):
+            return
         read_columns = Counter[str]()
         for names, number in places.items():
             columns = (*columns_of(names), *self.carry)
@@ -379,21 +387,24 @@ class RecordTokenizer:
 
     def _examples(self, rows: Rows, records: list[Record], sequences: Sequences) -> Examples:
         """Return the examples of the records that are not refused."""
-        remaining = [record for record in records if not record.refused]
+        remaining = [record for record in records if not record.refusal]
         columns: dict[str, Column] = {
             name: np.array([record.value[name] for record in remaining], TYPES[kind][1])
             for name, kind in self.carry.items()
         }
         if not remaining:
             return Examples.empty(columns)
-        ids, supervised, lengths = sequences.ids, sequences.supervised, np.diff(sequences.offsets)
+        arrays = (sequences.ids, sequences.supervised, np.diff(sequences.offsets))
         if len(remaining) < len(records):
-            is_example = [not record.refused for record in records for _ in record.sequences]
-            ids, supervised, lengths = sequences.select(np.array(is_example))
+            is_example = [not record.refusal for record in records for _ in record.sequences]
+            arrays = sequences.select(np.array(is_example))
+        ids, supervised, lengths = arrays
         counts = np.array([len(record.sequences) for record in remaining])
         ordinals = np.array([rows.ordinals[record.index] for record in remaining], np.int64)
-        keys = [prompt_key(record.parsed) for record in remaining] if self._wants_keys else None
         rewards = [reward for record in remaining for reward in record.parsed.rewards]
+        keys = None
+        if self._wants_keys:
+            keys = np.array([prompt_key(record.parsed) for record in remaining], np.uint64)
         return Examples(
             input_ids=ids,
             supervised=supervised,
@@ -402,7 +413,7 @@ class RecordTokenizer:
             reward=np.array(rewards, np.float32),
             example_ids=example_id(rows.source, 0) + ordinals,
             columns=columns,
-            keys=None if keys is None else np.array(keys, np.uint64),
+            keys=keys,
         )
 
 
@@ -419,23 +430,23 @@ def _holds_template_control(text: str) -> bool:
 
 
 def _apply(step: Callable[[Record], None], records: list[Record]) -> list[Record]:
-    """Take a step of each record; return those that it does not refuse."""
+    """Take a step of each record; return the records that it does not refuse."""
     remaining = []
     for record in records:
         try:
             step(record)
         except Refused as error:
             # Its traceback references the block: a cycle that would leak memory in long jobs.
-            record.refused = error.with_traceback(None)
+            record.refusal = error.with_traceback(None)
         else:
             remaining.append(record)
     return remaining
 
 
-def _refuse(record: Record, refused: Refused) -> None:
+def _refuse(record: Record, refusal: Refused) -> None:
     """Refuse a record, unless it is refused already."""
-    if record.refused is None:
-        record.refused = refused
+    if record.refusal is None:
+        record.refusal = refusal
 
 
 def _unsupervised_rows(sequences: Sequences) -> list[int]:

@@ -51,7 +51,7 @@ class Sequences:
     offsets: Int64
     heads: Int64  # see `Tokens`
     events: dict[int, list[str]]  # by sequence
-    refused: dict[int, Refused]  # by sequence
+    refusals: dict[int, Refused]  # by sequence
 
     def row(self, i: int) -> Tokens:
         """Return sequence `i`."""
@@ -75,7 +75,7 @@ class Sequences:
             offsets=to_offsets(lengths),
             heads=np.array([tokens.head for tokens in rows], np.int64),
             events={i: tokens.events for i, tokens in enumerate(rows) if tokens.events},
-            refused={},
+            refusals={},
         )
 
     def with_rows(self, rows: Mapping[int, Tokens], *, insert: bool = False) -> Sequences:
@@ -86,8 +86,8 @@ class Sequences:
         indices = [i for i in range(number) if not (insert and i in rows)]
         tokens = {index: self.row(i) for i, index in enumerate(indices)}
         tokens.update(rows)
-        refused = {indices[i]: reason for i, reason in self.refused.items()}
-        return replace(Sequences.of([tokens[i] for i in range(number)]), refused=refused)
+        refusals = {indices[i]: refusal for i, refusal in self.refusals.items()}
+        return replace(Sequences.of([tokens[i] for i in range(number)]), refusals=refusals)
 
     def select(self, is_selected: Bool) -> tuple[Int32, Bool, Int64]:
         """Return ids, supervision and lengths of the sequences where `is_selected`, `[S]`."""
