@@ -162,6 +162,7 @@ class RecordTokenizer:
             self.config,
             as_chat=self._renders_text(record.read),
             roles=self.config.roles,
+            columns=record.read.columns.values(),
         )
         check_placeholders(parsed.questions)
         if record.has_unread_columns:

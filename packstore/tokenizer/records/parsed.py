@@ -6,12 +6,13 @@ import hashlib
 import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from packstore.config import TokenizeConfig
+from packstore.config.record_fields import SPELLINGS
 from packstore.errors import quote
 from packstore.format.arrays import Bool, Int32
 from packstore.tokenizer.dialogue.messages import (
@@ -108,6 +109,7 @@ def parse(
     Args:
         as_chat: whether text becomes user and assistant turns.
         roles: further names of roles -> the role that each means.
+        columns: names under which the record was read, for messages.
 
     Raises:
         Refused: a value is of the wrong type, sides share no prompt, or messages have unknown keys.
@@ -116,13 +118,13 @@ def parse(
     if _holds_token_ids(reading):
         if config.as_chat:
             raise Refused("wrong_type", "as_chat needs text or messages, found token ids")
-        parsed = _parse_ids(reading)
+        parsed = _parse_ids(reading, columns)
     else:
         prompt, responses = _contents(reading)
         if _are_texts(prompt, responses):
             prompt, responses = _split_texts(prompt, responses)
             if not as_chat:
-                _refuse_beside_text(reading)
+                _refuse_beside_text(reading, columns)
                 return Parsed(prompt, responses, rewards, has_rewards, events=events)
             prompt, responses = text_as_messages(prompt, responses)
         parsed = _parse_chat(reading, prompt, responses, config, roles or {})
@@ -196,16 +198,22 @@ def _number(value: Any, name: str) -> float:
     return number
 
 
-def _refuse_beside_text(reading: Reading) -> None:
-    """Raise for a system text, tools or template variables, which plain text has no place for."""
+def _refuse_beside_text(reading: Reading, columns: Collection[str]) -> None:
+    """Raise for a system text, tools or template variables, which plain text has no place for.
+
+    Args:
+        columns: names under which the record was read, for the way out.
+    """
     if reading.system is None and reading.tools is None and reading.chat_template_kwargs is None:
         return
     for role in ("system", "tools", "chat_template_kwargs"):
         value = getattr(reading, role)
         if value is None or value in ("", [], {}):
             continue
+        column = next((name for name in SPELLINGS[role] if name in columns), role)
         detail = f"{role} {quote(value)} beside plain text"
-        raise Refused("unread_field", detail, f"Make chats of text (--as-chat), or --ignore {role}")
+        remedy = f"Make chats of text (--as-chat), or --ignore {column}"
+        raise Refused("unread_field", detail, remedy)
 
 
 def _split_texts(prompt: Any, responses: list[str]) -> tuple[str, list[str]]:
@@ -400,9 +408,9 @@ def _is_id_list(value: Any) -> bool:
     return type(value) is list and (not value or type(value[0]) is int)
 
 
-def _parse_ids(reading: Reading) -> Parsed:
+def _parse_ids(reading: Reading, columns: Collection[str]) -> Parsed:
     """Return a reading of token ids, with the mask of supervised places."""
-    _refuse_beside_text(reading)
+    _refuse_beside_text(reading, columns)
     if isinstance(reading, Chat) and reading.input_ids is not None:
         ids = as_ids(reading.input_ids, "input_ids")
         if reading.labels is not None:

@@ -67,7 +67,7 @@ LEFT_BY_MAGPIE_ULTRA = (
 @form(
     "sft",
     {"conversation": chat},
-    without=OWN_CHATS,
+    without=(*OWN_CHATS, "response", "completion"),
     leaves=(
         "conversation_id",
         "detoxify_moderation",
