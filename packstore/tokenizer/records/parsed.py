@@ -103,6 +103,7 @@ def parse(
     config: TokenizeConfig,
     as_chat: bool,
     roles: Mapping[str, str] | None = None,
+    columns: Collection[str] = (),
 ) -> Parsed:
     """Return a reading as text, messages or ids, checked.
 
