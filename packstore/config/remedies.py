@@ -29,7 +29,7 @@ def from_shell() -> Iterator[None]:
         _doors.pop()
 
 
-_FLAGS = {"fields": "field", "template_variables": "template-variable"}
+_FLAGS = {"fields": "field", "roles": "role", "template_variables": "template-variable"}
 """Setting -> its flag, where the names differ."""
 
 

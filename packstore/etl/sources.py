@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from packstore.config import PARTITION_BYTES, REASONS, PackConfig
+from packstore.config.remedies import current_door, spell
 from packstore.errors import ConfigError, RecordError, sentence, spelled
 from packstore.etl.engines import engine_with, local
 from packstore.etl.tokenize import Part, Tokenize
@@ -144,7 +145,7 @@ class RecordExampleReader:
                 kind = kind_of_record(record, self._config, self._adapter, prefers_ids)
             except Refused as refused:
                 if self._stops_at(refused):
-                    raise refused.as_error(where) from None
+                    raise refused.as_error(where, current_door(), self._config) from None
                 refusals.append((where, refused))
                 continue
             if kind is None:
@@ -152,7 +153,9 @@ class RecordExampleReader:
             return kind
         where, first_refusal = refusals[0]
         rule = REASONS[first_refusal.reason].rule
-        remedy = f"{first_refusal.remedy}, or say the kind of the others (--kind)"
+        door = current_door()
+        remedy = first_refusal.spell_remedy(door, self._config)
+        remedy += f", or say the kind of the others ({spell(door, {'kind': 'KIND'})})"
         raise RecordError(sentence(where, rule, first_refusal.detail, remedy))
 
     def _stops_at(self, refused: Refused) -> bool:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from packstore.config import RunConfig, SelectConfig, TokenizeConfig
+from packstore.config.remedies import current_door, spell
 from packstore.errors import TokenizerError, sentence
 from packstore.format.arrays import (
     Column,
@@ -96,6 +97,7 @@ class RecordTokenizer:
         self.kind = kind
         self.carry = parse_carry(config)
         self._lint = lint
+        self._door = current_door()
         self._adapter = adapter
         self._sequence_limit = config.sequence_limit
         prefers_ids = tokenizer is None
@@ -343,8 +345,8 @@ class RecordTokenizer:
             RecordError: its refusal stops the job.
         """
         if isinstance(refusal, Stop) or self.config.on[refusal.reason] == "error":
-            raise refusal.as_error(where) from None
-        tally.drop(refusal.reason, where, refusal.summary)
+            raise refusal.as_error(where, self._door, self.config) from None
+        tally.drop(refusal.reason, where, refusal.summary(self._door, self.config))
 
     def _count_contents(self, tally: Tally, examples: list[Record]) -> None:
         """Count records by form, chats and texts, and pairs with and without rewards."""
@@ -382,7 +384,7 @@ class RecordTokenizer:
         """
         if self.tokenizer is None:
             rule = "records of text need a tokenizer"
-            remedy = "Give the tokenizer (--tokenizer PATH)"
+            remedy = f"Give the tokenizer ({spell(self._door, {'tokenizer': 'PATH'})})"
             raise TokenizerError(sentence("setting tokenizer", rule, "none", remedy))
         return self.tokenizer
 

@@ -22,12 +22,12 @@ PAIR = {"prompt": "p", "chosen": "c", "rejected": "r"}
         (["x"], {}, "object"),
         ({"dialogue": [USER], "x": [{"rank": 1}]}, {}, "'dialogue', 'x'"),
         ({**PAIR, "instruction": "p"}, {"fields": {"prompt": "instrution"}}, "instrution"),
-        ({"chosen": "c", "rejected": "r", "q": "x"}, {}, "--field prompt=NAME"),
+        ({"chosen": "c", "rejected": "r", "q": "x"}, {}, '"prompt": "NAME"'),
         ({"chosen": [USER], "rejected": [USER]}, {"fields": {"prompt": "q"}}, "'q'"),
-        ({**PAIR, "rejected": None}, {}, "--field rejected=NAME"),
+        ({**PAIR, "rejected": None}, {}, '"rejected": "NAME"'),
         ({**PAIR, "chosen": [1.5]}, {}, "1.5"),
         ({"prompt": [1], "chosen": "text", "rejected": [2]}, {}, "'text'"),
-        ({"prompt": "p", "responses": ["a", "b"]}, {}, "--field scores=NAME"),
+        ({"prompt": "p", "responses": ["a", "b"]}, {}, '"scores": "NAME"'),
         ({"prompt": "p", "chosen": "c"}, {"kind": "sft"}, "preference"),
         ({"prompt": "p", "response": "r"}, {"kind": "scored"}, "sft"),
     ],
@@ -269,7 +269,7 @@ def test_token_ids_pass_through(pack, byte_level):
 
 def test_what_is_missing_is_named(pack, byte_level):
     for prompt in ("p", [USER]):
-        with pytest.raises(TokenizerError, match="--tokenizer"):
+        with pytest.raises(TokenizerError, match="tokenizer="):
             pack(None, {**PAIR, "prompt": prompt})
     with pytest.raises(TokenizerError, match="chatml or plain"):
         pack(byte_level(), {**PAIR, "prompt": [USER]})

@@ -154,7 +154,7 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     ),
     "ranks": (
         {**SCORED, "ranks": [1, 2]},
-        ("missing_field", "scores=NAME"),
+        ("missing_field", "scores"),
     ),
     # Single answers
     "UltraChat": (

@@ -371,7 +371,7 @@ def test_names_of_roles_are_mapped(pack, tokenizer, files, tmp_path):
     assert packed.marked == ["[s]S<e>[u]Q<e>[a]«x<e>»"]
     with pytest.raises(RecordError, match="IT") as caught:
         pack(tokenizer, {"messages": turns[1:]}, on={"bad_role": "error"}, roles={"USER": "user"})
-    assert "--role" in str(caught.value) or "roles" in str(caught.value)
+    assert 'roles={"IT": "assistant"}' in str(caught.value)
     source = files("in.jsonl", {"messages": turns})
     command = ["pack", source, f"{tmp_path}/out", "--tokenizer", f"{tmp_path}/t.json"]
     flags = [part for item in roles.items() for part in ("--role", "=".join(item))]
@@ -387,3 +387,49 @@ def test_a_role_of_packstore_may_mean_another(pack, tokenizer):
 def test_a_meaning_that_there_is_not(pack, tokenizer):
     with pytest.raises((ConfigError, UnknownNameError), match="narrator"):
         pack(tokenizer, CHAT, roles={"IT": "narrator"})
+
+
+# Ways out
+
+
+WAYS_OUT: list[tuple[Any, dict[str, Any], str, str]] = [
+    ({"prompt": "Q", "chosen": "x"}, {}, "--field rejected=NAME", '"rejected": "NAME"'),
+    ({"prompt": "Q", "chosen": "x"}, {}, "--on missing_field=drop", 'on={"missing_field": "drop"}'),
+    ({**PAIR, "chosen_reward": 1}, {}, "--ignore chosen_reward", 'ignore=["chosen_reward"]'),
+    ({**PAIR, "chosen_reward": 1}, {}, "--field rejected_reward=NAME", '"rejected_reward": "NAME"'),
+    ({**PAIR, "system": "S"}, {}, "--as-chat", "as_chat=True"),
+    ({**PAIR, "system": "S"}, {}, "--ignore system", 'ignore=["system"]'),
+    ({"chosen": "x", "rejected": "y"}, {}, "--field prompt=NAME", '"prompt": "NAME"'),
+    ({"title": "x"}, {}, "--field messages=NAME", '"messages": "NAME"'),
+    ({"title": "x"}, {}, "--adapter FILE.py:FUNCTION", 'adapter="FILE.py:FUNCTION"'),
+    (AMBIGUOUS, {}, "--form alpaca", 'form="alpaca"'),
+    ({"q": "Q", "chosen": "x", "rejected": "y", "margin": 3, "chosen_reward": 2,
+      "rejected_reward": 1}, {"fields": {"prompt": "q"}}, "--ignore margin", 'ignore=["margin"]'),
+    ({"q": "Q", "chosen": "x", "rejected": "y", "chosen_reward": 2}, {"fields": {"prompt": "q"}},
+     "--field rejected_reward=NAME", 'fields={"prompt": "q", "rejected_reward": "NAME"}'),
+]  # fmt: skip
+"""A record, settings, and what its refusal must show in the shell and in Python."""
+
+
+@pytest.mark.parametrize(
+    ("record", "settings", "flag", "argument", "num_workers"),
+    [*((*way, 0) for way in WAYS_OUT), (*WAYS_OUT[0], 2)],
+)
+def test_ways_out_are_in_the_syntax_of_the_door(
+    record, settings, flag, argument, num_workers, files, tmp_path, capsys
+):
+    """Also where a worker refuses the record. A mapping in Python replaces the one before."""
+    filler = [{**PAIR, "q": "Q", "prompt": "Q" * 700}] * (2500 if num_workers else 0)
+    source, out = files("in.jsonl", *filler, record), f"{tmp_path}/out"
+    with pytest.raises(RecordError) as caught:
+        packstore.pack(source, out, f"{tmp_path}/t.json", num_workers=num_workers, **settings)
+    assert argument in str(caught.value)
+    assert "--" not in str(caught.value)
+    flags = [f"--num-workers={num_workers}", "--tokenizer", f"{tmp_path}/t.json"]
+    flags += [
+        part for item in settings.get("fields", {}).items() for part in ("--field", "=".join(item))
+    ]
+    assert main(["pack", source, out, *flags]) == 1
+    said = capsys.readouterr().err
+    assert flag in said
+    assert argument not in said

@@ -348,8 +348,9 @@ def _normalize(
         remedy = "Give the list of messages itself" if "messages" in raw else ""
         raise Refused("bad_role", f"a message without a role, {quote(raw)}", remedy)
     if role is None:
-        remedy = f"Say what it means (--role {written}=assistant)"
-        raise Refused("bad_role", f"unknown role {quote(written)}", remedy)
+        meaning = {"roles": {str(written): "assistant"}}
+        remedy = "Say what it means ({})"
+        raise Refused("bad_role", f"unknown role {quote(written)}", remedy, meaning)
     message: Message = {"role": role}
     thoughts, calls = _one_of(raw, REASONING), _one_of(raw, CALLS)
     if (thoughts or calls) and role != "assistant":

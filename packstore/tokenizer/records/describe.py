@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from packstore.config import TokenizeConfig
+from packstore.config.remedies import current_door, spell
 from packstore.errors import RecordError, quote, sentence
 from packstore.tokenizer.dialogue.messages import is_empty
 from packstore.tokenizer.records.adapters import Adapter
@@ -13,7 +14,7 @@ from packstore.tokenizer.records.forms import load
 from packstore.tokenizer.records.read import ReadRecord, kind_of_record
 from packstore.tokenizer.records.reading import Answers
 from packstore.tokenizer.records.unread import first_values, sibling_remedy
-from packstore.tokenizer.refusals import Refused
+from packstore.tokenizer.refusals import ADAPTER, Refused
 
 
 def describe(
@@ -92,7 +93,7 @@ def detect_kind(record: dict[str, Any], config: TokenizeConfig, where: str) -> s
     try:
         kind = kind_of_record(record, config, prefers_ids=True)
     except Refused as refused:
-        raise refused.as_error(where) from None
+        raise refused.as_error(where, current_door(), config) from None
     if kind is None:
         raise without_a_kind(record, where)
     return kind
@@ -107,9 +108,9 @@ def without_a_kind(record: Mapping[str, Any], where: str) -> RecordError:
     )
     remedy = sibling_remedy(record)
     if not remedy:
-        remedy = (
-            "Say which field holds what (--field prompt=NAME with --field response=NAME, or with "
-            "--field chosen=NAME --field rejected=NAME, or --field messages=NAME), or write an "
-            "adapter (--adapter FILE.py:FUNCTION)"
-        )
+        door = current_door()
+        answers = [("prompt", "response"), ("prompt", "chosen", "rejected"), ("messages",)]
+        choices = [spell(door, {"fields": dict.fromkeys(roles, "NAME")}) for roles in answers]
+        remedy = f"Say which field holds what ({', or '.join(choices)}), "
+        remedy += f"or write an adapter ({spell(door, ADAPTER)})"
     return RecordError(sentence(where, rule, columns, remedy))

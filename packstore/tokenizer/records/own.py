@@ -251,9 +251,10 @@ class OwnReader:
             if "rejected_reward" in rewards:
                 side, role = "rejected", "chosen_reward"
             column = fields.columns[f"{side}_reward"]
-            remedy = f"Name the field of the other side (--field {role}=NAME), "
-            remedy += f"or leave it out (--ignore {column})"
-            raise Refused("one_reward", f"{column!r} alone, and nothing for {role}", remedy)
+            detail = f"{column!r} alone, and nothing for {role}"
+            remedy = "Name the field of the other side ({}), or leave it out ({})"
+            settings = ({"fields": {role: "NAME"}}, {"ignore": [column]})
+            raise Refused("one_reward", detail, remedy, *settings)
         return rewards
 
     def _read_verdict(
@@ -265,7 +266,8 @@ class OwnReader:
                 detail = f"first, second and verdict belong together, and there is no {role}"
                 if role in self._names.mapped:
                     detail = self._names.missing_part(record, role)
-                raise Refused("missing_field", detail, f"Name it (--field {role}=NAME)")
+                settings = {"fields": {role: "NAME"}}
+                raise Refused("missing_field", detail, "Name it ({})", settings)
         side = self._side_of(fields.get("verdict"))
         if side == "tie":
             raise Refused("tie", f"verdict {quote(fields.get('verdict'))}")
@@ -295,10 +297,13 @@ class OwnReader:
             if len(sides) == 1:
                 return sides[0]
         rule = "a verdict must name a side, or be listed"
-        remedy = "List its values (--verdict first=VALUE,second=VALUE,tie=VALUE)"
+        remedy = "List its values ({})"
+        settings = {"verdict": dict.fromkeys(("first", "second", "tie"), "VALUE")}
         if not self._verdicts:
-            raise Stop(rule, f"{self._names.mapped['verdict']} = {quote(verdict)}", remedy)
-        raise wrong_type(rule, verdict, remedy)
+            raise Stop(
+                rule, f"{self._names.mapped['verdict']} = {quote(verdict)}", remedy, settings
+            )
+        raise wrong_type(rule, verdict, remedy, settings)
 
     def _sides_named(self, verdict: str) -> list[str]:
         """Return the sides, of which there should be one, that a text names."""
@@ -374,8 +379,8 @@ class OwnReader:
                 return Refused("missing_field", self._names.missing_part(record, role))
         columns = ", ".join(repr(name) for name in fields.columns.values()) or "none of its names"
         detail = f"a record of kind {self._kind} needs {' and '.join(absent)}, found {columns}"
-        remedy = " ".join(f"--field {role}=NAME" for role in absent)
-        return Refused("missing_field", detail, f"Name the field ({remedy})")
+        settings = {"fields": dict.fromkeys(absent, "NAME")}
+        return Refused("missing_field", detail, "Name the field ({})", settings)
 
 
 def _of_roles(columns: Mapping[str, str], roles: Collection[str]) -> dict[str, str]:

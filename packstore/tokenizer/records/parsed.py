@@ -43,6 +43,9 @@ SYSTEM = ("system", "developer")
 DEFAULT_REWARDS = (1.0, 0.0)
 """Default rewards of chosen and rejected."""
 
+PROMPT = {"fields": {"prompt": "NAME"}}
+"""Settings of a remedy."""
+
 LARGEST_REWARD = float(np.finfo(np.float32).max)
 """Rewards are stored as float32."""
 
@@ -185,8 +188,8 @@ def _rewards_of(reading: Reading) -> tuple[Sequence[float], bool, tuple[str, ...
             difference = rewards[0] - rewards[1]
             if not math.isclose(difference, _number(margin, "margin"), rel_tol=MARGIN_TOLERANCE):
                 detail = f"margin {quote(margin)} beside rewards {chosen} and {rejected}"
-                remedy = "Leave out it or the rewards (--ignore margin)"
-                raise Refused("unread_field", detail, remedy)
+                remedy = "Leave out it or the rewards ({})"
+                raise Refused("unread_field", detail, remedy, {"ignore": ["margin"]})
     events = ("reward_reversed",) if rewards[0] < rewards[1] else ()
     return rewards, True, events
 
@@ -213,8 +216,8 @@ def _refuse_beside_text(reading: Reading, columns: Collection[str]) -> None:
             continue
         column = next((name for name in SPELLINGS[role] if name in columns), role)
         detail = f"{role} {quote(value)} beside plain text"
-        remedy = f"Make chats of text (--as-chat), or --ignore {column}"
-        raise Refused("unread_field", detail, remedy)
+        remedy = "Make chats of text ({}), or ignore it ({})"
+        raise Refused("unread_field", detail, remedy, {"as_chat": True}, {"ignore": [column]})
 
 
 def _split_texts(prompt: Any, responses: list[str]) -> tuple[str, list[str]]:
@@ -232,7 +235,8 @@ def _split_texts(prompt: Any, responses: list[str]) -> tuple[str, list[str]]:
             raise _no_common_prompt()
         return prompt, [response[len(prompt) :] for response in responses]
     if prompt is None:
-        raise Refused("missing_field", "answers without a prompt", "Name it (--field prompt=NAME)")
+        remedy = "Name it ({})"
+        raise Refused("missing_field", "answers without a prompt", remedy, PROMPT)
     if any(_repeats(prompt, response) for response in dialogues):
         raise _no_common_prompt()
     return prompt, responses
@@ -300,8 +304,9 @@ def _unknown_keys(unknown: set[str], config: TokenizeConfig) -> tuple[str, ...]:
     if config.on["unknown_key"] == "keep":
         return ("unknown_key",)
     keys = ", ".join(sorted(unknown))
-    remedy = 'Remove it, or set on={"unknown_key": "keep"} to ignore it'
-    raise Refused("unknown_key", f"messages with {quote(keys)}", remedy)
+    remedy = "Remove it, or ignore it ({})"
+    setting = {"on": {"unknown_key": "keep"}}
+    raise Refused("unknown_key", f"messages with {quote(keys)}", remedy, setting)
 
 
 def _split_last_answer(
@@ -343,8 +348,8 @@ def _split_dialogues(
                 raise _no_common_prompt()
         return begins, ends
     if not are_dialogues:
-        remedy = "Name the turns before the answers (--field prompt=NAME)"
-        raise Refused("missing_field", "answers without a prompt", remedy)
+        remedy = "Name the turns before the answers ({})"
+        raise Refused("missing_field", "answers without a prompt", remedy, PROMPT)
     shared, rest = split_messages(ends)
     if prompt:
         _check_prompt(begins, shared)
@@ -388,7 +393,8 @@ def _with_system(system: Any, messages: list[Message]) -> list[Message]:
         if messages[0]["content"] == system:
             return messages
         detail = f"system {quote(system)} beside messages with another system turn"
-        raise Refused("unread_field", detail, "Leave out one of them (--ignore system)")
+        remedy = "Leave out one of them ({})"
+        raise Refused("unread_field", detail, remedy, {"ignore": ["system"]})
     return [{"role": "system", "content": system}, *messages]
 
 
@@ -423,7 +429,7 @@ def _parse_ids(reading: Reading, columns: Collection[str]) -> Parsed:
     names, labels = _labels_of(reading, responses)
     if prompt is None and any(label is None for label in labels):
         detail = "token ids without a prompt need labels of both sides"
-        raise Refused("missing_field", detail, "Name the prompt's (--field prompt=NAME)")
+        raise Refused("missing_field", detail, "Name the prompt's ({})", PROMPT)
     sequences = [as_ids(ids, name) for ids, name in zip(responses, names, strict=True)]
     masks = None
     if any(label is not None for label in labels):

@@ -9,7 +9,6 @@ from typing import Any
 
 from packstore.config import REASONS, TokenizeConfig
 from packstore.config.record_fields import VERDICT_ROLES
-from packstore.config.remedies import current_door, spell
 from packstore.errors import ConfigError, quote, sentence
 from packstore.format.arrays import BrokenLine
 from packstore.registry import meant
@@ -108,7 +107,6 @@ class RecordReader:
     ) -> None:
         self._kind = kind
         self._first_place = first_place
-        self._door = current_door()
         self._adapter = adapter
         self._ignored = frozenset(config.ignore)
         self._names = OwnNames(config.fields, prefers_ids)
@@ -165,9 +163,8 @@ class RecordReader:
         detail = f"a record of kind {kind}"
         if self._first_place:
             detail += f", while {self._first_place} is of kind {self._kind}"
-        how = spell(self._door, {"kind": self._kind, "fields": {"ROLE": "NAME"}})
-        remedy = f"Pack such records apart, or say how to read them ({how})"
-        return Stop(rule, detail, remedy)
+        remedy = "Pack such records apart, or say how to read them ({})"
+        return Stop(rule, detail, remedy, {"kind": self._kind, "fields": {"ROLE": "NAME"}})
 
     def _match(self, record: dict[str, Any]) -> Match | None:
         """Return the form of a record, or None for own names."""
@@ -204,13 +201,18 @@ class RecordReader:
             f"{match.form.name} ({', '.join(match.structure.required)})" for match in matches
         )
         names = list(dict.fromkeys(match.form.name for match in matches))
-        choices = [spell(self._door, {"form": name}) for name in names]
+        choices: list[dict[str, Any]] = [{"form": name} for name in names]
         if len(names) == 1:
             required = [set(match.structure.required) for match in matches]
             shared = set.intersection(*required)
             own_paths = [sorted(paths - shared) for paths in required]
-            choices = [spell(self._door, {"ignore": paths}) for paths in own_paths]
-        return Stop("a record must have one form", found, f"Choose one ({' or '.join(choices)})")
+            choices = [{"ignore": paths} for paths in own_paths]
+        return Stop(
+            "a record must have one form",
+            found,
+            f"Choose one ({' or '.join(['{}'] * len(choices))})",
+            *choices,
+        )
 
     def _misfit(self, record: Mapping[str, Any], form: Form) -> Refused:
         """Return the refusal of a record that has not the form that was named."""
@@ -277,7 +279,7 @@ class RecordReader:
             if is_empty(value):
                 continue
             detail = f"{name} {quote(value)}, and a record of kind {self._kind} with "
-            detail += f"{', '.join(columns)} does not read --field {role}={name}"
+            detail += f"{', '.join(columns)} has no field {role}"
             raise Refused("unread_field", detail, f"Map it to another role than {role}")
 
     def _replace_mapped(self, record: dict[str, Any], result: ReadRecord) -> None:
@@ -289,7 +291,8 @@ class RecordReader:
                 continue
             if role in VERDICT_ROLES or not hasattr(result.reading, _attribute(role)):
                 detail = f"the reading of {result.source} has no {role}"
-                raise Refused("unread_field", detail, f"Leave out --field {role}={column}")
+                remedy = f"Leave out the mapping of {role} to {column}"
+                raise Refused("unread_field", detail, remedy)
             value = fields.values[role]
             values[_attribute(role)] = [score_of(value, column)] if role == "score" else value
             result.columns[role] = column
