@@ -22,7 +22,7 @@ from packstore.format.arrays import (
     to_offsets,
 )
 from packstore.tokenizer.control import TEMPLATE_PATTERNS
-from packstore.tokenizer.dialogue.limits import limited, restart_clock
+from packstore.tokenizer.dialogue.template import limited, restart_clock
 from packstore.tokenizer.encode import assemble
 from packstore.tokenizer.records.adapters import Adapter
 from packstore.tokenizer.records.carry import TYPES, check_carried, parse_carry

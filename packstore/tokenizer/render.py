@@ -12,8 +12,7 @@ from packstore.errors import TokenizerError, quote, sentence
 from packstore.tokenizer.control import beginning_of_template, free_characters, holds
 from packstore.tokenizer.dialogue.dialogue import Dialogue
 from packstore.tokenizer.dialogue.messages import map_strings
-from packstore.tokenizer.dialogue.sandbox import as_json
-from packstore.tokenizer.dialogue.template import ChatTemplate, Message
+from packstore.tokenizer.dialogue.template import ChatTemplate, Message, as_json
 from packstore.tokenizer.records.parsed import Parsed
 from packstore.tokenizer.records.sequences import Draft, Mode
 from packstore.tokenizer.refusals import Refused

@@ -23,7 +23,7 @@ import transformers
 
 import packstore
 from packstore.errors import DropRateError
-from packstore.tokenizer.dialogue import limits
+from packstore.tokenizer.dialogue import template
 
 FILES = {
     "qwen3": ("qwen3/tokenizer.json", None),
@@ -115,9 +115,9 @@ class Packed:
 @pytest.fixture(autouse=True)
 def render_here() -> Iterator[None]:
     """Renders in this process: a worker for each job takes longer than the job."""
-    limits.allow_rendering(limits.SECONDS, limits.MEMORY)
+    template.allow_rendering(template.RENDER_SECONDS, template.RENDER_MEMORY)
     yield
-    limits.allow_rendering(0, 0)
+    template.allow_rendering(0, 0)
 
 
 @pytest.fixture(scope="session")

@@ -36,7 +36,7 @@ from packstore.io.shards.shard import PackShape
 from packstore.io.versions.shard_writer import ShardWriter
 from packstore.pack.layout import sizes
 from packstore.pack.plan import plan
-from packstore.tokenizer.dialogue import limits
+from packstore.tokenizer.dialogue import template
 
 T = TypeVar("T")
 
@@ -213,7 +213,7 @@ class PackPartitions:
 
 def run_as_task(work: Callable[[Any, Run], Iterator[Any]], item: Any) -> Any:
     """Returns the result of `work` on one item, in this process, which can be ended meanwhile."""
-    limits.require_worker()
+    template.require_worker()
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_PROF, 0)  # it may take longer than a block
     with contextlib.closing(iter(work([item], map))) as results:  # type: ignore[type-var]

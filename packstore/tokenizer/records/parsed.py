@@ -30,8 +30,7 @@ from packstore.tokenizer.dialogue.messages import (
     turn_headers,
     without_thinking,
 )
-from packstore.tokenizer.dialogue.sandbox import as_json
-from packstore.tokenizer.dialogue.template import Message, Tools
+from packstore.tokenizer.dialogue.template import Message, Tools, as_json
 from packstore.tokenizer.records.own import number_of
 from packstore.tokenizer.records.reading import Answers, Chat, Pair, Reading
 from packstore.tokenizer.records.sequences import as_ids, masked_ids, supervised_ids

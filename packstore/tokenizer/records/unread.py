@@ -20,7 +20,7 @@ from packstore.errors import ConfigError, quote
 from packstore.format.arrays import MAX_FIELDS, Tally
 from packstore.format.schema import COLUMN_NAME
 from packstore.tokenizer.dialogue.messages import is_empty
-from packstore.tokenizer.dialogue.sandbox import as_json
+from packstore.tokenizer.dialogue.template import as_json
 from packstore.tokenizer.records.copies import Dialogues
 from packstore.tokenizer.records.judgements import (
     HISTORIES,
