@@ -223,11 +223,15 @@ class CheckpointMixin(Trainer):  # type: ignore[misc]
         """Saves the position too; the Trainer's own state follows, and makes a checkpoint whole."""
         super()._save_rng_state(output_dir)
         position = None if self.steps is None else self.steps.position(self.state.global_step)
-        content = {"loader": position, **self._described()}
+        content = {"loader": position, "open_record": self._open_record(), **self._described()}
         self.accelerator.wait_for_everyone()  # whose files are there now
         if self.args.should_save:
             finish_files(Path(output_dir), content)
         self.accelerator.wait_for_everyone()
+
+    def _open_record(self) -> dict[str, Any] | None:
+        """Return what the next record of the run begins with; a collective call."""
+        return None
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Load the states of the random generators."""

@@ -34,7 +34,11 @@ from packstore.torch.models.compiled import tell_uncompiled
 from packstore.torch.models.routers import router_settings
 from packstore.torch.models.unwrap import adapted, as_reference, evaluating, unwrapped
 from packstore.torch.training.arguments import hide_tokens, named_settings
-from packstore.torch.training.checkpoint_files import newest_checkpoint, remove_torn_checkpoints
+from packstore.torch.training.checkpoint_files import (
+    newest_checkpoint,
+    read_position,
+    remove_torn_checkpoints,
+)
 from packstore.torch.training.checkpoints import CheckpointMixin, diverged_error
 from packstore.torch.training.data import DataMixin, Steps, is_packed
 from packstore.torch.training.evaluate import check_kind, evaluate_batches
@@ -79,16 +83,41 @@ class StepMetrics(TrainerCallback):  # type: ignore[misc]
     def _restart(self) -> None:
         self.metrics, self._since = Metrics(), time.perf_counter()
         self._of_steps, self._examples, self._packs = list[list[float]](), 0, 0
+        self._examples_before = 0  # in the run that this one resumes, since its last record
         self._tokens: Tensor | float = 0.0
         steps = self.trainer.steps  # bool() of them would call len(), which looks at all packs
         self._waited = 0.0 if steps is None else steps.waited
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """Forgets what a training before it left."""
+        """Forgets what a training before it left, but for the record that a resumed run began."""
         self._restart()
+        if self.trainer._checkpoint is not None:
+            self._resume_record(read_position(self.trainer._checkpoint)["open_record"])
         self._first_step = self.trainer.state.global_step
         self._trained_examples = 0  # of this rank alone, if its batches are not whole steps
         self._sides, self._seen, self._is_told = torch.zeros(2), 0, False
+
+    def open_record(self) -> dict[str, Any]:
+        """Return the sums since the last record, over all ranks; a collective call."""
+        device = self.trainer.accelerator.device
+        return {
+            "examples": self._examples + self._examples_before,
+            "num_tokens": all_reduce_sums([self._tokens], device=device)[0],
+            "metrics": self.metrics.totals(),
+        }
+
+    def _resume_record(self, record: dict[str, Any] | None) -> None:
+        """Begin with the sums of :meth:`open_record`, which one rank holds for all."""
+        if record is None:
+            return
+        accelerator = self.trainer.accelerator
+        share = 1.0 if accelerator.is_main_process else 0.0
+        self._examples_before = record["examples"]
+        self._tokens = share * record["num_tokens"]
+        dtype = wide_dtype(accelerator.device)
+        for name, both in record["metrics"].items():
+            total, count = share * torch.tensor(both, dtype=dtype, device=accelerator.device)
+            self.metrics.add({name: (total, count)})
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Warns, once, if there was nothing to compare; a collective call."""
@@ -143,6 +172,7 @@ class StepMetrics(TrainerCallback):  # type: ignore[misc]
             self.on_train_end()
         if self.trainer.steps is not None:
             record |= self._rates(self.trainer.steps)
+            record["examples"] += self._examples_before
         self._restart()
         return record
 
@@ -228,6 +258,12 @@ class PackedSteps(DataMixin, CheckpointMixin):
             self.accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
                 param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
             )
+
+    def _open_record(self) -> dict[str, Any] | None:
+        """Return the sums since the last record; None: a step is in hand, and runs anew."""
+        if self.steps is None or self.steps.yielded != self.state.global_step:
+            return None
+        return self._step_metrics.open_record()
 
     def _check_model(self, model: Any, datasets: Sequence[Dataset]) -> None:
         """Refuses data and a model that do not belong to the loss, or to each other."""

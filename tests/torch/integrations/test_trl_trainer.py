@@ -224,6 +224,21 @@ def test_the_last_record_has_the_metrics_since_the_one_before(
             assert mine[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-4), name
 
 
+def test_rows_resume_from_the_next_whole_checkpoint(
+    trl: Any, folder: str, rows: Any, tokenizer: Any, tmp_path: Path
+) -> None:
+    """Of TRL's rows, too: a killed run left half a state, and transformers would read it."""
+    found = []
+    for resume in (None, True):
+        args = config_of(trl, tmp_path, max_steps=6, save_strategy="steps", save_steps=2)
+        trainer = packed_trainer(folder, args=args, train_dataset=rows, processing_class=tokenizer)
+        trainer.train(resume_from_checkpoint=resume)
+        found.append([line["loss"] for line in trainer.state.log_history if "loss" in line])
+        state = tmp_path / "checkpoint-6" / "trainer_state.json"
+        state.write_text(state.read_text(encoding="utf-8")[:99], encoding="utf-8")
+    assert found[0] == found[1]
+
+
 def test_its_default_precision(
     trl: Any, folder: str, rows: Any, tokenizer: Any, tmp_path: Path
 ) -> None:
