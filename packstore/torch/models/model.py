@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from packstore.errors import BackendError
+from packstore.torch.models.implementations import set_attention
 from packstore.torch.models.registered import PER_SEQUENCE, UNPACKED, register
 from packstore.torch.models.unwrap import (
     check_adapters,
@@ -42,7 +43,7 @@ def use_packed_attention(
     """Makes `model` attend inside segments only; call it with ``**batch.model_inputs()``.
 
     Changes the model in place: replaces its attention implementation and sets its dropout to 0.
-    Weights and everything else stay.
+    Weights and everything else stay. ``model.generate`` runs with the attention from before.
 
     Args:
         model: a Hugging Face causal LM, optionally inside PEFT, DDP, FSDP or ``torch.compile``.
@@ -78,11 +79,12 @@ def use_packed_attention(
     # Imported late, as they load torch's compiler, which takes a second.
     from packstore.torch.models.row import install_packed_forward, run_mixers_per_sequence
 
-    state = install_packed_forward(inner, config._attn_implementation)
+    state = install_packed_forward(inner)
     reason = "you asked for it" if backend == PER_SEQUENCE else _unserved(inner, text)
     if not reason:
         name = register(backend)
-        inner.set_attn_implementation(name)
+        state.backend = backend
+        set_attention(inner, name)
         if text._attn_implementation != name:
             reason = "its attention does not come from transformers' attention registry"
     if reason:

@@ -33,13 +33,16 @@ NOT_SUPPORTED = ("sinks", "position_bias", "indices", "block_indices")
 """Keywords of models that need more than a softmax over the visible keys."""
 
 CALL = "Call the model with **batch.model_inputs()"
-GENERATE = "; to generate, give it back its own attention: model.set_attn_implementation('sdpa')"
+UNPACKED_CALL = (
+    "; for calls without packs, give it back its own attention: "
+    "model.set_attn_implementation('sdpa')"
+)
 UNPACKED = "Train it unpacked, with batch.model_inputs(style='padded')"
 
 
 @cache
 def register(backend: str) -> str:
-    """Registers our function with this backend in transformers; returns its name there."""
+    """Register our function with this backend in transformers; return its name there."""
     try:
         from transformers import AttentionInterface, AttentionMaskInterface
     except ImportError as error:
@@ -111,7 +114,7 @@ def _checked(query: Tensor, key: Tensor, layout: AttentionLayout | None) -> Atte
     if layout is None:
         raise BackendError(
             f"packed attention: the call must name the segments; found no layout. {CALL}"
-            f"{GENERATE}. If you did call it so, its layers keep keywords from attention: "
+            f"{UNPACKED_CALL}. If you did call it so, its layers keep keywords from attention: "
             "train it unpacked."
         )
     (rows, _, tokens, _), expected = query.shape, layout.num_queries
@@ -133,7 +136,7 @@ def _refuse_mask(mask: Any) -> None:
         # transformers 5.17 makes a mask to generate, later releases leave it out.
         shape = tuple(mask.shape)
         rule = "the layout alone says which tokens see which; found attention_mask of shape"
-        raise _unserved_call(f"{rule} {shape}", GENERATE)
+        raise _unserved_call(f"{rule} {shape}", UNPACKED_CALL)
 
 
 def _refuse_extras(module: nn.Module, extras: dict[str, Any]) -> None:
