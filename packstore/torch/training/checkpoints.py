@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -298,7 +299,7 @@ def _readable(checkpoint: Path) -> Iterator[None]:
         yield
     except PackstoreError:
         raise
-    except Exception as error:  # the libraries raise errors of any class
+    except (Exception, CheckpointException) as error:  # of any class; torch's own is no Exception
         rule, remedy = "it must hold the state of every weight", "Resume from an earlier one"
         found = quote(f"{type(error).__name__}: {error}", 200)
         raise FormatError(sentence(f"checkpoint {checkpoint}", rule, found, remedy)) from error

@@ -106,7 +106,7 @@ class StepMetrics(TrainerCallback):  # type: ignore[misc]
         """Forgets what a training before it left, but for the record that a resumed run began."""
         self._restart()
         if self.trainer._checkpoint is not None:
-            self._resume_record(read_position(self.trainer._checkpoint)["open_record"])
+            self._resume_record(read_position(self.trainer._checkpoint).get("open_record"))
         self._first_step = self.trainer.state.global_step
         self._trained_examples = 0  # of this rank alone, if its batches are not whole steps
         self._sides, self._seen, self._is_told = torch.zeros(2), 0, False

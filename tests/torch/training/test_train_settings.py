@@ -170,7 +170,9 @@ def test_a_run_that_diverges_ends_with_an_error(
     """Else it would leave a model of NaN behind, and exit code 0."""
     settings = {**made, "output_dir": str(tmp_path), "learning_rate": 1e30, "warmup_steps": 0}
     settings |= {"num_train_epochs": 3, "save_steps": 1, "max_grad_norm": clip}
-    with pytest.raises(DivergedError, match=r"step \d: loss, gradient and weights must be finite; found"):
+    with pytest.raises(
+        DivergedError, match=r"step \d: loss, gradient and weights must be finite; found"
+    ):
         train(**settings)
     assert not (tmp_path / "config.json").exists()
     for folder in checkpoints(tmp_path):
