@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 import packstore
 from packstore.config import PackConfig
@@ -357,3 +358,27 @@ def test_doors_that_do_not_lead_to_packs(
     dealt = PackedDataset(packed, rank=0, world_size=2)
     with pytest.raises(ConfigError, match="dealt to the 1 ranks of the run; found world_size=2"):
         PackedTrainer(folder, arguments, dealt).train()
+
+
+def test_completions_are_logged_in_mid_training(
+    trl: Any, tmp_path: Path, tokenizer: Any, rows: Any, folder: str
+) -> None:
+    """TRL's callback generates after each step; the steps are those without it."""
+
+    def trainer(place: str) -> Any:
+        settings = {"max_steps": 3, "gradient_checkpointing": True}
+        return packed_trainer(
+            folder,
+            args=config_of(trl, tmp_path / place, **settings),
+            train_dataset=rows,
+            eval_dataset=rows.select(range(4)),
+            processing_class=tokenizer,
+        )
+
+    expected = curves(trainer("without"), NAMES)
+    logging = trainer("with")
+    generation = transformers.GenerationConfig(max_new_tokens=3, do_sample=False, pad_token_id=49)
+    callback = trl.LogCompletionsCallback(logging, generation, num_prompts=2, freq=1)
+    logging.add_callback(callback)
+    assert curves(logging, NAMES) == expected
+    assert len(callback.table) == 2 * 3

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import launch
 from trainers_in_turn import packed_dpo, packed_trainer
 from transformers import AutoModelForCausalLM, TrainerCallback
 
@@ -440,3 +441,30 @@ def test_a_saved_model_in_another_process(
     command = [sys.executable, "-c", LOADED_ELSEWHERE, str(tmp_path / "model")]
     done = subprocess.run([*command, str(tmp_path / "parts")], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def on_rank(task: dict[str, Any]) -> Any:
+    """Evaluate, train, use the model in another trainer, and train again."""
+    data = SimpleNamespace(**task["data"])
+    model = load(data)
+    trainer = packed_trainer(model, data, bf16=task["bf16"])
+    results = [trainer.evaluate()["eval_loss"], losses_of(trainer)]
+    results.append(losses_of(packed_trainer(model, data, loss="sft", bf16=task["bf16"])))
+    results.append(losses_of(trainer))
+    return results, [float(weight.detach().double().sum()) for weight in model.parameters()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bf16", [False, True])
+def test_ranks_train_together_in_each_use(
+    data: SimpleNamespace, tmp_path: Path, bf16: bool
+) -> None:
+    """A model that was evaluated before is still one over all ranks, and equals that of one."""
+    task = {"data": vars(data), "bf16": bf16}
+    alone = launch(__file__, task, 1, tmp_path)[0]
+    first, second = launch(__file__, task, 2, tmp_path)
+    assert first == second
+    if bf16:  # sums of gradients in another order then move a weight by a bit of 16
+        return
+    for found, expected in zip(first[0], alone[0], strict=True):
+        assert found == pytest.approx(expected, rel=1e-5)
