@@ -177,12 +177,24 @@ def parse_json(data: bytes, where: str, remedy: str = "Correct the text") -> obj
     """Returns the value of JSON text; accepts lone surrogates, NaN and infinities: later rules
     decide. Errors name the place `where`, and end in `remedy`."""
     try:
-        return orjson.loads(data)
+        value = orjson.loads(data)
     except orjson.JSONDecodeError as refusal:
         if "depth limit" in str(refusal):
             raise _too_deep(where) from None
+        return _parse_strictly(data, where, remedy)
+    # Cheaper than to see each name, which orjson does not show; texts that quote JSON differ, too.
+    if data.count(b'":') != _count_names(value):
+        _parse_strictly(data, where, remedy)
+    return value
+
+
+def _parse_strictly(data: bytes, where: str, remedy: str) -> object:
+    """Return the value of JSON text, as Python reads it; raise if a name has two values."""
     try:
-        return json.loads(data.decode())
+        hook = partial(_members, where=where, remedy=remedy)
+        return json.loads(data.decode(), object_pairs_hook=hook)
+    except InputError:
+        raise
     except UnicodeDecodeError as error:
         raise _not_utf8(error, where) from None
     except RecursionError:
@@ -192,6 +204,32 @@ def parse_json(data: bytes, where: str, remedy: str = "Correct the text") -> obj
         if isinstance(error, json.JSONDecodeError):
             where = f"{where}, column {error.colno}"
         raise _refusal(where, "must be valid JSON", _described(error), remedy) from None
+
+
+def _count_names(value: object) -> int:
+    """Return the number of names in all objects of a JSON value."""
+    count = 0
+    pending = [value]
+    while pending:  # no recursion, as values may be nested deeper than Python calls
+        inner = pending.pop()
+        if isinstance(inner, dict):
+            count += len(inner)
+            pending.extend(inner.values())
+        elif isinstance(inner, list) and inner and isinstance(inner[0], dict | list):
+            pending.extend(inner)  # not the numbers of token ids, one by one
+    return count
+
+
+def _members(pairs: list[tuple[str, object]], where: str, remedy: str) -> dict[str, object]:
+    """Return the members of an object; raise if one name has two values: parsers take the last."""
+    value: dict[str, object] = {}
+    for name, member in pairs:
+        # As texts: 1, 1.0 and true are equal in Python, and NaN is not equal to itself.
+        if name in value and repr(value[name]) != repr(member):
+            rule = "an object must name each member once"
+            raise _refusal(where, rule, f"{quote(name)} with two values", remedy)
+        value[name] = member
+    return value
 
 
 def _described(error: ValueError) -> str:

@@ -7,7 +7,6 @@ import hashlib
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
-from pathlib import Path as File
 from typing import Any
 
 from packstore.config import TokenizeConfig
@@ -268,10 +267,18 @@ def table(shape: str | None = None) -> Table:
         raise ConfigError(sentence(f"setting shape, {shape}", rule, found)) from None
 
 
+MAX_BYTES = 1 << 24
+"""Maximum bytes of a file of shapes."""
+
+
 @functools.lru_cache(maxsize=8)
 def _own(path: str, changed: int) -> Table:
     """Returns the shapes of a file that was `changed` at a time."""
-    text = File(path).read_text(encoding="utf-8")
+    with open(path, "rb") as file:
+        data = file.read(MAX_BYTES + 1)  # a pipe or a device has no size
+    if len(data) > MAX_BYTES:
+        raise OSError(f"more than {MAX_BYTES:,} bytes")
+    text = data.decode()
     documents = read_yaml(text, path)
     shapes = [Shape(str(name), of, path) for part in documents for name, of in part.items()]
     return Table(shapes, path, hashlib.sha256(text.encode()).hexdigest())

@@ -294,6 +294,16 @@ BROKEN: dict[str, tuple[str, bytes, str]] = {
     "cut short": ("x.json", b'[{"a": "xyz', r"item 1: .* Unterminated string"),
     "a document named jsonl": ("x.jsonl", as_json(NESTED), r"line 1, .* must be named \.json"),
     "a huge number": ("x.jsonl", b"9" * 5000, r"x\.jsonl, line 1: must be valid JSON"),
+    "names alike": (
+        "x.jsonl",
+        b'{"a": 0}\n{"a": 1, "b": 2, "a": 3}\n',
+        r"line 2: .*; found 'a' with",
+    ),
+    "names alike in JSON": (
+        "x.json",
+        b'[{"a" : {"b" :1, "b" :true}}]',
+        r"item 1: .*; found 'b' with",
+    ),
     "ragged CSV": (
         "x.csv",
         b'a,b\n"1\n",2\n1,2,3\n',
@@ -321,6 +331,18 @@ def test_what_is_broken(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     message = str(caught.value)
     assert message.startswith(name)
     assert message.isprintable()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b'{"a": 1, "b": 2, "a": 1}',  # one value, whichever is taken
+        b'{"a": "say \\"b\\": \\"b\\": 1", "b" : [{"a": 1}, {"a": 2}]}',
+        b'{"a": [1, {"b": 1}, {"b": 2}], "b": "\\ud800"}',
+    ],
+)
+def test_names_that_only_seem_to_stand_twice(text: bytes) -> None:
+    assert pieces("jsonl", text) == [([0], [json.loads(text)])]
 
 
 def test_the_limit_of_nesting_is_not_that_of_the_interpreter() -> None:
