@@ -17,6 +17,8 @@ const I32 = "INT32", I64 = "INT64", F32 = "FLOAT", TEXT = "BYTE_ARRAY";
 const SCALARS = { string: TEXT, int64: I64, float64: "DOUBLE", bool: "BOOLEAN" };
 const SIDE = { ...SCALARS, float32: F32, "list<float32>": [F32] };
 const COUNTS = ["best_tokens", "pairs_best_vs_rest", "pairs_all", "pairs_adjacent"];
+const TOKENIZER_TEXTS = ["name", "path", "sha256", "vocab_sha256", "probe_sha256", "chat_template",
+  "chat_template_sha256", "tool_use_template", "tool_use_template_sha256"];
 const GROUPS = ["rows", "examples", "tokens", "longest"];
 const SUMS = ["rows", "examples", "sequences", "tokens", "supervised_tokens", "bytes"];
 const CODECS = ["ZSTD", "LZ4_RAW", "UNCOMPRESSED"];
@@ -155,6 +157,22 @@ function checkNames(columns) {
   }
 }
 
+const isText = (value) => typeof value === "string";
+
+/** Members of settings and tokenizer that readers use, where they are there. */
+function checkProvenance({ settings, tokenizer }) {
+  const { on = {}, chat_template: template = null, pad_to_multiple: multiple = 1 } = settings;
+  need(isObject(on) && Object.values(on).every(isText), "manifest");
+  need(template === null || isText(template), "manifest");
+  count(multiple, 1, 2 ** 31 - 1);
+  const { vocab_size: size = 1, files = null, ...others } = tokenizer ?? {};
+  need(isObject(tokenizer ?? {}), "manifest");
+  count(size, 1, 2 ** 31 - 1);
+  need(files === null || (isObject(files) && Object.values(files).every(isText)), "manifest");
+  for (const name of ["bos_id", "eos_id", "pad_id"]) count(others[name] ?? 0);
+  for (const name of TOKENIZER_TEXTS) need(isText(others[name] ?? ""), "manifest");
+}
+
 /** What a manifest tells of itself; what is missing raises a TypeError. */
 function checkManifest(m) {
   need(count(m.format_version) === 1, "unsupported");
@@ -166,7 +184,7 @@ function checkManifest(m) {
   const about = m.provenance, k = KINDS[m.kind];
   need(m.num_responses === k, "manifest");
   count(m.pack_size, 1, 2 ** 31 - 1);
-  count(about.tokenizer?.vocab_size ?? 1, 1, 2 ** 31 - 1);
+  checkProvenance(about);
   checkSha256(about.lineage ?? "0".repeat(64));
   checkNames(m.carry);
   checkFiles([...shards, ...further, ...(index ? [index] : [])]);

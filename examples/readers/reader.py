@@ -99,6 +99,10 @@ TALLY, FILE = {"*": "count"}, {"path": "text", "bytes": "count", "sha256": "sha2
 SHARD = {**FILE, **dict.fromkeys([*SUMS, "footer_bytes", "example_id_base"], "count")}
 SHARD |= {"footer_sha256": "sha256", "row_groups": {name: ["count"] for name in GROUPS}}
 PART = {"path": "text", "fingerprint": "sha256"}
+TEXTS = "name path sha256 vocab_sha256 probe_sha256 chat_template chat_template_sha256"
+TEXTS += " tool_use_template tool_use_template_sha256"
+TOKENIZER = {f"{name}?": "text or null" for name in TEXTS.split()}
+TOKENIZER |= {f"{name}?": "count or null" for name in ("bos_id", "eos_id", "pad_id")}
 MANIFEST = {
     "format_version": "count",
     "features": ["text"],
@@ -121,7 +125,7 @@ MANIFEST = {
     },
     "provenance": {
         "sources": [{"path": "text", "records": "count", "bytes?": "count", "sha256?": "sha256"}],
-        "settings": {},
+        "settings": {"on?": {"*": "text"}, "chat_template?": "text or null"},
         "package_version": "text",
         "lineage?": "sha256",
         "repacked_from?": PART,
@@ -157,6 +161,9 @@ def check_type(value: Any, type_: Any) -> None:
         for name, inner in type_.items():
             if not name.endswith("?") or name[:-1] in value:
                 check_type(value[name.removesuffix("?")], inner)
+    elif type_.endswith(" or null"):
+        if value is not None:
+            check_type(value, type_.removesuffix(" or null"))
     elif type_ in ("count", "whole"):
         count(value, 0 if type_ == "count" else -(2**63))
     elif type_ == "sha256":
@@ -192,10 +199,13 @@ def check_manifest(m: Json) -> None:
     need(k == KINDS[m["kind"]] and k is not True, "manifest")
     check_type(m, MANIFEST)
     tokenizer = m["provenance"].get("tokenizer")
+    tokenizer = {} if tokenizer is None else tokenizer
     count(size, 1, 2**31 - 1)
-    check_type(tokenizer or {}, {"vocab_size?": "count"})
-    need(tokenizer is None or isinstance(tokenizer, dict), "manifest")
-    count((tokenizer or {}).get("vocab_size", 1), 1, 2**31 - 1)
+    check_type(tokenizer, TOKENIZER)
+    count(tokenizer.get("vocab_size", 1), 1, 2**31 - 1)
+    if tokenizer.get("files") is not None:
+        check_type(tokenizer["files"], {"*": "text"})
+    count(m["provenance"]["settings"].get("pad_to_multiple", 1), 1, 2**31 - 1)
     check_names(m["carry"])
     index, further = m.get("pack_index"), m.get("further_files", [])
     check_files([*shards, *further, *([index] if index else [])])

@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from os import PathLike
-from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import msgspec
@@ -31,6 +30,10 @@ ARGUMENTS: Mapping[str, tuple[Any, str]] = {
     "source_storage_options": _OPTIONS,
 }
 """Arguments of ``packstore.pack`` that are no settings -> their types, and these in words."""
+
+
+MAX_YAML_BYTES = 1 << 24
+"""Maximum bytes of a file of settings: one takes kilobytes, more only if it lists many inputs."""
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # it has no types
@@ -87,10 +90,18 @@ def read_yaml(path: str | PathLike[str]) -> dict[str, Any]:
     """Reads a mapping from a YAML file. Errors show only the place."""
     where = str(path)
     try:
-        settings = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
-    except (OSError, UnicodeDecodeError) as error:
-        found = getattr(error, "strerror", None) or str(error)
+        with open(path, "rb") as file:
+            data = file.read(MAX_YAML_BYTES + 1)  # a pipe or a device has no size
+    except OSError as error:
+        found = error.strerror or str(error)
         raise ConfigError(sentence(where, "it must be a readable file", found)) from error
+    if len(data) > MAX_YAML_BYTES:
+        rule = f"it must have at most {MAX_YAML_BYTES:,} bytes"
+        raise ConfigError(sentence(where, rule, "more"))
+    try:
+        settings = yaml.load(data.decode(), _Loader)
+    except UnicodeDecodeError as error:
+        raise ConfigError(sentence(where, "it must be UTF-8", str(error))) from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         found = "what YAML does not allow"
         if isinstance(error, yaml.MarkedYAMLError):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import numpy as np
 
 from packstore.format.arrays import Int32, Int64, to_offsets
+from packstore.tokenizer.refusals import Refused
 
 Encode = Callable[[Sequence[str]], tuple[Int32, Int64]]
 
@@ -155,7 +156,15 @@ def encode_around_controls(
 
 
 def free_characters(text: str, count: int) -> list[str]:
-    """Returns `count` characters of the last private-use area that do not occur in `text`."""
+    """Return `count` characters of the last private-use area that do not occur in `text`.
+
+    Raises:
+        Refused: there are fewer: a dialogue of tens of thousands of turns takes several for each.
+    """
     taken = frozenset() if text.isascii() else frozenset(text)
     free = (c for c in map(chr, range(0x100000, 0x10FFFE)) if c not in taken)
-    return list(itertools.islice(free, count))
+    characters = list(itertools.islice(free, count))
+    if len(characters) < count:
+        detail = f"{count:,} places to mark, and {len(characters):,} unused characters to mark them"
+        raise Refused("template_refused", detail, "Split the record")
+    return characters

@@ -43,11 +43,20 @@ class Metrics:
         Args:
             group: process group; default: all ranks.
         """
-        names, flat = list(self._sums), [x for both in self._sums.values() for x in both]
+        totals = self.totals(group)
         self._sums = {}
+        return {name: s / n if n else math.nan for name, (s, n) in totals.items()}
+
+    def totals(self, group: Any = None) -> dict[str, tuple[float, float]]:
+        """Returns sum and count of each metric over all ranks, and keeps them; a collective call.
+
+        Args:
+            group: process group; default: all ranks.
+        """
+        flat = [value for both in self._sums.values() for value in both]
         totals = all_reduce_sums(flat, group)
-        means = (s / n if n else math.nan for s, n in zip(totals[::2], totals[1::2], strict=True))
-        return dict(zip(names, means, strict=True))
+        pairs = zip(totals[::2], totals[1::2], strict=True)
+        return dict(zip(self._sums, pairs, strict=True))
 
 
 def add_sums(sums: dict[Key, Tensor], terms: Mapping[Key, SumAndCount]) -> None:

@@ -152,6 +152,28 @@ def test_a_dataset_that_several_jobs_made_has_no_config(
     assert "append" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["pack", "--config", "/dev/zero"],
+        ["run", "/dev/zero"],
+        ["train", "/dev/zero"],
+        ["pack", "pairs.jsonl", "out", "--shape", "zero.yaml"],
+    ],
+)
+def test_a_file_of_settings_without_end_is_refused(
+    command: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if not Path("/dev/zero").exists():
+        pytest.skip("the system has no /dev/zero")
+    Path("zero.yaml").symlink_to("/dev/zero")
+    assert main(command) == 1
+    told = capsys.readouterr().err
+    assert "zero" in told
+    assert "bytes" in told
+    assert "internal error" not in told
+
+
 BOMB = "".join(f"{n}: &{n} [{', '.join(9 * ['*' + m])}]\n" for m, n in pairwise("abcdefghij"))
 YAML_MISTAKES = {  # a file -> its error, which shows nothing of it but the place
     "a: b\nstorage_options: {secret: SECRET, key: }: x": "line 2, column 41: it must be YAML",

@@ -206,7 +206,7 @@ def members(value: Any, path: str = "") -> Iterator[str]:
 def test_every_member_of_every_type(
     name: str, parse: Parse, load: Load, validator: Validator, tmp_path: Path
 ) -> None:
-    """What the schema refuses, packstore and the reader beside the format refuse by name."""
+    """packstore and the reader beside the format agree, and refuse all that the schema does."""
     valid = validator(name)
     check = partial(READER["checked"], tmp_path, name, READER[f"check_{name}"])
     seen, accepted = set[str](), list[Any]()
@@ -226,7 +226,9 @@ def test_every_member_of_every_type(
                     refused += 1
                     check()
                     refused -= 1
-                if refused < 2 and not valid.is_valid(document):
+                # Of members that readers need not know, packstore refuses numbers over 64 bits.
+                differ = refused == 1 and value != 2**70
+                if differ or (refused < 2 and not valid.is_valid(document)):
                     accepted.append((path, value, refused))
     assert not accepted
     assert len(seen) > {"manifest": 60, "side": 12}[name]

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_jobs import write_tokenizer
+from small_jobs import trained_tokenizer, write_tokenizer
+
+import packstore
 
 pytestmark = pytest.mark.usefixtures("no_collector")
 
@@ -193,3 +195,16 @@ def test_ordinary_work_is_allowed(cell: Any, tmp_path: Path) -> None:
         " {% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
     )
     assert outcomes(cell, tmp_path, {"": source})[""].startswith("Dataset")
+
+
+@pytest.mark.slow
+def test_a_dialogue_of_very_many_turns_is_refused_by_itself(tmp_path: Path) -> None:
+    """Each turn is marked by characters that do not occur in it, of which there are 65,534."""
+    turns = [{"role": role, "content": "a"} for role in ("user", "assistant")] * 33_000
+    long = {"chosen": turns, "rejected": [*turns[:-1], {"role": "assistant", "content": "b"}]}
+    short = {"chosen": turns[:2], "rejected": [turns[0], long["rejected"][-1]]}
+    records = [short, long]
+    tokenizer = trained_tokenizer(["a or b"])
+    settings = {"chat_template": "chatml", "pack_size": 1 << 20, "max_drop_rate": 1.0}
+    made = packstore.pack(records, tmp_path / "ds", tokenizer, **settings)
+    assert made.manifest.records.dropped == {"template_refused": 1}

@@ -74,10 +74,6 @@ def _parse_lines(payload: bytes, path: str, first: int) -> tuple[list[int], list
 def _parse_line(line: bytes) -> object:
     """Return the value of a line; a line that is no JSON is left to the setting `on`."""
     try:
-        return orjson.loads(line)
-    except orjson.JSONDecodeError:
-        pass
-    try:
         return _load_json(line, _LINE_REMEDY)
     except _NoJson as error:
         detail = f"{error.place}: {error.found}" if error.place else error.found
@@ -212,12 +208,21 @@ def parse_json(data: bytes, where: str, remedy: str = "Correct the text") -> obj
 
 def _load_json(data: bytes, remedy: str) -> object:
     try:
-        return orjson.loads(data)
+        value = orjson.loads(data)
     except orjson.JSONDecodeError as refusal:
         if "depth limit" in str(refusal):
             raise _NoJson(*_TOO_DEEP) from None
+        return _parse_strictly(data, remedy)
+    # Cheaper than to see each name, which orjson does not show; texts that quote JSON differ, too.
+    if data.count(b'":') != _count_names(value):
+        _parse_strictly(data, remedy)
+    return value
+
+
+def _parse_strictly(data: bytes, remedy: str) -> object:
+    """Return the value of JSON text, as Python reads it; raise if a name has two values."""
     try:
-        return json.loads(data.decode())
+        return json.loads(data.decode(), object_pairs_hook=partial(_members, remedy=remedy))
     except UnicodeDecodeError as error:
         raise _NoJson(*_not_utf8_parts(error)) from None
     except RecursionError:
@@ -225,6 +230,32 @@ def _load_json(data: bytes, remedy: str) -> object:
     except ValueError as error:  # also an integer with more digits than Python converts
         place = f"column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
         raise _NoJson("must be valid JSON", _described(error), remedy, place) from None
+
+
+def _count_names(value: object) -> int:
+    """Return the number of names in all objects of a JSON value."""
+    count = 0
+    pending = [value]
+    while pending:  # no recursion, as values may be nested deeper than Python calls
+        inner = pending.pop()
+        if isinstance(inner, dict):
+            count += len(inner)
+            pending.extend(inner.values())
+        elif isinstance(inner, list) and inner and isinstance(inner[0], dict | list):
+            pending.extend(inner)  # not the numbers of token ids, one by one
+    return count
+
+
+def _members(pairs: list[tuple[str, object]], remedy: str) -> dict[str, object]:
+    """Return the members of an object; raise if one name has two values: parsers take the last."""
+    value: dict[str, object] = {}
+    for name, member in pairs:
+        # As texts: 1, 1.0 and true are equal in Python, and NaN is not equal to itself.
+        if name in value and repr(value[name]) != repr(member):
+            rule = "an object must name each member once"
+            raise _NoJson(rule, f"{quote(name)} with two values", remedy)
+        value[name] = member
+    return value
 
 
 def _described(error: ValueError) -> str:

@@ -20,7 +20,8 @@ MAX_IDS = 1 << 24
 """Upper bound of ids; the largest vocabularies have a tenth of it."""
 
 MAX_GROWTH = 1000
-"""Largest factor by which the replacements of a normalizer may lengthen a text."""
+"""Largest factor by which the replacements of a normalizer may lengthen a text, and the most ids
+that a post-processor may add to one."""
 
 
 class Modes:
@@ -68,6 +69,7 @@ class TokenizersEngine:
                 tokenizer.model.dropout = None
             self._find_specials()
             self._check_growth()
+            self._check_added_ids()
         self._load()
 
     @classmethod
@@ -163,6 +165,28 @@ class TokenizersEngine:
         if growth > MAX_GROWTH:
             rule = f"its normalizer must not make texts more than {MAX_GROWTH} times as long"
             raise TokenizerError(sentence(self._where, rule, f"{growth} times"))
+
+    def _check_added_ids(self) -> None:
+        """Refuse a post-processor that adds very many ids to a text, or repeats the text."""
+        processor = self._tokenizer.post_processor
+        steps = [json.loads(processor.__getstate__())] if processor is not None else []
+        added = 0
+        while steps:
+            step = steps.pop()
+            steps += step.get("processors", ())
+            specials = step.get("special_tokens") or {}
+            texts = 0
+            for piece in step.get("single") or ():
+                if "SpecialToken" in piece:
+                    added += len(specials[piece["SpecialToken"]["id"]]["ids"])
+                else:
+                    texts += 1
+            if texts > 1:
+                rule = "its post-processor must take a text once"
+                raise TokenizerError(sentence(self._where, rule, f"{texts} times"))
+        if added > MAX_GROWTH:
+            rule = f"its post-processor must not add more than {MAX_GROWTH} ids to a text"
+            raise TokenizerError(sentence(self._where, rule, str(added)))
 
     def _find_specials(self) -> None:
         added = self._tokenizer.get_added_tokens_decoder()

@@ -42,7 +42,14 @@ _LONGEST_FOLDER = 70
 """Characters of TMPDIR up to which torch's Unix sockets there have names that Linux takes (108):
 beyond about 75 its workers wait for ever."""
 
-_TORCH_ATTRIBUTES = ("dataset", "batch_size", "collate_fn", "drop_last")
+_TORCH_ATTRIBUTES = (
+    "batch_size",
+    "collate_fn",
+    "dataset",
+    "drop_last",
+    "generator",
+    "worker_init_fn",
+)
 """Attributes of torch's DataLoader that frameworks look for."""
 
 
@@ -204,6 +211,8 @@ class PackedDataLoader:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         rule = f"it batches, orders and deals packs itself, so it has no {name}"
         remedy = "To skip what was trained on, load_state_dict(state); to the dataset, loader.data"
+        if name in ("generator", "worker_init_fn"):
+            remedy = "In Ray Train, prepare_data_loader(loader, add_dist_sampler=False)"
         raise LoaderAttributeError(sentence("PackedDataLoader", rule, f"a use of {name}", remedy))
 
     def __getitem__(self, index: object) -> Any:

@@ -9,6 +9,7 @@ table of all of them is in ``docs/from-trl.md``.
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import Any
 
 import datasets  # type: ignore[import-untyped]
@@ -35,7 +36,8 @@ from packstore.torch.losses.loss import PreferenceLoss
 from packstore.torch.losses.terms import UNSUPPORTED_LOSSES
 from packstore.torch.models.load import check_found
 from packstore.torch.models.model import use_packed_attention
-from packstore.torch.models.unwrap import adapted, as_reference, evaluating
+from packstore.torch.models.replaced import release, restore_forward
+from packstore.torch.models.unwrap import adapted, as_reference, evaluating, unwrapped
 from packstore.torch.training.arguments import (
     OF_PACKS,
     Refusals,
@@ -44,7 +46,7 @@ from packstore.torch.training.arguments import (
 )
 from packstore.torch.training.arguments import REFUSED as REFUSED_BY_ALL
 from packstore.torch.training.data import datasets_of, is_packed
-from packstore.torch.training.trainer_steps import PackedSteps, take_batches
+from packstore.torch.training.trainer_steps import PackedSteps, release_copy, take_batches
 
 REFUSED: Refusals = {
     "ld_alpha": ((None,), "It needs the log-prob of each token"),
@@ -107,6 +109,7 @@ class PackedDPOTrainer(PackedSteps, DPOTrainer):  # type: ignore[misc]
         for name in (model, ref_model):
             if isinstance(name, str):
                 check_found(name)
+            release_copy(name)
         self.loss_fn = loss_of(config)
         train, held_out = self._opened(train_dataset), self._all_opened(eval_dataset)
         if is_packed(train):
@@ -123,11 +126,14 @@ class PackedDPOTrainer(PackedSteps, DPOTrainer):  # type: ignore[misc]
         # Accelerate's first rank would cut up batches for all ranks.
         self.accelerator.dataloader_config.dispatch_batches = False
         dropout = self.args.disable_dropout
+        take_off_fused_head(unwrapped(self.model))
         use_packed_attention(self.model, disable_dropout=dropout)
         self._reference_policy: Any = None
         if self.ref_model is not None:
             # Its parts then run under autocast, in place of the whole that Accelerate prepared.
-            inner = self.accelerator.unwrap_model(self.ref_model, keep_fp32_wrapper=False)
+            inner = self.accelerator.unwrap_model(self.ref_model)
+            release(inner)
+            take_off_fused_head(inner)
             own, given = self.accelerator.unwrap_model(self.model).dtype, config.model_init_kwargs
             if ref_model is None and "dtype" in (given or ()) and inner.dtype != own:
                 rule, remedy = f"dtype must be the model's own, {own}", "Leave it out, or cast it"
@@ -178,6 +184,17 @@ class PackedDPOTrainer(PackedSteps, DPOTrainer):  # type: ignore[misc]
     def _from_logits(self, model: Any, batch: PackedBatch) -> Tensor:
         with self.accelerator.autocast():
             return segment_logps(batch, logits=model(**batch.model_inputs()).logits)
+
+
+def take_off_fused_head(model: Any) -> None:
+    """Give a model the forward call again that TRL has replaced, to compute its losses there.
+
+    Packs need none of it, and in a deep copy of the model it would run the original's weights.
+    """
+    function: Any = getattr(vars(model).get("forward"), "__func__", None)
+    code = getattr(function, "__code__", None)
+    if code is not None and code.co_name == "_fused_forward":
+        restore_forward(model, inspect.getclosurevars(function).nonlocals["original_forward"])
 
 
 def loss_of(args: DPOConfig) -> PreferenceLoss:

@@ -42,6 +42,13 @@ class Variant:
         """Returns the losses, `[n]`."""
         return self.function(pairs, **parameters)
 
+    def __reduce__(self) -> str | tuple[type[Variant], tuple[Any, ...]]:
+        """Pickle a loss of this module by its name, which its function no longer has here."""
+        name = getattr(self.function, "__name__", "")
+        if globals().get(name) is self:
+            return name
+        return Variant, (self.function, self.reference, self.averaged, self.rows)
+
 
 def _loss(
     *, reference: bool = True, averaged: bool = False, rows: type[PairRows] = PairRows

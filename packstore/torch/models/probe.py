@@ -21,6 +21,7 @@ from packstore.errors import BackendError, CompatibilityError
 from packstore.format.arrays import Packs, to_offsets
 from packstore.format.seeds import keys
 from packstore.torch.batch.batch import PackedBatch, collate
+from packstore.torch.models.implementations import keeping_implementations, set_attention
 from packstore.torch.models.mask import PREFIX
 from packstore.torch.models.model import OWN_MODEL, use_packed_attention
 from packstore.torch.models.unwrap import (
@@ -106,15 +107,10 @@ def check_isolation(
         )
     if is_reward_model(model):  # its output is one number: hidden states say more
         model = inner = backbone_of(unwrapped(model))
-    previous = inner.config._attn_implementation
-    if backend is not None:
-        use_packed_attention(model, backend, disable_dropout=False)
-    try:
-        with evaluating(model), torch.no_grad():
-            return _compare(model, inner, vocab_size)
-    finally:
+    with keeping_implementations(unwrapped(inner)), evaluating(model), torch.no_grad():
         if backend is not None:
-            unwrapped(inner).set_attn_implementation(previous)
+            use_packed_attention(model, backend, disable_dropout=False)
+        return _compare(model, inner, vocab_size)
 
 
 def _compare(model: nn.Module, inner: Any, vocab_size: int | None) -> float:
@@ -230,17 +226,15 @@ def _own_logits(
     """Logits `[length, V]` of each sequence by a call of its own; and the attention's name."""
     heads = getattr(config, "num_attention_heads", None) or 1
     plain = _capped(config) or heads * max(map(len, rows)) ** 2 <= SCORES
-    before, name = inner.config._attn_implementation, "eager" if plain else "sdpa"
-    try:
+    name = "eager" if plain else "sdpa"
+    with keeping_implementations(inner):
         try:
-            inner.set_attn_implementation(name)
+            set_attention(inner, name)
         except ValueError:  # the model has no such attention
             name = "eager"
-            inner.set_attn_implementation(name)
+            set_attention(inner, name)
         # Without position_ids, so that the model counts positions itself.
         return [_by_token(model(input_ids=ids[None], use_cache=False)) for ids in rows], name
-    finally:
-        inner.set_attn_implementation(before)
 
 
 def _by_token(outputs: Any) -> Tensor:

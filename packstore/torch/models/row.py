@@ -24,9 +24,31 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from packstore.errors import BackendError
+from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.batch.layout import AttentionLayout
+from packstore.torch.models.implementations import (
+    Implementations,
+    keeping_implementations,
+    read_implementations,
+    set_attention,
+    write_implementations,
+)
 from packstore.torch.models.mask import LAYOUT, PREFIX, UnservedError, layout_of, using_layout
-from packstore.torch.models.unwrap import backbone_of, check_adapters, evaluating
+from packstore.torch.models.registered import register
+from packstore.torch.models.replaced import (
+    ReplacedForward,
+    put_back_forward,
+    replace_forward,
+    replaced_forward,
+)
+from packstore.torch.models.unwrap import (
+    backbone_of,
+    check_adapters,
+    evaluating,
+    text_config,
+    uncompiled,
+    unwrapped,
+)
 
 logger = logging.getLogger("packstore")
 
@@ -43,29 +65,6 @@ OTHER_INPUTS = ("pixel_values", "pixel_values_videos", "input_features", "mm_enc
 """Arguments of models that take images, videos or sound beside text."""
 
 ONLY = "Call the model with **batch.model_inputs(), and nothing else"
-
-
-class _ReplacedForward:
-    """The forward call of one module, in place of its own; copied and pickled with the module.
-
-    Not a hook, as PEFT calls `forward` directly, past the hooks. `before` is a forward call that
-    was set on the module earlier, such as Accelerate's, or None.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module, self.before = module, vars(module).get("forward")
-
-    def original_forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the replaced forward, or the one of the present class, which FSDP2 replaces."""
-        if args and args[0] is self.module:  # Accelerate makes a method of what it finds
-            args = args[1:]
-        if self.before is not None:
-            return self.before(*args, **kwargs)
-        return type(self.module).forward(self.module, *args, **kwargs)
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self.before or type(self.module).forward.__get__(self.module))
 
 
 def run_per_sequence(
@@ -148,12 +147,11 @@ def run_mixers_per_sequence(model: nn.Module, config: Any) -> None:
         code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
         attends = code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names  # by the registry
         innermost = not any(other.startswith(f"{path}.") for other in takers)
-        replaced = isinstance(vars(module).get("forward"), _PerSequenceForward)
-        if innermost and not attends and not replaced:
-            module.forward = _PerSequenceForward(module, config)
+        if innermost and not attends and replaced_forward(module) is None:
+            replace_forward(module, _PerSequenceForward(module, config))
 
 
-class _PerSequenceForward(_ReplacedForward):
+class _PerSequenceForward(ReplacedForward):
     """The forward call of a mixer."""
 
     def __init__(self, module: nn.Module, config: Any) -> None:
@@ -169,8 +167,8 @@ class _PerSequenceForward(_ReplacedForward):
             raise BackendError(
                 f"packed row: {type(self.module).__name__} must know the segments; found no "
                 "layout. Call the model with **batch.model_inputs(), and recompute layers by "
-                "gradient_checkpointing_enable(); to generate, give the model back its own "
-                "attention: model.set_attn_implementation('sdpa')."
+                "gradient_checkpointing_enable(); for calls without packs, give the model back its "
+                "own attention: model.set_attn_implementation('sdpa')."
             )
         return run_per_sequence(self.original_forward, layout, args, kwargs)
 
@@ -185,43 +183,113 @@ class PackedForwardState:
     """How a prepared model computes packed rows."""
 
     model: Any
-    attention: str
-    """The attention implementation that it had before."""
+    original: Implementations
+    """The attention that its configs named before."""
+    backend: str = ""
+    """Backend of packed attention; empty: none was set."""
     reason: str = ""
     """Why the whole model runs once per sequence, with that attention; empty: it does not."""
     causal: bool = False
     """It was seen that no token changes the output of those before it."""
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a copy; in another process, transformers must know its attention first."""
+        vars(self).update(state)
+        if self.backend:
+            register(self.backend)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the model has packed attention now, not its original one again."""
+        return _is_ours(self.model.config.get_text_config())
+
     def run_whole(self, reason: str) -> None:
-        """Runs the whole model once per sequence from now on, and logs why."""
+        """Run the whole model once per sequence from now on, and log why."""
         self.reason = reason
-        self.model.set_attn_implementation(self.attention)
+        write_implementations(self.original)
         text = "%s runs whole once per sequence, so packing saves padding only: %s"
         logger.warning(text, type(self.model).__name__, reason)
 
 
-def install_packed_forward(model: Any, attention: str) -> PackedForwardState:
-    """Replaces the forward calls of a model and of what `find_head` calls, in place."""
-    current = vars(model).get("forward")
-    if isinstance(current, _PackedForward):
-        current.state.reason = ""
-        return current.state
-    state, backbone = PackedForwardState(model, attention), backbone_of(model)
+def install_packed_forward(model: Any) -> PackedForwardState:
+    """Replace the forward calls of a model and of what `find_head` calls, and `generate`, in place.
+
+    Those of a model that was prepared before stay.
+    """
+    replacement = replaced_forward(model)
+    if replacement is None:
+        state = PackedForwardState(model, read_implementations(model))
+    else:
+        state = replacement.state
+        state.reason = ""
+        if not state.is_packed:
+            state.original = read_implementations(model)
+
+    backbone = backbone_of(model)
     for module in {model, backbone, getattr(backbone, "decoder", backbone)}:
-        module.forward = _PackedForward(module, state)
+        replacement = replaced_forward(module)
+        if replacement is None:
+            replace_forward(module, PackedForward(module, state))
+        else:
+            replacement.state = state
+            put_back_forward(module)
+    if hasattr(type(model), "generate") and not isinstance(model.generate, UnpackedGenerate):
+        model.generate = UnpackedGenerate(state, vars(model).get("generate"))
     return state
 
 
-class _PackedForward(_ReplacedForward):
-    """The forward call of a model or backbone."""
+def take_back_attention(model: Any) -> None:
+    """Give a prepared model packed attention again, where its user has set another since."""
+    inner = unwrapped(model)
+    state = replaced_forward(backbone_of(inner)).state
+    if not (state.reason or state.is_packed):
+        name = text_config(inner)._attn_implementation
+        logger.info("attention %r was set meanwhile; training goes on with packed attention", name)
+        set_attention(inner, register(state.backend))
 
-    def __init__(self, module: nn.Module, state: PackedForwardState) -> None:
-        super().__init__(module)
+
+class UnpackedGenerate:
+    """Method `generate` of a prepared model, which runs with the model's original attention.
+
+    Every other call without a layout is refused: it may be of a packed row, by mistake.
+    """
+
+    def __init__(self, state: PackedForwardState, before: Callable[..., Any] | None) -> None:
         self.state = state
+        self.before = before
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate; packed attention is back at the end, also after an error."""
+        model = self.state.model
+        with keeping_implementations(model), uncompiled(model):
+            if self.state.is_packed:
+                write_implementations(self.state.original)
+            return self.__wrapped__(*args, **kwargs)
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        return self.before or type(self.state.model).generate.__get__(self.state.model)
+
+
+class PackedForward(ReplacedForward):
+    """The forward call of a model or backbone; of a PEFT model, which has no state.
+
+    Attributes:
+        batch_call: called with the module and a packed batch, where a trainer passes one to the
+            model; None: the module takes no batch.
+    """
+
+    def __init__(self, module: nn.Module, state: PackedForwardState | None = None) -> None:
+        super().__init__(module)
+        self.state: Any = state
+        self.batch_call: Callable[[Any, PackedBatch], Any] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a packed row by its layout, a batch by the call for it, and the rest as before."""
+        if self.batch_call is not None and args and isinstance(args[0], PackedBatch):
+            return self.batch_call(self.module, args[0])
         layout = kwargs.get("packed_layout")
-        if layout is None:
+        if layout is None or self.state is None:
             return self.original_forward(*args, **kwargs)
         for name in OTHER_INPUTS:
             if kwargs.get(name) is not None:

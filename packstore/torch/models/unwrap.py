@@ -12,6 +12,7 @@ from torch import nn
 from packstore.config.settings import check_class
 from packstore.errors import BackendError, CompatibilityError, sentence
 from packstore.torch.models.mask import PREFIX
+from packstore.torch.models.replaced import replaced_forward
 
 ROW_LOCAL = {
     *("LORA", "ADALORA", "ADAPTION_PROMPT", "BEFT", "BOFT", "C3A", "DEFT", "DELORA", "FOURIERFT"),
@@ -99,7 +100,7 @@ def check_prepared(model: Any) -> None:
     if torch.compiler.is_compiling():
         return
     inner = unwrapped(model)
-    state = getattr(vars(backbone_of(inner)).get("forward"), "state", None)
+    state = getattr(replaced_forward(backbone_of(inner)), "state", None)
     attention = str(text_config(inner)._attn_implementation)
     if state is None or not (state.reason or attention.startswith(PREFIX)):
         where, rule = f"packed row: {type(inner).__name__}", "it must have packed attention"

@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -223,11 +224,15 @@ class CheckpointMixin(Trainer):  # type: ignore[misc]
         """Saves the position too; the Trainer's own state follows, and makes a checkpoint whole."""
         super()._save_rng_state(output_dir)
         position = None if self.steps is None else self.steps.position(self.state.global_step)
-        content = {"loader": position, **self._described()}
+        content = {"loader": position, "open_record": self._open_record(), **self._described()}
         self.accelerator.wait_for_everyone()  # whose files are there now
         if self.args.should_save:
             finish_files(Path(output_dir), content)
         self.accelerator.wait_for_everyone()
+
+    def _open_record(self) -> dict[str, Any] | None:
+        """Return what the next record of the run begins with; a collective call."""
+        return None
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Load the states of the random generators."""
@@ -294,7 +299,7 @@ def _readable(checkpoint: Path) -> Iterator[None]:
         yield
     except PackstoreError:
         raise
-    except Exception as error:  # the libraries raise errors of any class
+    except (Exception, CheckpointException) as error:  # of any class; torch's own is no Exception
         rule, remedy = "it must hold the state of every weight", "Resume from an earlier one"
         found = quote(f"{type(error).__name__}: {error}", 200)
         raise FormatError(sentence(f"checkpoint {checkpoint}", rule, found, remedy)) from error

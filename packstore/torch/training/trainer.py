@@ -54,7 +54,12 @@ from packstore.torch.training.arguments import (
 from packstore.torch.training.checkpoint_files import read_position
 from packstore.torch.training.data import datasets_of, has_ref_logps, is_packed
 from packstore.torch.training.evaluate import tell_unused
-from packstore.torch.training.trainer_steps import PackedSteps, check_evaluated, take_batches
+from packstore.torch.training.trainer_steps import (
+    PackedSteps,
+    check_evaluated,
+    release_copy,
+    take_batches,
+)
 from packstore.version import VERSION
 
 TOKENIZER_FILES = (
@@ -155,10 +160,10 @@ class PackedTrainer(PackedSteps):
             reference = copy.deepcopy(model)
         if peft_config is not None:
             model = self._with_adapter(model, peft_config)
-        self._how: dict[str, Any] = {"backend": head}
+        self._head_settings = {"backend": head}
         if isinstance(self.loss_fn, PolicyLoss):
-            self._how["per_token"] = True
-        take_batches(model, **self._how)
+            self._head_settings = {"backend": head, "per_token": True}
+        take_batches(model, **self._head_settings)
         others |= {"callbacks": list(callbacks or ()), "eval_dataset": held_out}
         super().__init__(model, args, **others)
         self.train_dataset = train
@@ -187,6 +192,7 @@ class PackedTrainer(PackedSteps):
         """Loads a model, or prepares it; an adapter also `as_reference`, in a frozen copy."""
         self._source, self._goes_on = None, False
         if not isinstance(model, str | os.PathLike):
+            release_copy(model)
             return use_packed_attention(model, load.keywords["attention"])
         self._source, self._goes_on = os.fspath(model), is_adapter(model)
         loaded = load(model, trainable=True, scores=self.loss_fn.scores)
@@ -248,7 +254,7 @@ class PackedTrainer(PackedSteps):
     def _placed_reference(self) -> tuple[PackedPolicy, Callable[[], AbstractContextManager[Any]]]:
         """The reference on the device of the run, and what gives it the policy's precision."""
         accelerator, model = self.accelerator, self._reference
-        policy: Any = PackedPolicy(model.requires_grad_(False), **self._how).eval()
+        policy: Any = PackedPolicy(model.requires_grad_(False), **self._head_settings).eval()
         if self.is_deepspeed_enabled:  # its engine casts the policy, in place of autocast
             policy = policy.to(next(self.model.parameters()).dtype)
         if not accelerator.is_fsdp2:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from types import MethodType
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -31,10 +31,21 @@ from packstore.torch.losses.step_loss import StepDivisor, StepLoss, count_step, 
 from packstore.torch.metrics import Metrics, all_reduce_sums, wide_dtype
 from packstore.torch.models.compatibility import check_ids, check_model, check_same_tokenizer
 from packstore.torch.models.compiled import tell_uncompiled
+from packstore.torch.models.replaced import (
+    put_back_forward,
+    release,
+    replace_forward,
+    replaced_forward,
+)
 from packstore.torch.models.routers import router_settings
+from packstore.torch.models.row import PackedForward, take_back_attention
 from packstore.torch.models.unwrap import adapted, as_reference, evaluating, unwrapped
 from packstore.torch.training.arguments import hide_tokens, named_settings
-from packstore.torch.training.checkpoint_files import newest_checkpoint, remove_torn_checkpoints
+from packstore.torch.training.checkpoint_files import (
+    newest_checkpoint,
+    read_position,
+    remove_torn_checkpoints,
+)
 from packstore.torch.training.checkpoints import CheckpointMixin, diverged_error
 from packstore.torch.training.data import DataMixin, Steps, is_packed
 from packstore.torch.training.evaluate import check_kind, evaluate_batches
@@ -49,21 +60,28 @@ ENOUGH = 1000
 
 
 def take_batches(model: nn.Module, **settings: Any) -> None:
-    """Lets the forward call of `model` take a packed batch: it then returns what PackedPolicy does.
+    """Let the forward call of `model` take a packed batch: it then returns what PackedPolicy does.
 
     The Trainer wraps, saves and loads the model itself, so that log-probs without logits run in the
     forward call that DDP and FSDP see, and no name of a weight changes.
     """
     PackedPolicy(model, **settings)  # proves the head
-    own: Any = model
-    own._packed_settings, own._unpacked_forward = settings, model.forward
-    own.forward = MethodType(_forward, model)
+    if replaced_forward(model) is None:
+        replace_forward(model, PackedForward(model))
+    put_back_forward(model)
+    set_batch_call(model, **settings)
 
 
-def _forward(model: Any, *args: Any, **kwargs: Any) -> Any:
-    if args and isinstance(args[0], PackedBatch):
-        return policy_output(model, args[0], **model._packed_settings)
-    return model._unpacked_forward(*args, **kwargs)
+def set_batch_call(model: nn.Module, **settings: Any) -> None:
+    """Set how a model that takes batches computes them; several trainers may use one in turn."""
+    replacement: Any = replaced_forward(model)
+    replacement.batch_call = partial(policy_output, **settings)
+
+
+def release_copy(model: Any) -> None:
+    """Release a model that was copied or saved while a trainer had prepared it."""
+    if isinstance(model, nn.Module) and getattr(replaced_forward(model), "batch_call", None):
+        release(model)
 
 
 class StepMetrics(TrainerCallback):  # type: ignore[misc]
@@ -79,16 +97,41 @@ class StepMetrics(TrainerCallback):  # type: ignore[misc]
     def _restart(self) -> None:
         self.metrics, self._since = Metrics(), time.perf_counter()
         self._of_steps, self._examples, self._packs = list[list[float]](), 0, 0
+        self._examples_before = 0  # in the run that this one resumes, since its last record
         self._tokens: Tensor | float = 0.0
         steps = self.trainer.steps  # bool() of them would call len(), which looks at all packs
         self._waited = 0.0 if steps is None else steps.waited
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """Forgets what a training before it left."""
+        """Forgets what a training before it left, but for the record that a resumed run began."""
         self._restart()
+        if self.trainer._checkpoint is not None:
+            self._resume_record(read_position(self.trainer._checkpoint).get("open_record"))
         self._first_step = self.trainer.state.global_step
         self._trained_examples = 0  # of this rank alone, if its batches are not whole steps
         self._sides, self._seen, self._is_told = torch.zeros(2), 0, False
+
+    def open_record(self) -> dict[str, Any]:
+        """Return the sums since the last record, over all ranks; a collective call."""
+        device = self.trainer.accelerator.device
+        return {
+            "examples": self._examples + self._examples_before,
+            "num_tokens": all_reduce_sums([self._tokens], device=device)[0],
+            "metrics": self.metrics.totals(),
+        }
+
+    def _resume_record(self, record: dict[str, Any] | None) -> None:
+        """Begin with the sums of :meth:`open_record`, which one rank holds for all."""
+        if record is None:
+            return
+        accelerator = self.trainer.accelerator
+        share = 1.0 if accelerator.is_main_process else 0.0
+        self._examples_before = record["examples"]
+        self._tokens = share * record["num_tokens"]
+        dtype = wide_dtype(accelerator.device)
+        for name, both in record["metrics"].items():
+            total, count = share * torch.tensor(both, dtype=dtype, device=accelerator.device)
+            self.metrics.add({name: (total, count)})
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Warns, once, if there was nothing to compare; a collective call."""
@@ -143,6 +186,7 @@ class StepMetrics(TrainerCallback):  # type: ignore[misc]
             self.on_train_end()
         if self.trainer.steps is not None:
             record |= self._rates(self.trainer.steps)
+            record["examples"] += self._examples_before
         self._restart()
         return record
 
@@ -199,6 +243,7 @@ class PackedSteps(DataMixin, CheckpointMixin):
     """Its batches are steps of the loader; of other Trainers that is checked."""
 
     _guard: FirstStepCheck | None = None
+    _head_settings: Mapping[str, Any] = MappingProxyType({})  # of PackedPolicy
     args: Any
     control: Any
     _evaluation_prefix = ""
@@ -228,6 +273,12 @@ class PackedSteps(DataMixin, CheckpointMixin):
             self.accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
                 param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
             )
+
+    def _open_record(self) -> dict[str, Any] | None:
+        """Return the sums since the last record; None: a step is in hand, and runs anew."""
+        if self.steps is None or self.steps.yielded != self.state.global_step:
+            return None
+        return self._step_metrics.open_record()
 
     def _check_model(self, model: Any, datasets: Sequence[Dataset]) -> None:
         """Refuses data and a model that do not belong to the loss, or to each other."""
@@ -266,7 +317,26 @@ class PackedSteps(DataMixin, CheckpointMixin):
         self._guard = None
         if found is None and isinstance(self.loss_fn, PreferenceLoss):
             self._guard = FirstStepCheck(self.loss_fn)
-        return super().train(found, **kwargs)
+        self._take_model()
+        try:
+            return super().train(found, **kwargs)
+        finally:
+            self._release_model()
+
+    def _take_model(self) -> None:
+        """Set the model up for this trainer: others may have used it since."""
+        set_batch_call(self.model, **self._head_settings)
+        take_back_attention(self.model)
+
+    def _release_model(self) -> None:
+        """Leave the model as it was before Accelerate prepared it, for any further use."""
+        if not self._is_sharded():
+            release(self.model)
+            self.model_wrapped = self.model
+
+    def _is_sharded(self) -> bool:
+        """Return True if the run has changed the model itself, for good."""
+        return bool(self.is_fsdp_enabled or self.is_deepspeed_enabled)
 
     def _checkpoint_of(self, resume_from_checkpoint: Any) -> Any:
         """Return the checkpoint to resume from, or None; True: one that the Trainer looks for."""
@@ -325,6 +395,7 @@ class PackedSteps(DataMixin, CheckpointMixin):
             found = f"{len(batches)} of the {step.batches} batches of one"
             raise ConfigError(sentence("get_train_dataloader", rule, found, remedy))
         self._step_metrics.add(batches)
+        take_back_attention(self.model)  # a callback may have set another
         for number, batch in enumerate(batches, start=1):
             last = number == len(batches)
             if isinstance(inputs, list):  # the whole step; DeepSpeed's engine steps at its end
@@ -413,27 +484,43 @@ class PackedSteps(DataMixin, CheckpointMixin):
         elif prediction_loss_only is not True:
             where, rule = "predict", "it must be asked for rows of a packed dataset"
             raise ConfigError(sentence(where, rule, "another dataset", "Give its folder"))
-        if not self.is_in_train and not self.accelerator._models:
-            self.model_wrapped = self.accelerator.prepare_model(self.model, evaluation_mode=True)
+        self._take_model()
         if hasattr(self.optimizer, "eval"):  # of schedule-free ones; a step turns it back
             self.optimizer.eval()
         self._evaluation_prefix = metric_key_prefix
         self.callback_handler.eval_dataloader = dataloader
-        figures = evaluate_batches(
-            self.model_wrapped,
-            self._report_batches(dataloader),
-            self.loss_fn,
-            partial(self._reference_logps, self.model_wrapped),
-            self.args.device,
-            dataset,
-            rows=prediction_loss_only is not True,
-        )
+        with self._model_to_evaluate() as model:
+            figures = evaluate_batches(
+                model,
+                self._report_batches(dataloader),
+                self.loss_fn,
+                partial(self._reference_logps, model),
+                self.args.device,
+                dataset,
+                rows=prediction_loss_only is not True,
+            )
         means = dict(figures["metrics"])
         number = int(means.pop("examples"))
         if self.state.num_input_tokens_seen:
             means["num_tokens"] = float(self.state.num_input_tokens_seen)
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in means.items()}
         return EvalLoopOutput(figures.get("rows"), None, metrics, number)
+
+    @contextmanager
+    def _model_to_evaluate(self) -> Iterator[Any]:
+        """Yield the model as it is trained: prepared by Accelerate, outside of training for now."""
+        if self.is_in_train:
+            yield self.model_wrapped
+        elif self._is_sharded():
+            if not self.accelerator._models:
+                prepared = self.accelerator.prepare_model(self.model, evaluation_mode=True)
+                self.model_wrapped = prepared
+            yield self.model_wrapped
+        else:
+            try:
+                yield self.accelerator.prepare_model(self.model, evaluation_mode=True)
+            finally:
+                self._release_model()
 
     def _report_batches(self, dataloader: Any) -> Iterator[PackedBatch]:
         """Yield the batches of an evaluation; callbacks hear of each when it is computed."""

@@ -278,6 +278,11 @@ BROKEN: dict[str, tuple[str, bytes, str]] = {
     "xz named json": ("x.json", b"\xfd7zXZ\0\xff", r"item 1 or later: .*\.xz files are\. End its"),
     "gzip named csv": ("x.csv", gzip.compress(b"a\n1\n"), r"a compressed file, as \.gz files are"),
     "cut short": ("x.json", b'[{"a": "xyz', r"item 1: .* Unterminated string"),
+    "names alike in JSON": (
+        "x.json",
+        b'[{"a" : {"b" :1, "b" :true}}]',
+        r"item 1: .*; found 'b' with",
+    ),
     "ragged CSV": (
         "x.csv",
         b'a,b\n"1\n",2\n1,2,3\n',
@@ -315,6 +320,7 @@ BROKEN_LINES: dict[str, tuple[str, bytes, int, str]] = {
     "gzip without its suffix": ("x.jsonl", gzip.compress(b"{}"), 1, "End its name in .gz"),
     "a document named jsonl": ("x.jsonl", as_json(NESTED), 1, "must be named .json"),
     "a huge number": ("x.jsonl", b"9" * 5000, 1, "digits"),
+    "names alike": ("x.jsonl", b'{"a": 0}\n{"a": 1, "b": 2, "a": 3}\n', 2, "'a'"),
 }
 """Name, bytes, the number of the line, and what the report of it mentions."""
 
@@ -332,6 +338,18 @@ def test_a_line_that_is_no_json_is_left_to_the_job(
         packstore.pack(name, "out", kind="preference", num_workers=0)
     assert mentioned in str(caught.value)
     assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b'{"a": 1, "b": 2, "a": 1}',  # one value, whichever is taken
+        b'{"a": "say \\"b\\": \\"b\\": 1", "b" : [{"a": 1}, {"a": 2}]}',
+        b'{"a": [1, {"b": 1}, {"b": 2}], "b": "\\ud800"}',
+    ],
+)
+def test_names_that_only_seem_to_stand_twice(text: bytes) -> None:
+    assert pieces("jsonl", text) == [([0], [json.loads(text)])]
 
 
 def test_the_limit_of_nesting_is_not_that_of_the_interpreter() -> None:

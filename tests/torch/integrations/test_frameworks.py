@@ -189,6 +189,14 @@ def test_accelerate_skips_by_position(stored: Dataset) -> None:
     assert loader.batch_sampler is None
 
 
+@pytest.mark.parametrize("name", ["worker_init_fn", "generator"])
+def test_ray_would_deal_again(stored: Dataset, name: str) -> None:
+    """Its prepare_data_loader makes another loader of these parts, on several workers."""
+    loader = PackedDataLoader(PackedDataset(stored, rank=0, world_size=2))
+    with pytest.raises(ConfigError, match=f"no {name}; .*add_dist_sampler=False"):
+        getattr(loader, name)
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("automatic", "steps", "batches", "taken"),

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 import packstore
 from packstore.config import PackConfig
@@ -224,6 +225,21 @@ def test_the_last_record_has_the_metrics_since_the_one_before(
             assert mine[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-4), name
 
 
+def test_rows_resume_from_the_next_whole_checkpoint(
+    trl: Any, folder: str, rows: Any, tokenizer: Any, tmp_path: Path
+) -> None:
+    """Of TRL's rows, too: a killed run left half a state, and transformers would read it."""
+    found = []
+    for resume in (None, True):
+        args = config_of(trl, tmp_path, max_steps=6, save_strategy="steps", save_steps=2)
+        trainer = packed_trainer(folder, args=args, train_dataset=rows, processing_class=tokenizer)
+        trainer.train(resume_from_checkpoint=resume)
+        found.append([line["loss"] for line in trainer.state.log_history if "loss" in line])
+        state = tmp_path / "checkpoint-6" / "trainer_state.json"
+        state.write_text(state.read_text(encoding="utf-8")[:99], encoding="utf-8")
+    assert found[0] == found[1]
+
+
 def test_its_default_precision(
     trl: Any, folder: str, rows: Any, tokenizer: Any, tmp_path: Path
 ) -> None:
@@ -342,3 +358,27 @@ def test_doors_that_do_not_lead_to_packs(
     dealt = PackedDataset(packed, rank=0, world_size=2)
     with pytest.raises(ConfigError, match="dealt to the 1 ranks of the run; found world_size=2"):
         PackedTrainer(folder, arguments, dealt).train()
+
+
+def test_completions_are_logged_in_mid_training(
+    trl: Any, tmp_path: Path, tokenizer: Any, rows: Any, folder: str
+) -> None:
+    """TRL's callback generates after each step; the steps are those without it."""
+
+    def trainer(place: str) -> Any:
+        settings = {"max_steps": 3, "gradient_checkpointing": True}
+        return packed_trainer(
+            folder,
+            args=config_of(trl, tmp_path / place, **settings),
+            train_dataset=rows,
+            eval_dataset=rows.select(range(4)),
+            processing_class=tokenizer,
+        )
+
+    expected = curves(trainer("without"), NAMES)
+    logging = trainer("with")
+    generation = transformers.GenerationConfig(max_new_tokens=3, do_sample=False, pad_token_id=49)
+    callback = trl.LogCompletionsCallback(logging, generation, num_prompts=2, freq=1)
+    logging.add_callback(callback)
+    assert curves(logging, NAMES) == expected
+    assert len(callback.table) == 2 * 3

@@ -124,9 +124,12 @@ def test_the_model_generates_with_its_own_attention(kit: SimpleNamespace) -> Non
     settings = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
     expected = own.generate(prompt, **settings)
     model = use_packed_attention(own)
-    model(**row_of(PAIRS).model_inputs())
-    with pytest.raises(BackendError, match=r"to generate, .*set_attn_implementation\('sdpa'\)"):
-        model.generate(prompt, **settings)
+    inputs = row_of(PAIRS).model_inputs()
+    logits = model(**inputs).logits
+    assert torch.equal(model.generate(prompt, **settings), expected)
+    assert torch.equal(model(**inputs).logits, logits)
+    with pytest.raises(BackendError, match=r"without packs, .*set_attn_implementation\('sdpa'\)"):
+        model(input_ids=prompt)
     model.set_attn_implementation("sdpa")
     assert torch.equal(model.generate(prompt, **settings), expected)
 

@@ -279,6 +279,17 @@ def test_shards_of_torch_are_read_and_values_of_others_are_not(tmp_path: Path) -
     assert not mark.exists()
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_shards_that_lack_weights_are_refused(stored: SimpleNamespace, output: Path) -> None:
+    """torch's error of them is no Exception, and would end a program in a traceback."""
+    folder = output / "checkpoint-6"
+    sharded_folder(folder / "pytorch_model_fsdp_0")
+    content = read_json(folder)
+    finish_files(folder, {part: content[part] for part in ("loader", "run", "settings")})
+    with pytest.raises(FormatError, match="checkpoint-6"):
+        packed_trainer(stored, output).train(str(folder))
+
+
 TOKEN = "hf_secretsecretsecret"
 
 

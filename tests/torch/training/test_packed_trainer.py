@@ -185,14 +185,19 @@ def test_killed_runs_resume_to_the_bit(
 
 
 @pytest.mark.slow
-def test_killed_while_an_old_checkpoint_is_removed(stored: SimpleNamespace, tmp_path: Path) -> None:
-    more = {"arguments": {"save_total_limit": 1, "save_steps": 2, "max_steps": 8}}
+@pytest.mark.parametrize("limit", [1, 2])
+def test_killed_while_an_old_checkpoint_is_removed(
+    stored: SimpleNamespace, tmp_path: Path, limit: int
+) -> None:
+    """What is left of it is removed as the run goes on, and no spare one in its place."""
+    more = {"arguments": {"save_total_limit": limit, "save_steps": 2, "max_steps": 8}}
     given = settings(stored, tmp_path / "b", **more)
     assert launch(__file__, {"given": given, "inside": "removal"}, 1, tmp_path) == []
-    assert len([*(tmp_path / "b").glob("checkpoint-*")]) == 2
+    assert len([*(tmp_path / "b").glob("checkpoint-*")]) == limit + 1
     whole = launch(__file__, {"given": settings(stored, tmp_path / "a", **more)}, 1, tmp_path)
     assert launch(__file__, {"given": given}, 1, tmp_path) == whole
-    assert [path.name for path in (tmp_path / "b").glob("checkpoint-*")] == ["checkpoint-8"]
+    expected = ["checkpoint-6", "checkpoint-8"][-limit:]
+    assert sorted(path.name for path in (tmp_path / "b").glob("checkpoint-*")) == expected
 
 
 @pytest.mark.slow

@@ -1,0 +1,65 @@
+"""The attention that a model's configs name, where layers may have a config of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from packstore.torch.models.unwrap import text_config
+
+Implementations = Sequence[tuple[Any, str | None]]
+"""Configs, outer ones first, each with the name of its attention implementation."""
+
+
+def read_implementations(model: Any) -> Implementations:
+    """Return the attention of each config that a module of the model, or a config of it, holds."""
+    configs: dict[int, Any] = {}
+    for module in model.modules():
+        for config in _with_parts(vars(module).get("config")):
+            configs.setdefault(id(config), config)
+    return [(config, config._attn_implementation) for config in configs.values()]
+
+
+def write_implementations(implementations: Implementations) -> None:
+    """Write back what :func:`read_implementations` returned."""
+    for config, name in implementations:  # an outer one first, as it also sets its parts
+        config._attn_implementation = name
+
+
+@contextmanager
+def keeping_implementations(model: Any) -> Iterator[None]:
+    """Put the attention of each config back after a block."""
+    before = read_implementations(model)
+    try:
+        yield
+    finally:
+        write_implementations(before)
+
+
+def set_attention(model: Any, name: str) -> None:
+    """Set the attention of a model, also of layers that have a config of their own.
+
+    transformers sets it in the configs of models alone. A layer with another config would run its
+    former attention, on the mask of the new one.
+    """
+    model.set_attn_implementation(name)
+    if text_config(model)._attn_implementation != name:
+        return  # its attention is not in transformers' registry
+
+    of_models: set[int] = set()
+    for module in model.modules():
+        if hasattr(module, "set_attn_implementation"):
+            of_models.update(id(config) for config in _with_parts(module.config))
+    for config, _ in read_implementations(model):
+        if id(config) not in of_models:
+            config._attn_implementation = name
+
+
+def _with_parts(config: Any) -> Iterator[Any]:
+    """Yield a config, then those inside it; nothing for another object."""
+    if not hasattr(config, "_attn_implementation"):
+        return
+    yield config
+    for name in getattr(config, "sub_configs", ()):
+        yield from _with_parts(getattr(config, name, None))
