@@ -7,6 +7,7 @@ import itertools
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import UnionType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -64,7 +65,7 @@ class Parsed(NamedTuple):
     has_rewards: bool = False  # the record has them
     tools: Tools = None
     variables: dict[str, Any] | None = None  # of the chat template
-    supervised: list[Bool] | None = None  # masks of responses that are ids; None: all tokens
+    supervised: Sequence[Bool] = ()  # the mask of each response, if they are ids
     events: tuple[str, ...] = ()
 
     @property
@@ -82,20 +83,24 @@ class Parsed(NamedTuple):
         """True if rewards that differ are one number as float32."""
         if self.rewards is DEFAULT_REWARDS or len(self.rewards) == 1:
             return False
-        stored = {float(np.float32(reward)) for reward in self.rewards}
-        return len(stored) < len(set(self.rewards))
+        float32_rewards = {float(np.float32(reward)) for reward in self.rewards}
+        return len(float32_rewards) < len(set(self.rewards))
 
     @property
     def questions(self) -> list[str]:
         """The text before the responses, or of each turn of the user."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        turns: Any = itertools.chain(self.prompt, *self.responses) if self.is_chat else ()
-        return [turn["content"] or "" for turn in turns if turn["role"] == "user"]
+        match self.prompt:
+            case str():
+                return [self.prompt]
+            case list():
+                turns: Any = itertools.chain(self.prompt, *self.responses)
+                return [turn["content"] or "" for turn in turns if turn["role"] == "user"]
+            case _:
+                return []
 
     @property
     def asks_nothing(self) -> bool:
-        """True if its questions are empty: a set may hold places for those of another set."""
+        """True if its questions are empty: some sets leave out questions of other sets."""
         questions = self.questions
         return bool(questions) and not any(text.strip().strip("-") for text in questions)
 
@@ -117,39 +122,44 @@ def parse(
     Raises:
         Refused: a value is of the wrong type, sides share no prompt, or messages have unknown keys.
     """
-    rewards, has_rewards, events = _rewards_of(reading)
+    rewards = _rewards_of(reading)
     if _holds_token_ids(reading):
         if config.as_chat:
             raise Refused("wrong_type", "as_chat needs text or messages, found token ids")
-        parsed = _parse_ids(reading, columns)
-    else:
-        prompt, responses = _contents(reading)
-        if _are_texts(prompt, responses):
-            prompt, responses = _split_texts(prompt, responses)
-            if not as_chat:
-                _refuse_beside_text(reading, columns)
-                return Parsed(prompt, responses, rewards, has_rewards, events=events)
-            prompt, responses = text_as_messages(prompt, responses)
-        parsed = _parse_chat(reading, prompt, responses, config, roles or {})
-    return parsed._replace(
-        rewards=rewards, has_rewards=has_rewards, events=(*events, *parsed.events)
-    )
+        return _with_rewards(_parse_ids(reading, columns), rewards)
+    prompt, responses = _contents(reading)
+    if _are_texts(prompt, responses):
+        prompt, responses = _split_texts(prompt, responses)
+        if not as_chat:
+            _refuse_beside_text(reading, columns)
+            return Parsed(
+                prompt, responses, rewards.values, rewards.are_explicit, events=rewards.events
+            )
+        prompt, responses = text_as_messages(prompt, responses)
+    return _with_rewards(_parse_chat(reading, prompt, responses, config, roles or {}), rewards)
 
 
 def _contents(reading: Reading) -> tuple[Any, list[Any]]:
     """Return the prompt, or None, and the list of responses."""
-    if isinstance(reading, Pair):
-        return reading.prompt, [reading.chosen, reading.rejected]
-    if isinstance(reading, Answers):
-        if not isinstance(reading.responses, list) or not reading.responses:
-            raise wrong_type("responses must be a list with an answer", reading.responses)
-        return reading.prompt, reading.responses
-    if reading.messages is not None:
-        messages = parsed_json(reading.messages)
-        if not isinstance(messages, list | dict) or not messages:
-            raise wrong_type("messages must be a list of messages", reading.messages)
-        return reading.prompt, [messages]
-    return reading.prompt, [reading.response]
+    match reading:
+        case Pair():
+            return reading.prompt, [reading.chosen, reading.rejected]
+        case Answers():
+            if not _is_filled(reading.responses, list):
+                raise wrong_type("responses must be a list with an answer", reading.responses)
+            return reading.prompt, reading.responses
+        case Chat(messages=None):
+            return reading.prompt, [reading.response]
+        case Chat():
+            messages = parsed_json(reading.messages)
+            if not _is_filled(messages, list | dict):
+                raise wrong_type("messages must be a list of messages", reading.messages)
+            return reading.prompt, [messages]
+
+
+def _is_filled(value: Any, kind: type | UnionType) -> bool:
+    """Return True for a value of a type that is not empty."""
+    return isinstance(value, kind) and bool(value)
 
 
 def _are_texts(prompt: Any, responses: list[Any]) -> bool:
@@ -158,39 +168,77 @@ def _are_texts(prompt: Any, responses: list[Any]) -> bool:
     return all(isinstance(response, str) for response in responses)
 
 
-def _rewards_of(reading: Reading) -> tuple[Sequence[float], bool, tuple[str, ...]]:
-    """Return the rewards of the responses, whether the record has them, and events to note.
+class _Rewards(NamedTuple):
+    """The rewards of the responses, whether the record has them, and events to note."""
+
+    values: Sequence[float]
+    are_explicit: bool = False
+    events: tuple[str, ...] = ()
+
+
+NO_REWARDS = _Rewards(DEFAULT_REWARDS)
+
+
+def _with_rewards(parsed: Parsed, rewards: _Rewards) -> Parsed:
+    return parsed._replace(
+        rewards=rewards.values,
+        has_rewards=rewards.are_explicit,
+        events=(*rewards.events, *parsed.events),
+    )
+
+
+def _rewards_of(reading: Reading) -> _Rewards:
+    """Return the rewards of the responses.
 
     Raises:
         Refused: one is not a finite number, or a margin is not the difference of the rewards.
     """
-    if isinstance(reading, Chat):
-        return (1.0,), False, ()
-    if isinstance(reading, Answers):
-        responses, scores = reading.responses, reading.scores
-        if not isinstance(scores, list | tuple | np.ndarray) or not isinstance(responses, list):
-            raise wrong_type("scores must be a list of numbers, one for each response", scores)
-        if len(scores) != len(responses):
-            raise wrong_type(f"scores must be a list of {len(responses)}", scores)
-        return [_number(score, "a score") for score in scores], False, ()
-    chosen, rejected, margin = reading.chosen_reward, reading.rejected_reward, reading.margin
-    if chosen is None and rejected is None and margin is None:
-        return DEFAULT_REWARDS, False, ()
-    if chosen is None and rejected is None:
-        rewards = (_number(margin, "margin"), 0.0)
-    elif chosen is None or rejected is None:
+    match reading:
+        case Pair():
+            return _rewards_of_pair(reading)
+        case Answers():
+            return _Rewards(_scores_of(reading))
+        case Chat():
+            return _Rewards((1.0,))
+
+
+def _scores_of(answers: Answers) -> list[float]:
+    scores = answers.scores
+    is_list = isinstance(scores, list | tuple | np.ndarray)
+    if not is_list or not isinstance(answers.responses, list):
+        raise wrong_type("scores must be a list of numbers, one for each response", scores)
+    if len(scores) != len(answers.responses):
+        raise wrong_type(f"scores must be a list of {len(answers.responses)}", scores)
+    return [_number(score, "a score") for score in scores]
+
+
+def _rewards_of_pair(pair: Pair) -> _Rewards:
+    """Return the rewards of both sides, or the margin as the reward of the chosen one."""
+    num_rewards = (pair.chosen_reward is not None) + (pair.rejected_reward is not None)
+    if num_rewards == 1:
         detail = "a reward on one side alone, and nothing for the other"
         raise Refused("one_reward", detail)
+    if num_rewards == 0 and pair.margin is None:
+        return NO_REWARDS
+    if num_rewards == 0:
+        chosen = _number(pair.margin, "margin")
+        rejected = 0.0
     else:
-        rewards = (_number(chosen, "chosen_reward"), _number(rejected, "rejected_reward"))
-        if margin is not None:
-            difference = rewards[0] - rewards[1]
-            if not math.isclose(difference, _number(margin, "margin"), rel_tol=MARGIN_TOLERANCE):
-                detail = f"margin {quote(margin)} beside rewards {chosen} and {rejected}"
-                remedy = "Leave out it or the rewards ({})"
-                raise Refused("unread_field", detail, remedy, {"ignore": ["margin"]})
-    events = ("reward_reversed",) if rewards[0] < rewards[1] else ()
-    return rewards, True, events
+        chosen = _number(pair.chosen_reward, "chosen_reward")
+        rejected = _number(pair.rejected_reward, "rejected_reward")
+        if pair.margin is not None:
+            _check_margin(pair, chosen - rejected)
+    events = ("reward_reversed",) if chosen < rejected else ()
+    return _Rewards((chosen, rejected), are_explicit=True, events=events)
+
+
+def _check_margin(pair: Pair, difference: float) -> None:
+    if math.isclose(difference, _number(pair.margin, "margin"), rel_tol=MARGIN_TOLERANCE):
+        return
+    rewards = f"{quote(pair.chosen_reward)} and {quote(pair.rejected_reward)}"
+    detail = f"margin {quote(pair.margin)} beside rewards {rewards}"
+    remedy = "Leave out it or the rewards ({})"
+    raise Refused("unread_field", detail, remedy, {"ignore": ["margin"]})
 
 
 def _number(value: Any, name: str) -> float:
@@ -266,29 +314,35 @@ def _parse_chat(
     config: TokenizeConfig,
     roles: Mapping[str, str],
 ) -> Parsed:
-    unknown: set[str] = set()
+    unknown_keys: set[str] = set()
+    sides = [_turns(response, "assistant", unknown_keys, roles) for response in responses]
     events: tuple[str, ...] = ()
+    begin: list[Message] = []
     if isinstance(reading, Chat) and reading.messages is not None:
-        dialogue = _turns(responses[0], "assistant", unknown, roles)
-        dialogue = _with_system(reading.system, dialogue)
+        sides = [_with_system(reading.system, sides[0])]
         if prompt:
-            _check_prompt(_turns(prompt, "user", unknown, roles), dialogue)
-        begins: list[Message] = []
-        ends = [dialogue]
-    elif isinstance(reading, Answers) and prompt is None and len(responses) == 1:
-        dialogue = _with_system(reading.system, _turns(responses[0], "assistant", unknown, roles))
-        begins, ends, events = _split_last_answer(dialogue)
+            _check_prompt(_turns(prompt, "user", unknown_keys, roles), sides[0])
+    elif isinstance(reading, Answers) and prompt is None and len(sides) == 1:
+        dialogue = _with_system(reading.system, sides[0])
+        begin, answer, events = _split_last_answer(dialogue)
+        sides = [answer]
     else:
-        begins, ends = _split_dialogues(prompt, responses, unknown, roles)
-        begins = _with_system(reading.system, begins)
-    events = (*events, *_unknown_keys(unknown, config))
+        question = [] if prompt is None else _turns(prompt, "user", unknown_keys, roles)
+        if _are_dialogues(sides):
+            begin, sides = split_messages(sides)
+            if prompt:
+                _check_prompt(question, begin)
+        else:
+            _check_answers(question, responses)
+            begin = question
+        begin = _with_system(reading.system, begin)
     return Parsed(
-        begins,
-        ends,
+        begin,
+        sides,
         (),
         tools=normalize_tools(reading.tools),
         variables=normalize_variables(reading.chat_template_kwargs),
-        events=events,
+        events=(*events, *_unknown_keys(unknown_keys, config)),
     )
 
 
@@ -310,49 +364,44 @@ def _unknown_keys(unknown: set[str], config: TokenizeConfig) -> tuple[str, ...]:
 
 def _split_last_answer(
     dialogue: list[Message],
-) -> tuple[list[Message], list[list[Message]], tuple[str, ...]]:
-    """Return the turns of a judged dialogue up to its last question, and the answer behind it."""
-    answers = [i for i, message in enumerate(dialogue) if message["role"] == "assistant"]
-    if not answers:
+) -> tuple[list[Message], list[Message], tuple[str, ...]]:
+    """Return the turns of a judged dialogue up to its last question, the answer, and events."""
+    roles = [message["role"] for message in dialogue]
+    if "assistant" not in roles:
         raise Refused("wrong_type", "messages must hold an answer, found questions alone")
     events: tuple[str, ...] = ()
-    while dialogue[-1]["role"] == "user":
-        dialogue = dialogue[:-1]
+    while roles[-1] == "user":
+        roles.pop()
         events = ("question_without_answer",)
-    questions = [i for i, message in enumerate(dialogue) if message["role"] == "user"]
-    start = questions[-1] + 1 if questions else 0
-    return dialogue[:start], [dialogue[start:]], events
+    start = len(roles)
+    while start > 0 and roles[start - 1] != "user":
+        start -= 1
+    return dialogue[:start], dialogue[start : len(roles)], events
 
 
 def _turns(value: Any, role: str, unknown: set[str], roles: Mapping[str, str]) -> list[Message]:
     """Return text as a turn of a role, and messages in the form that templates expect."""
     if isinstance(value, str):
         value = [{"role": role, "content": value}]
-    elif not isinstance(value, list | dict) or not value:
+    elif not _is_filled(value, list | dict):
         raise wrong_type("a prompt or an answer must be text or messages", value)
     return normalize_messages(value, unknown, roles)
 
 
-def _split_dialogues(
-    prompt: Any, responses: list[Any], unknown: set[str], roles: Mapping[str, str]
-) -> tuple[list[Message], list[list[Message]]]:
-    """Return all sides as messages: a text prompt is a user turn, a text response an answer."""
-    ends = [_turns(response, "assistant", unknown, roles) for response in responses]
-    begins = [] if prompt is None else _turns(prompt, "user", unknown, roles)
-    are_dialogues = any(end and end[0]["role"] in (*SYSTEM, "user") for end in ends)
-    if begins and not are_dialogues:
-        question = (begins[-1]["content"] or "").strip()
-        for response in responses:  # not an answer that only quotes a dialogue
-            if is_hh(response) and question in response:
-                raise _no_common_prompt()
-        return begins, ends
-    if not are_dialogues:
+def _are_dialogues(sides: list[list[Message]]) -> bool:
+    """Return True if turns are whole dialogues, and not answers alone."""
+    return any(side and side[0]["role"] in (*SYSTEM, "user") for side in sides)
+
+
+def _check_answers(prompt: list[Message], responses: list[Any]) -> None:
+    """Raise for answers without a prompt, and for texts that repeat it as a dialogue."""
+    if not prompt:
         remedy = "Name the turns before the answers ({})"
         raise Refused("missing_field", "answers without a prompt", remedy, PROMPT)
-    shared, rest = split_messages(ends)
-    if prompt:
-        _check_prompt(begins, shared)
-    return shared, rest
+    question = (prompt[-1]["content"] or "").strip()
+    for response in responses:  # an answer may quote a dialogue, without the question
+        if is_hh(response) and question in response:
+            raise _no_common_prompt()
 
 
 def _check_prompt(prompt: list[Message], messages: list[Message]) -> None:
@@ -384,10 +433,12 @@ def _with_system(system: Any, messages: list[Message]) -> list[Message]:
     Raises:
         Refused: they begin with another system turn (``unread_field``).
     """
-    if system is None or system == "":
+    if system is None:
         return messages
     if not isinstance(system, str):
         raise wrong_type("system must be text", system)
+    if not system:
+        return messages
     if messages and messages[0]["role"] in SYSTEM:
         if messages[0]["content"] == system:
             return messages
@@ -398,14 +449,13 @@ def _with_system(system: Any, messages: list[Message]) -> list[Message]:
 
 
 def _holds_token_ids(reading: Reading) -> bool:
-    if isinstance(reading, Chat):
-        return reading.input_ids is not None or _is_id_list(reading.response)
-    if isinstance(reading, Pair):
-        return _is_id_list(reading.chosen) or _is_id_list(reading.rejected)
-    responses = reading.responses
-    if not isinstance(responses, list) or not responses:
-        return False
-    return _is_id_list(responses[0])
+    match reading:
+        case Pair():
+            return _is_id_list(reading.chosen) or _is_id_list(reading.rejected)
+        case Answers():
+            return _is_filled(reading.responses, list) and _is_id_list(reading.responses[0])
+        case Chat():
+            return reading.input_ids is not None or _is_id_list(reading.response)
 
 
 def _is_id_list(value: Any) -> bool:
@@ -429,28 +479,33 @@ def _parse_ids(reading: Reading, columns: Collection[str]) -> Parsed:
     if prompt is None and any(label is None for label in labels):
         detail = "token ids without a prompt need labels of both sides"
         raise Refused("missing_field", detail, "Name the prompt's ({})", PROMPT)
-    sequences = [as_ids(ids, name) for ids, name in zip(responses, names, strict=True)]
-    masks = None
-    if any(label is not None for label in labels):
-        masks = [
-            supervised_ids(ids, label, name)
-            for ids, label, name in zip(sequences, labels, names, strict=True)
-        ]
+
+    sequences = []
+    masks = []
+    for response, name, label in zip(responses, names, labels, strict=True):
+        ids = as_ids(response, name)
+        sequences.append(ids)
+        masks.append(supervised_ids(ids, label, name))
     begin = as_ids([] if prompt is None else prompt, "prompt")
     return Parsed(begin, sequences, (), supervised=masks)
 
 
 def _labels_of(reading: Reading, responses: list[Any]) -> tuple[list[str], list[Any]]:
     """Return the names of responses that are ids, for messages, and their labels or None."""
-    if isinstance(reading, Pair):
-        return ["chosen", "rejected"], [reading.chosen_labels, reading.rejected_labels]
     names = [f"response {i + 1}" for i in range(len(responses))]
-    labels = reading.response_labels if isinstance(reading, Answers) else None
-    if labels is None:
-        return names, [None] * len(responses)
-    if not isinstance(labels, list | np.ndarray) or len(labels) != len(responses):
-        raise wrong_type(f"response_labels must be a list of {len(responses)}", labels)
-    return names, list(labels)
+    match reading:
+        case Pair():
+            return ["chosen", "rejected"], [reading.chosen_labels, reading.rejected_labels]
+        case Answers(response_labels=list() | np.ndarray()):
+            labels = list(reading.response_labels)
+        case Answers(response_labels=None) | Chat():
+            labels = [None] * len(responses)
+        case Answers():
+            labels = []  # of another type
+    if len(labels) != len(responses):
+        rule = f"response_labels must be a list of {len(responses)}"
+        raise wrong_type(rule, getattr(reading, "response_labels", None))
+    return names, labels
 
 
 def check_responses(parsed: Parsed, config: TokenizeConfig) -> Parsed:
@@ -479,12 +534,14 @@ def _without_thinking(parsed: Parsed) -> Parsed:
 
 
 def _is_empty(response: Any) -> bool:
-    if isinstance(response, str):
-        return not response or response.isspace()
-    if isinstance(response, np.ndarray):
-        return len(response) == 0
-    answers = [message for message in response if message["role"] == "assistant"]
-    return len(answers) > 0 and not any(has_content(message) for message in answers)
+    match response:
+        case str():
+            return not response or response.isspace()
+        case np.ndarray():
+            return len(response) == 0
+        case _:
+            answers = [message for message in response if message["role"] == "assistant"]
+            return len(answers) > 0 and not any(has_content(message) for message in answers)
 
 
 def check_placeholders(questions: Iterable[str]) -> None:
@@ -505,9 +562,9 @@ def check_placeholders(questions: Iterable[str]) -> None:
 
 def _placeholder_in(text: str) -> str:
     """Return the kind of media for which a question holds a place, or an empty text."""
-    begins = _PLACEHOLDER.match(text)
-    if begins:
-        name = begins[1]
+    match = _PLACEHOLDER.match(text)
+    if match:
+        name = match[1]
     elif text.endswith("\n<image>"):
         name = "image"
     else:
@@ -536,13 +593,19 @@ def prompt_key(parsed: Parsed) -> int:
 def _hash(parts: list[Any]) -> int:
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
-        if isinstance(part, np.ndarray):
-            kind, data = b"i", part.tobytes()
-        elif isinstance(part, str):
-            kind, data = b"t", part.encode(errors="surrogatepass")
-        else:
-            text = as_json(part, sort_keys=True)
-            kind, data = b"m", text.encode(errors="surrogatepass")
+        kind, data = _to_bytes(part)
         digest.update(b"%b%d:" % (kind, len(data)))
         digest.update(data)
     return int.from_bytes(digest.digest(), "little")
+
+
+def _to_bytes(part: Any) -> tuple[bytes, bytes]:
+    """Return a letter for the type of a part of a record, and its bytes."""
+    match part:
+        case np.ndarray():
+            return b"i", part.tobytes()
+        case str():
+            return b"t", part.encode(errors="surrogatepass")
+        case _:
+            text = as_json(part, sort_keys=True)
+            return b"m", text.encode(errors="surrogatepass")

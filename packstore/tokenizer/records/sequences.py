@@ -183,7 +183,7 @@ def masked_ids(ids: Int32, mask: object) -> Bool:
 def id_sequences(
     prompt: Int32,
     responses: Sequence[Int32],
-    supervised: Sequence[Bool] | None,
+    supervised: Sequence[Bool],
     tokenizer: Tokenizer | None,
 ) -> list[Tokens]:
     """Return the sequences of a record of ids, without adding BOS or EOS.
@@ -191,17 +191,17 @@ def id_sequences(
     Args:
         prompt: int32 `[P]`.
         responses: int32 `[R]` each.
-        supervised: the mask of each response, bool `[R]`; None: all tokens.
+        supervised: the mask of each response, bool `[R]`.
         tokenizer: of these ids, if known.
 
     Raises:
         Refused: an id is not in the vocabulary (``wrong_type``).
     """
     sequences = []
-    for i, response in enumerate(responses):
+    for response, response_mask in zip(responses, supervised, strict=True):
         ids = np.concatenate([prompt, response], dtype=np.int32)
         mask = np.zeros(len(ids), np.bool_)
-        mask[len(prompt) :] = True if supervised is None else supervised[i]
+        mask[len(prompt) :] = response_mask
         mask[:1] = False  # nothing predicts the first token
         sequences.append(Tokens(ids, mask, _head_of(ids, tokenizer)))
     return sequences

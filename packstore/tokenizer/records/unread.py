@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -54,7 +54,6 @@ from packstore.tokenizer.records.siblings import (
 )
 from packstore.tokenizer.records.types import is_score
 from packstore.tokenizer.records.values import (
-    BYTES,
     ROLE_KEYS,
     SCHEMA_KEYS,
     begins_json,
@@ -121,6 +120,9 @@ RULES: Mapping[str, str] = {
 INSIDE = frozenset(("judges", "history"))
 """Rules by names that also hold inside objects that are not read at all."""
 
+JUDGING = frozenset(("judges", "word"))
+"""Rules of judgements of an answer."""
+
 OF_TEXT = frozenset(("messages", "tools", "history", "system", "changes"))
 """Rules of input beside a text, such as tools; token ids hold all of it."""
 
@@ -138,6 +140,10 @@ def _quoted_tokens(names: frozenset[str]) -> frozenset[str]:
 _SCHEMA_TOKENS = ("function", *(key.lower() for key in SCHEMA_KEYS))
 _TEXT_TOKENS = _quoted_tokens(spellings(names_of(HISTORIES)).union(ROLE_KEYS, _SCHEMA_TOKENS))
 _ALL_TOKENS = _TEXT_TOKENS | _quoted_tokens(spellings(names_of(JUDGEMENTS)).union(VERDICTS))
+
+
+ROLES_OF_TEXT = {"system": "system", "messages": "user", "judges": "assistant"}
+"""Rule -> the role of a turn that a text by this rule may repeat."""
 
 
 class Finding(NamedTuple):
@@ -245,25 +251,21 @@ class UnreadRules:
         dialogues = Dialogues(parsed)
         remaining: dict[str, Finding] = {}
         for finding in findings:
-            if finding.path in remaining or _is_left(read, finding.path):
+            if _may_stay_unread(finding, read, parsed) or _is_copy(finding, dialogues):
                 continue
-            if finding.rule in (OF_TEXT if parsed.is_ids else OF_IDS):
-                continue
-            if not read.source and _calls_good(finding):
-                continue
-            if not _is_copy(finding, dialogues):
-                remaining[finding.path] = finding
+            remaining.setdefault(finding.path, finding)
         if not remaining:
             return
 
         summary = _summarized(remaining.values(), record)
         detail = ", ".join(f"{f.path} {quote(f.value, 40)} ({NOUNS[f.rule]})" for f in summary)
-        ways_in = [*self._ways_in(summary, read, parsed, dialogues)]
+        ways_in = "; ".join(self._ways_in(summary, read, parsed, dialogues))
         ignores = self._spell_ignored(record, [finding.path for finding in summary])
         ignorable = "it if it changes" if len(summary) == 1 else "those that change"
-        way_out = f"ignore {ignorable} nothing ({ignores})"
-        remedy = ", or ".join(["; ".join(ways_in), way_out]) if ways_in else way_out
-        is_feedback = all(finding.rule in ("judges", "word") for finding in summary)
+        remedy = f"ignore {ignorable} nothing ({ignores})"
+        if ways_in:
+            remedy = f"{ways_in}, or {remedy}"
+        is_feedback = JUDGING.issuperset(finding.rule for finding in summary)
         reason = "unpaired_feedback" if is_feedback else "unread_field"
         raise Refused(reason, detail, remedy[0].upper() + remedy[1:])
 
@@ -276,28 +278,38 @@ class UnreadRules:
         self, findings: Sequence[Finding], read: ReadRecord, parsed: Parsed, dialogues: Dialogues
     ) -> Iterator[str]:
         """Yield how the columns can be read, where that is possible."""
-        scores = [f for f in findings if f.rule in ("judges", "word") and may_be_score(f)]
+        rules = {finding.rule for finding in findings}
+        scores = [finding for finding in findings if may_be_score(finding)]
         if scores and not read.source and not parsed.is_ids:
             settings = {"kind": "scored", "fields": self._with_fields(score=scores[0].path)}
             yield f"pack good and bad answers with their scores ({spell(self._door, settings)})"
-        for rule, hint in HINTS.items():
-            if any(finding.rule == rule for finding in findings):
-                yield hint
+        yield from [hint for rule, hint in HINTS.items() if rule in rules]
         for finding in findings:
-            if EACH_MARK in finding.path:
-                continue
-            if finding.rule == "system" and not dialogues.has_system:
-                yield self._map("system", finding, read, parsed)
-            elif finding.rule == "tools" and parsed.tools is None:
-                yield self._map("tools", finding, read, parsed)
-            elif finding.rule == "weighs" and _may_be_carried(finding):
-                how = spell(self._door, {"carry": [f"{finding.path}:float64"]})
-                yield f"carry {finding.path} ({how}), the weight_field of a loss"
-            elif finding.rule == "changes" and finding.path != "chat_template":
-                yield self._set_variable(finding)
-        if any(finding.rule in ("messages", "history") for finding in findings):
+            way = self._way_to_read(finding, read, parsed, dialogues)
+            if way:
+                yield way
+        if rules & {"messages", "history"}:
             how = "--adapter FILE.py:FUNCTION" if self._door == "shell" else "adapter=FUNCTION"
             yield f"join rounds to the prompt in a function of yours ({how})"
+
+    def _way_to_read(
+        self, finding: Finding, read: ReadRecord, parsed: Parsed, dialogues: Dialogues
+    ) -> str:
+        """Return how one column can be read by a setting, or an empty text."""
+        if EACH_MARK in finding.path:
+            return ""
+        match finding.rule:
+            case "system" if not dialogues.has_system:
+                return self._map("system", finding, read, parsed)
+            case "tools" if parsed.tools is None:
+                return self._map("tools", finding, read, parsed)
+            case "weighs" if _may_be_carried(finding):
+                how = spell(self._door, {"carry": [f"{finding.path}:float64"]})
+                return f"carry {finding.path} ({how}), the weight_field of a loss"
+            case "changes" if finding.path != "chat_template":
+                return self._set_variable(finding)
+            case _:
+                return ""
 
     def _with_fields(self, **fields: str) -> dict[str, str]:
         """Return the setting `fields` with some more: flags add to others, a mapping replaces."""
@@ -393,11 +405,12 @@ class _Search:
 
     def _rule_of_value(self, value: Any) -> str | None:
         """Return the rule that holds for a value under any name."""
-        if isinstance(value, str):
-            is_word = self._is_single and verdict_of(value) is not None
-            return "word" if is_word else None
-        if isinstance(value, BYTES):
-            return "media" if len(value) else None
+        match value:
+            case str():
+                is_word = self._is_single and verdict_of(value) is not None
+                return "word" if is_word else None
+            case bytes() | bytearray() | memoryview():
+                return "media" if len(value) else None
         if is_messages(value):
             return "messages"
         return "tools" if is_tools(value) else None
@@ -440,35 +453,54 @@ def may_matter(value: Any, is_single: bool) -> bool:
 
 def fits_rule(rule: str, value: Any) -> bool:
     """Return True if a value is of the kind that the rule of its name is about."""
-    if rule == "weighs":
-        return is_numeric(value)
-    if rule == "media":
-        return isinstance(value, str | list | dict | np.ndarray | bytes)
-    if rule == "history":
-        return is_rounds(value)
-    if rule == "system":
-        return isinstance(value, str | list | dict)
-    if rule == "masks":
-        return leaves_out(value)
-    if rule == "places":
-        return leaves_out(value) and not is_one_sequence(value)
-    return True
+    test = TESTS.get(rule)
+    return test is None or test(value)
+
+
+def _is_media(value: Any) -> bool:
+    return isinstance(value, str | list | dict | np.ndarray | bytes)
+
+
+def _is_system(value: Any) -> bool:
+    return isinstance(value, str | list | dict)
+
+
+def _are_places(value: Any) -> bool:
+    return leaves_out(value) and not is_one_sequence(value)
+
+
+TESTS: Mapping[str, Callable[[Any], bool]] = {
+    "weighs": is_numeric,
+    "media": _is_media,
+    "history": is_rounds,
+    "system": _is_system,
+    "masks": leaves_out,
+    "places": _are_places,
+}
+"""Rule of a name -> the test of values; any value fits another rule."""
 
 
 def mapped_siblings(fields: Mapping[str, str]) -> Siblings | None:
     """Return the columns of both sides if they were mapped from siblings, and without a verdict."""
-    if "verdict" in fields:
+    if "verdict" in fields or not fields.keys() >= {"chosen", "rejected"}:
         return None
-    chosen = fields.get("chosen")
-    rejected = fields.get("rejected")
-    if chosen is None or rejected is None:
-        return None
-    return find_siblings(chosen, rejected)
+    return find_siblings(fields["chosen"], fields["rejected"])
 
 
 def may_be_score(finding: Finding) -> bool:
-    """Return True for a value that the role `score` reads."""
-    return EACH_MARK not in finding.path and is_score(finding.value)
+    """Return True for a judgement that the role `score` reads."""
+    if finding.rule not in JUDGING or EACH_MARK in finding.path:
+        return False
+    return is_score(finding.value)
+
+
+def _may_stay_unread(finding: Finding, read: ReadRecord, parsed: Parsed) -> bool:
+    """Return True if a form leaves a finding, or if it changes nothing for such a record."""
+    if _is_left(read, finding.path):
+        return True
+    if finding.rule in (OF_TEXT if parsed.is_ids else OF_IDS):
+        return True
+    return not read.source and _calls_good(finding)
 
 
 def _calls_good(finding: Finding) -> bool:
@@ -487,15 +519,15 @@ def _may_be_carried(finding: Finding) -> bool:
 
 def _is_copy(finding: Finding, dialogues: Dialogues) -> bool:
     """Return True if a finding is a copy of fields that are read."""
-    if finding.rule == "tools":
-        return dialogues.hold_tools(finding.value)
-    if finding.rule == "history":
-        return dialogues.hold_rounds(finding.value)
-    if finding.rule == "system":
-        return dialogues.hold_messages(finding.value, "system")
-    if finding.rule == "messages":
-        return dialogues.hold_messages(finding.value)
-    return finding.rule == "judges" and dialogues.hold_messages(finding.value, "assistant")
+    match finding.rule:
+        case "tools":
+            return dialogues.hold_tools(finding.value)
+        case "history":
+            return dialogues.hold_rounds(finding.value)
+        case "system" | "messages" | "judges":
+            return dialogues.hold_messages(finding.value, ROLES_OF_TEXT[finding.rule])
+        case _:
+            return False
 
 
 def _leaf_values(
@@ -581,7 +613,9 @@ def count_unread(
     """
     names = {name for name in set[Any]().union(*records) if isinstance(name, str)}
     if len(names) > MAX_FIELDS:  # they may be data that differ in each record
-        frequencies = Counter(name for record in records for name in record if name in names)
+        frequencies = Counter[str]()
+        for record in records:
+            frequencies.update(names.intersection(record))
         names = {name for name, _ in frequencies.most_common(MAX_FIELDS)}
     for name in sorted(names):
         number = sum(not is_empty(record.get(name)) for record in records)
@@ -596,19 +630,24 @@ def first_values(record: Mapping[str, Any], names: Iterable[str]) -> dict[str, s
     return {name: show_value(record.get(name)) for name in names}
 
 
+def _as_text(value: Any) -> str:
+    try:
+        return as_json(value)
+    except (TypeError, ValueError):  # records made in Python may hold any object
+        return repr(value)
+
+
 def show_value(value: Any) -> str:
     """Return a value as one line of at most :data:`SHOWN` characters."""
     value = unwrapped(value)
-    if isinstance(value, BYTES):
-        return f"{len(value):,} bytes"
-    if isinstance(value, str):
-        text = value[: 2 * SHOWN]
-    elif isinstance(value, np.ndarray):
-        text = str(value[:SHOWN].tolist())
-    else:
-        try:
-            text = as_json(value)
-        except (TypeError, ValueError):  # records made in Python may hold any object
-            text = repr(value)
+    match value:
+        case bytes() | bytearray() | memoryview():
+            return f"{len(value):,} bytes"
+        case str():
+            text = value[: 2 * SHOWN]
+        case np.ndarray():
+            text = str(value[:SHOWN].tolist())
+        case _:
+            text = _as_text(value)
     text = " ".join(text.split())
     return text if len(text) <= SHOWN else text[: SHOWN - 1] + "…"
