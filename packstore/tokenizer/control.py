@@ -112,47 +112,59 @@ def beginning_of_template(text: str) -> str:
 
 
 def foreign_patterns(is_foreign: Callable[[str], bool]) -> tuple[re.Pattern[str], ...]:
-    """Return patterns that together match those of `TEMPLATE_CONTROLS` that are foreign."""
+    """Return patterns that together match the foreign names of `TEMPLATE_CONTROLS`."""
     return _patterns(name for name in _ALL_TEMPLATE_CONTROLS if is_foreign(name))
 
 
 @functools.lru_cache(maxsize=8)
 def control_pattern(specials: frozenset[str]) -> re.Pattern[str]:
-    """Returns a pattern that matches any of `specials`, the longest first; nothing if empty."""
+    """Return a pattern that matches any of `specials`, the longest first; nothing if empty."""
+    if not specials:
+        return re.compile(r"([^\s\S])")
     names = sorted(specials, key=len, reverse=True)
-    return re.compile("(" + "|".join(map(re.escape, names)) + ")" if names else "([^\\s\\S])")
+    alternatives = "|".join([re.escape(name) for name in names])
+    return re.compile(f"({alternatives})")
 
 
 def holds(text: str, hint: str) -> bool:
-    """Returns ``hint in text``; fast if the first character of `hint` is rare."""
+    """Return ``hint in text``; fast if the first character of `hint` is rare."""
     return hint[:1] in text and hint in text
 
 
 def encode_around_controls(
     texts: Sequence[str], specials: Mapping[str, int], encode: Encode, guards: Sequence[str] = ()
 ) -> tuple[Int32, Int64]:
-    """Encodes texts: control strings become their ids, all other text is encoded by `encode`.
+    """Encode texts: control strings become their ids, all other text is encoded by `encode`.
 
-    The character in `guards` of each text is removed from what is between control strings; inserted
-    into a control string, it prevents a match.
+    Args:
+        guards: for each text, a character that is removed between control strings; inserted into a
+            control string, it prevents a match.
     """
     pattern = control_pattern(frozenset(specials))
-    cut = [pattern.split(text) for text in texts]
+    split_texts = [pattern.split(text) for text in texts]  # text and control strings, in turn
     if guards:
-        cut = [[p.replace(g, "") for p in parts] for parts, g in zip(cut, guards, strict=True)]
-    plain = [part for parts in cut for part in parts[::2] if part]
-    ids, offsets = encode(plain)
-    stretches = iter(np.split(ids, offsets[1:-1]))
-    rows = [
-        [
-            np.array([specials[p]], np.int32) if i % 2 else next(stretches)
-            for i, p in enumerate(parts)
-            if p
+        split_texts = [
+            [part.replace(guard, "") for part in parts]
+            for parts, guard in zip(split_texts, guards, strict=True)
         ]
-        for parts in cut
-    ]
-    lengths = np.array([sum(map(len, row)) for row in rows], np.int64)
-    return np.concatenate([ids[:0], *itertools.chain.from_iterable(rows)]), to_offsets(lengths)
+    plain: list[str] = []
+    for parts in split_texts:
+        plain.extend(part for part in parts[::2] if part)
+    plain_ids, plain_offsets = encode(plain)
+    plain_parts = iter(np.split(plain_ids, plain_offsets[1:-1]))
+
+    pieces = [plain_ids[:0]]
+    lengths = []
+    for parts in split_texts:
+        length = 0
+        for i, part in enumerate(parts):
+            if not part:
+                continue
+            piece = np.array([specials[part]], np.int32) if i % 2 else next(plain_parts)
+            pieces.append(piece)
+            length += len(piece)
+        lengths.append(length)
+    return np.concatenate(pieces), to_offsets(np.array(lengths, np.int64))
 
 
 def free_characters(text: str, count: int) -> list[str]:
@@ -161,9 +173,13 @@ def free_characters(text: str, count: int) -> list[str]:
     Raises:
         Refused: there are fewer: a dialogue of tens of thousands of turns takes several for each.
     """
-    taken = frozenset() if text.isascii() else frozenset(text)
-    free = (c for c in map(chr, range(0x100000, 0x10FFFE)) if c not in taken)
-    characters = list(itertools.islice(free, count))
+    used_characters = frozenset() if text.isascii() else frozenset(text)
+    characters: list[str] = []
+    for code_point in range(0x100000, 0x10FFFE):
+        if len(characters) == count:
+            break
+        if chr(code_point) not in used_characters:
+            characters.append(chr(code_point))
     if len(characters) < count:
         detail = f"{count:,} places to mark, and {len(characters):,} unused characters to mark them"
         raise Refused("template_refused", detail, "Split the record")

@@ -20,7 +20,7 @@ from packstore.tokenizer.tokenizer import Tokenizer
 
 _SURROGATES = re.compile("[\ud800-\udfff]")
 
-_OPENS = re.compile(r"\s*(<[\w-]+>|\[[\w-]+\])\s?")
+_OPENING_TAG = re.compile(r"\s*(<[\w-]+>|\[[\w-]+\])\s?")
 """A tag at the beginning of a text."""
 
 
@@ -30,7 +30,7 @@ class Rendered(NamedTuple):
     Attributes:
         parsed: the record as it was rendered.
         drafts: the texts of its sequences.
-        events: what is to be noted.
+        events: the events to note.
     """
 
     parsed: Parsed
@@ -65,7 +65,7 @@ def render_record(parsed: Parsed, tokenizer: Tokenizer, config: TokenizeConfig) 
 def _draft(
     parsed: Parsed, tokenizer: Tokenizer, config: TokenizeConfig
 ) -> tuple[list[Draft], list[str]]:
-    """Returns the texts of a record's sequences, and events to note."""
+    """Return the texts of a record's sequences, and events to note."""
     guard = ""
     text = _text_of(parsed)
     events = _note_foreign_template(text, tokenizer, config)
@@ -73,28 +73,48 @@ def _draft(
     if is_rendered:
         events.append("rendered_text")
     else:
-        parsed, guard, noted = _apply_special_tokens(parsed, text, tokenizer, config)
-        events += noted
-    prompt = parsed.prompt
-    if isinstance(prompt, str):
+        parsed, guard, control_events = _apply_special_tokens(parsed, text, tokenizer, config)
+        events += control_events
+    if isinstance(parsed.prompt, str):
         is_literal = config.on["special_tokens"] == "keep" and not is_rendered
-        mode: Mode = "literal" if is_literal else "control"
-        texts = [prompt + response for response in parsed.responses]  # type: ignore[operator]
-        drafts = [Draft(text, ((len(prompt), len(text)),), mode) for text in texts]
+        drafts = _draft_text(parsed, "literal" if is_literal else "control")
     else:
-        drafts, noted = _draft_messages(parsed, tokenizer, config, guard)
-        events += noted
+        drafts, chat_events = _draft_messages(parsed, tokenizer, config, guard)
+        events += chat_events
+    drafts, unicode_events = _replace_surrogates(drafts, config)
+    if guard:
+        _check_separable(drafts, tokenizer)
+    return drafts, events + unicode_events
+
+
+def _draft_text(parsed: Parsed, mode: Mode) -> list[Draft]:
+    """Return the sequences of a record of text."""
+    prompt: Any = parsed.prompt
+    drafts = []
+    for response in parsed.responses:
+        text = prompt + response
+        drafts.append(Draft(text, ((len(prompt), len(text)),), mode))
+    return drafts
+
+
+def _replace_surrogates(
+    drafts: list[Draft], config: TokenizeConfig
+) -> tuple[list[Draft], list[str]]:
+    """Return texts of valid Unicode, and events to note.
+
+    Raises:
+        Refused: the job does not replace surrogates (``invalid_unicode``).
+    """
     try:
         "".join(draft.text for draft in drafts).encode()
     except UnicodeEncodeError as error:
         if config.on["invalid_unicode"] != "keep":
-            found = f"surrogates not allowed: {error.object[error.start]!a}"
-            raise Refused("invalid_unicode", found) from None
-        drafts = [one._replace(text=_SURROGATES.sub("�", one.text)) for one in drafts]
-        events.append("unicode_replaced")
-    if guard:
-        _check_separable(drafts, tokenizer)
-    return drafts, events
+            detail = f"surrogates not allowed: {error.object[error.start]!a}"
+            raise Refused("invalid_unicode", detail) from None
+    else:
+        return drafts, []
+    valid = [draft._replace(text=_SURROGATES.sub("�", draft.text)) for draft in drafts]
+    return valid, ["unicode_replaced"]
 
 
 def is_rendered_prompt(prompt: str, tokenizer: Tokenizer) -> bool:
@@ -105,64 +125,82 @@ def is_rendered_prompt(prompt: str, tokenizer: Tokenizer) -> bool:
 
 
 def begins_rendered(text: str, tokenizer: Tokenizer) -> str:
-    """Returns the control string of the chat template that a rendered text begins with; or none.
+    """Return the control string of the chat template that a rendered text begins with; or none.
 
-    Without a template any control string counts. Some templates make them of roles.
+    Without a template any control string counts.
     """
+    match = tokenizer.controls.match(text.lstrip())
     template = tokenizer.template
-    found = tokenizer.controls.match(text.lstrip())
-    if not found:
-        begins = beginning_of_template(text)
-        return begins if template is not None and begins in template.source else ""
-    begins = found[0]
-    if template is None or begins in template.source or begins == tokenizer.bos_token:
-        return begins
-    parts = [begins.split(role) for role in ("user", "system") if role in begins]
-    return begins if any(all(p in template.source for p in of) for of in parts) else ""
+    if match is None:
+        letters = beginning_of_template(text)
+        return letters if template is not None and letters in template.source else ""
+    control = match[0]
+    if template is None or control == tokenizer.bos_token or _writes(template, control):
+        return control
+    return ""
+
+
+def _writes(template: ChatTemplate, control: str) -> bool:
+    """Return True if a template may write a control string; some make it of a role."""
+    if control in template.source:
+        return True
+    for role in ("user", "system"):
+        before, name, after = control.partition(role)
+        if name and before in template.source and after in template.source:
+            return True
+    return False
 
 
 def _is_rendered(parsed: Parsed, tokenizer: Tokenizer, config: TokenizeConfig) -> bool:
-    """Returns True for text that begins as rendered text does, or whose answers all end with EOS.
+    """Return True for text that begins as rendered text does, or has EOS behind all answers.
 
     Raises:
-        Refused: such an answer begins so, too.
+        Refused: an answer begins so, too.
     """
-    prompt, eos = parsed.prompt, tokenizer.eos_token
+    prompt = parsed.prompt
+    eos = tokenizer.eos_token
     if not isinstance(prompt, str) or config.on["special_tokens"] != "keep":
         return False
     responses: Any = parsed.responses
-    begins = begins_rendered(prompt, tokenizer)
-    if begins and any(response.lstrip().startswith(begins) for response in responses):
-        remedy = "Leave what the prompt says out of the answers"
-        raise Refused("no_common_prompt", f"an answer that begins with {begins!r}, too", remedy)
-    if begins or not eos or tokenizer.controls.search(prompt):  # a prompt may quote some
-        return bool(begins)
+    beginning = begins_rendered(prompt, tokenizer)
+    if beginning:
+        if any(response.lstrip().startswith(beginning) for response in responses):
+            remedy = "Leave the text of the prompt out of the answers"
+            detail = f"an answer that begins with {beginning!r}, too"
+            raise Refused("no_common_prompt", detail, remedy)
+        return True
+    if not eos or tokenizer.controls.search(prompt):  # a prompt may quote some
+        return False
     return all(response.rstrip().endswith(eos) for response in responses)
 
 
 def _without_tags(messages: Any, text: str) -> list[Message]:
-    """Returns messages without the tags that stand twice around their contents in a rendering.
+    """Return messages without the tags that stand twice around their contents in a rendering.
 
     Sets for Hermes have results in ``<tool_response>``, which Qwen's templates write around them.
     """
-    bare: list[Message] = []
-    for message in messages:
-        content = (message["content"] or "").rstrip()
-        if begins := _OPENS.match(content):
-            opens = begins[1]
-            closes = f"{opens[0]}/{opens[1:]}"
-            if content.endswith(closes) and any(
-                before.rstrip().endswith(opens) and after.lstrip().startswith(closes)
-                for before, after in itertools.pairwise(text.split(content.lstrip()))
-            ):
-                inner = content[begins.end() :].removesuffix(closes)
-                message = {**message, "content": inner[: len(inner) - inner[-1:].isspace()]}
-        bare.append(message)
-    return bare
+    return [_without_tag(message, text) for message in messages]
+
+
+def _without_tag(message: Message, text: str) -> Message:
+    content = (message["content"] or "").rstrip()
+    beginning = _OPENING_TAG.match(content)
+    if beginning is None:
+        return message
+    opening_tag = beginning[1]
+    closing_tag = f"{opening_tag[0]}/{opening_tag[1:]}"
+    if not content.endswith(closing_tag):
+        return message
+    for before, after in itertools.pairwise(text.split(content.lstrip())):
+        if before.rstrip().endswith(opening_tag) and after.lstrip().startswith(closing_tag):
+            inner = content[beginning.end() :].removesuffix(closing_tag)
+            has_trailing_space = inner[-1:].isspace()
+            return {**message, "content": inner[:-1] if has_trailing_space else inner}
+    return message
 
 
 def _check_separable(drafts: list[Draft], tokenizer: Tokenizer) -> None:
-    """Refuses guarded texts whose control strings this tokenizer cannot encode by themselves."""
+    """Raise for guarded texts with control strings that this tokenizer cannot encode alone."""
     names = [name for draft in drafts for name in tokenizer.controls.findall(draft.text)]
     if not tokenizer.separable.issuperset(names):
         detail = "this tokenizer cannot encode text beside its control tokens by itself"
@@ -173,7 +211,7 @@ def _text_of(parsed: Parsed) -> str:
     """Return all text of a record, of messages as JSON."""
     prompt: Any = parsed.prompt
     if isinstance(prompt, str):
-        return "\n".join([prompt, *parsed.responses])  # type: ignore[list-item]
+        return "\n".join([prompt, *parsed.responses])
     try:
         return as_json([prompt, parsed.responses, parsed.tools, parsed.variables])
     except TypeError as error:  # records made in Python may hold any object
@@ -200,11 +238,15 @@ def _note_foreign_template(text: str, tokenizer: Tokenizer, config: TokenizeConf
 def _apply_special_tokens(
     parsed: Parsed, text: str, tokenizer: Tokenizer, config: TokenizeConfig
 ) -> tuple[Parsed, str, list[str]]:
-    """Answers control strings in the record's own text; returns a guard inserted into them."""
+    """Apply the setting for control strings in a record's own text.
+
+    Returns:
+        The record, a guard inserted into its control strings, and events to note.
+    """
     match = None
     if tokenizer.control_hint in text:
         match = tokenizer.controls.search(text)
-    if not match:
+    if match is None:
         return parsed, "", []
     answer = config.on["special_tokens"]
     if answer in ("drop", "error"):
@@ -215,43 +257,71 @@ def _apply_special_tokens(
     if isinstance(parsed.prompt, str):
         return parsed, "", events
     template = tokenizer.template_for(parsed.tools, {})
-    [guard] = free_characters(text + (template.source if template else ""), 1)
+    source = template.source if template else ""
+    guard = free_characters(text + source, 1)[0]
+    return _insert_guard(parsed, guard, tokenizer), guard, events
 
-    def protect(text: str) -> str:
-        return tokenizer.controls.sub(lambda match: guard.join(match[0]), text)
 
-    value: list[Any] = [parsed.prompt, parsed.responses, parsed.tools, parsed.variables]
-    prompt, responses, tools, variables = map_strings(value, protect)
-    parsed = parsed._replace(prompt=prompt, responses=responses, tools=tools, variables=variables)
-    return parsed, guard, events
+def _insert_guard(parsed: Parsed, guard: str, tokenizer: Tokenizer) -> Parsed:
+    """Return a record with a guard between all characters of its control strings."""
+
+    def guard_match(match: re.Match[str]) -> str:
+        return guard.join(match[0])
+
+    def guard_controls(text: str) -> str:
+        return tokenizer.controls.sub(guard_match, text)
+
+    return parsed._replace(
+        prompt=map_strings(parsed.prompt, guard_controls),
+        responses=map_strings(parsed.responses, guard_controls),
+        tools=map_strings(parsed.tools, guard_controls),
+        variables=map_strings(parsed.variables, guard_controls),
+    )
 
 
 def _check_variables(variables: Mapping[str, Any], template: ChatTemplate) -> None:
-    """Refuses text or lists, such as instructions and tools, that a template does not read."""
+    """Raise for text or lists, such as instructions and tools, that a template does not read."""
     for name, value in variables.items():
-        if isinstance(value, str | list | dict) and value and name not in template.source:
-            remedy = "Set a chat_template that reads it, or make turns or tools of it"
-            raise Refused("unread_field", f"chat_template_kwargs.{name} {quote(value)}", remedy)
+        if not isinstance(value, str | list | dict) or not value:
+            continue
+        if name in template.source:
+            continue
+        remedy = "Set a chat_template that reads it, or make turns or tools of it"
+        raise Refused("unread_field", f"chat_template_kwargs.{name} {quote(value)}", remedy)
 
 
 def _draft_messages(
     parsed: Parsed, tokenizer: Tokenizer, config: TokenizeConfig, guard: str
 ) -> tuple[list[Draft], list[str]]:
-    """Renders a record of messages; returns its sequences, and events to note."""
-    tools, variables = parsed.tools, {**config.template_variables, **(parsed.variables or {})}
+    """Return the sequences of a record of messages, and events to note."""
+    template = _template_of(parsed, tokenizer, config)
+    _check_variables(parsed.variables or {}, template)
+    prompt: Any = parsed.prompt
+    responses: Any = parsed.responses
+    mode: Mode = "guarded" if guard else "control"
+    drafts = []
+    events = []
+    first_side = None
+    for response in responses:
+        side = Dialogue(template, prompt, response, parsed.tools, config, first_side)
+        first_side = first_side or side
+        drafts.append(Draft(side.text, side.spans, mode, guard, side.system_end, True))
+        events += side.events
+    return drafts, events
+
+
+def _template_of(parsed: Parsed, tokenizer: Tokenizer, config: TokenizeConfig) -> ChatTemplate:
+    """Return the chat template of a record, with its tools and variables.
+
+    Raises:
+        TokenizerError: the tokenizer has none.
+    """
     template = tokenizer.template
-    if tools or variables:
-        template = tokenizer.template_for(tools, variables)
+    variables = {**config.template_variables, **(parsed.variables or {})}
+    if parsed.tools or variables:
+        template = tokenizer.template_for(parsed.tools, variables)
     if template is None:
         rule = "chat messages need a chat template"
         remedy = "Set chat_template: a Jinja file, chatml or plain"
         raise TokenizerError(sentence(f"tokenizer {tokenizer.name}", rule, "none", remedy))
-    _check_variables(parsed.variables or {}, template)
-    prompt: Any = parsed.prompt
-    responses: Any = parsed.responses
-    sides: list[Dialogue] = []
-    for response in responses:
-        sides.append(Dialogue(template, prompt, response, tools, config, *sides[:1]))
-    mode: Mode = "guarded" if guard else "control"
-    drafts = [Draft(one.text, one.spans, mode, guard, one.system_end, True) for one in sides]
-    return drafts, [event for one in sides for event in one.events]
+    return template

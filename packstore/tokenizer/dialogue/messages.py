@@ -265,9 +265,9 @@ def _parts_of(raw: Any) -> list[dict[str, Any]]:
 def _read_part(part: dict[str, Any]) -> tuple[str, Any]:
     """Return the kind of a part, and its value: a message of a result, a call, thoughts or text."""
     name = part.get("type") or _first_part_key(part)
-    part_type = PARTS.get(name) if isinstance(name, str) else None
-    if part_type is None:
+    if not isinstance(name, str) or name not in PARTS:
         return "text", part
+    part_type = PARTS[name]
     source = part[name] if isinstance(part.get(name), dict) else part
     fields = part_type.fields.items()
     value = {key: source[source_key] for key, source_key in fields if source.get(source_key)}
