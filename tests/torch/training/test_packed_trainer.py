@@ -499,7 +499,7 @@ def test_a_changed_position_is_refused(stored: SimpleNamespace, tmp_path: Path) 
         other = text.replace(number, str(int(number) + 1), 1)
         file.write_text(other, encoding="utf-8")
         with pytest.raises(FormatError, match="other bytes than its hash says"):
-            run(given)
+            run(given, resume=str(file.parent))
 
 
 def test_a_checkpoint_that_lost_a_part_is_refused(stored: SimpleNamespace, tmp_path: Path) -> None:
