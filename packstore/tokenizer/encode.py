@@ -100,7 +100,7 @@ def _encode_drafts(
     the whole text, so a token that merges both sides lies after the place.
     """
     texts = [(draft.mode, draft.guard + draft.text) for draft in drafts]
-    prefixes: dict[tuple[Mode, str], int] = {}  # their rows follow those of the texts
+    prefixes: dict[tuple[Mode, str], int] = {}  # their rows follow the texts' rows
     rows_before = []  # row of the text before each place; at its start and end, of the whole text
     for place in places:
         draft = drafts[place.draft]

@@ -1,4 +1,4 @@
-"""Uses ``fastokens`` where its ids equal those of the reference, ``tokenizers``.
+"""Uses ``fastokens`` where it gives the same ids as the reference, ``tokenizers``.
 
 It is probed before a job, and compared on the first records and a sample of all others.
 """
@@ -28,7 +28,7 @@ LOADING = 6
 file divided by this (measured with Qwen3's file of 11 MB; with smaller files, somewhat more)."""
 
 ONE_IN = 1000
-"""Number of records of which one is tokenized again by the reference."""
+"""One in so many records is tokenized again by the reference."""
 
 FEWEST = 200
 """Least number of records of a job that are tokenized again."""
@@ -56,7 +56,7 @@ PROBES = (
     "a" * 300 + " " * 70 + "!?" * 60 + "\n" * 20,
     "12345678901234567890 1 12 123 1234 12345 3.000.000 0x1F 1e-9 ²³",
 )  # fmt: skip
-"""Texts of the kinds on which engines are known to disagree."""
+"""Texts that engines are known to encode differently."""
 
 _distrusted: set[str] = set()
 """sha256 of tokenizers for which the faster engine gave wrong ids, in this process."""
@@ -103,8 +103,8 @@ def _encode_probes(tokenizer: Tokenizer) -> list[Int32 | Int64]:
     return [*as_text, *as_ids]
 
 
-def _are_equal(arrays: list[Int32 | Int64], others: list[Int32 | Int64]) -> bool:
-    return all(np.array_equal(a, b) for a, b in zip(arrays, others, strict=True))
+def _are_equal(a: list[Int32 | Int64], b: list[Int32 | Int64]) -> bool:
+    return all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 class EngineWatch:

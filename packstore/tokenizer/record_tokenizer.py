@@ -214,13 +214,13 @@ class RecordTokenizer:
             if not any(hint in text for text in texts):
                 plain_records.append((record, len(prompt), texts))
                 plain_texts += texts
-        joined = "".join(plain_texts)
+        all_text = "".join(plain_texts)
         try:
-            joined.encode()
+            all_text.encode()
         except UnicodeEncodeError:
             return
 
-        has_template_control = _holds_template_control(joined)
+        has_template_control = _holds_template_control(all_text)
         for record, start, texts in plain_records:
             if has_template_control and any(_holds_template_control(text) for text in texts):
                 continue
@@ -254,9 +254,9 @@ class RecordTokenizer:
         drafts = [sequence for sequence in sequences if isinstance(sequence, Draft)]
         ids = {i: s for i, s in enumerate(sequences) if isinstance(s, Tokens)}
         if not drafts:
-            return Sequences.of([tokens for tokens in sequences if isinstance(tokens, Tokens)])
+            return Sequences.of(list(ids.values()))
         encoded = assemble(self._required_tokenizer(), drafts, self.config)
-        return encoded.with_rows(ids, insert=True) if ids else encoded
+        return encoded.with_rows(ids, insert=True)
 
     # Judge.
 
@@ -298,7 +298,7 @@ class RecordTokenizer:
             for row, before, after in zip(rows, full_sequences, fitted, strict=True):
                 if len(after.ids) != len(before.ids):
                     changed[row] = after
-        return sequences.with_rows(changed) if changed else sequences
+        return sequences.with_rows(changed)
 
     def _overlong_records(self, sequences: Sequences, first_rows: Int64) -> list[int]:
         """Return the indices of records that may be too long.
@@ -350,15 +350,15 @@ class RecordTokenizer:
 
     def _count_contents(self, tally: Tally, examples: list[Record]) -> None:
         """Count records by form, chats and texts, and pairs with and without rewards."""
-        tally.forms.update(record.read.source for record in examples)
-        tally.chats = sum(record.parsed.is_chat for record in examples)
-        tally.texts = sum(type(record.parsed.prompt) is str for record in examples)
-        if self._has_template and self.config.as_chat is None:
-            num_raw = sum(_is_raw_text(record) for record in examples)
-            if num_raw:
-                tally.noted["raw_text"] += num_raw
+        notes_raw_text = self._has_template and self.config.as_chat is None
+        for record in examples:
+            tally.forms[record.read.source] += 1
+            tally.chats += record.parsed.is_chat
+            tally.texts += type(record.parsed.prompt) is str
+            tally.scored += record.parsed.has_rewards
+            if notes_raw_text and _is_raw_text(record):
+                tally.noted["raw_text"] += 1
         if self.kind == "preference":
-            tally.scored = sum(record.parsed.has_rewards for record in examples)
             tally.unscored = len(examples) - tally.scored
 
     def _count_columns(self, tally: Tally, examples: list[Record]) -> None:
@@ -460,7 +460,7 @@ def _unsupervised_rows(sequences: Sequences) -> list[int]:
 
 
 def _refuse_identical_sides(records: list[Record], sequences: Sequences, first_rows: Int64) -> None:
-    """Refuse records whose sequences are all equal, as they will be stored.
+    """Refuse records with only equal sequences, as they will be stored.
 
     Texts that differ may still give equal ids: after a cut, the normalization of the tokenizer, or
     a chat template that drops text. Such a pair has no gradient, but counts in every divisor.

@@ -71,7 +71,7 @@ class Refused(Exception):
 
 
 class Stop(Refused):
-    """One record shows that the whole input is read wrongly: the job stops, whatever `on` says."""
+    """One record shows that the whole input is read wrongly: the job stops, whatever `on` is."""
 
     def __init__(
         self, rule: str, detail: str, remedy: str = "", *settings: Mapping[str, Any]

@@ -35,7 +35,7 @@ from packstore.tokenizer.records.judgements import (
     names_of,
 )
 from packstore.tokenizer.records.reading import Chat
-from packstore.tokenizer.records.siblings import advise_siblings, are_siblings
+from packstore.tokenizer.records.siblings import advise_siblings, find_siblings
 from packstore.tokenizer.records.unread import first_values
 from packstore.tokenizer.refusals import Refused
 
@@ -423,13 +423,13 @@ NO_SIBLINGS = [
 
 @pytest.mark.parametrize(("one", "other"), SIBLINGS)
 def test_siblings_differ_in_one_part(one, other):
-    assert are_siblings(one, other)
-    assert are_siblings(other, one)
+    assert find_siblings(one, other) is not None
+    assert find_siblings(other, one) is not None
 
 
 @pytest.mark.parametrize(("one", "other"), NO_SIBLINGS)
 def test_other_names_are_no_siblings(one, other):
-    assert not are_siblings(one, other)
+    assert find_siblings(one, other) is None
 
 
 @pytest.mark.parametrize(("one", "other"), [names for names in SIBLINGS if "." not in names[0]])

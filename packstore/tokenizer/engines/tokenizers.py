@@ -20,8 +20,8 @@ MAX_IDS = 1 << 24
 """Upper bound of ids; the largest vocabularies have a tenth of it."""
 
 MAX_GROWTH = 1000
-"""Largest factor by which the replacements of a normalizer may lengthen a text, and the most ids
-that a post-processor may add to one."""
+"""Largest growth of a text by the replacements of a normalizer, as a factor, and the most ids that
+a post-processor may add to a text."""
 
 
 class Modes:

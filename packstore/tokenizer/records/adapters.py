@@ -51,13 +51,13 @@ class Adapter:
         return adapted
 
     def provenance(self) -> dict[str, Any]:
-        """Return what the manifest records: the name, and the hash of the function's file."""
+        """Return the entries of the manifest: the name, and the hash of the function's file."""
         return {"adapter": self.name, "adapter_sha256": self.sha256}
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.is_importable:
             return load_adapter, (self.name,)
-        # Other processes get records to which the function was applied.
+        # Other processes get records with the results of the function.
         return Adapter, (_not_here, self.name, False, self.sha256)
 
 

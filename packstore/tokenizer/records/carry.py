@@ -21,7 +21,7 @@ TYPES: dict[str, tuple[type, Any]] = {
 """Type name -> its Python class and its numpy type."""
 
 LARGEST_EXACT = 1 << 53
-"""Magnitude up to which every integer is a float64."""
+"""Every integer up to this magnitude is a float64."""
 
 
 def typed_carry(config: TokenizeConfig, records: Sequence[object]) -> tuple[str, ...]:
@@ -76,9 +76,9 @@ def check_carried(record: Mapping[str, Any], types: Mapping[str, str]) -> None:
             raise Refused("missing_field", f"no field {name!r} to carry")
         if not _fits(value, kind):
             detail = f"field {name!r} must be {kind}, found {quote(value)}"
-            for other, (python_class, _) in TYPES.items():
-                if type(value) is python_class and other != kind:
-                    detail += f" (carry {name}:{other})"
+            for fitting_kind, (python_class, _) in TYPES.items():
+                if type(value) is python_class and fitting_kind != kind:
+                    detail += f" (carry {name}:{fitting_kind})"
             raise Refused("wrong_type", detail)
         if isinstance(value, str):
             try:

@@ -20,7 +20,7 @@ from packstore.tokenizer.refusals import ADAPTER, Refused
 def describe(
     read: ReadRecord, record: Mapping[str, Any], kind: str, adapter: Adapter | None
 ) -> list[str]:
-    """Return lines that say how the first record is read, and what of it is not.
+    """Return lines on how the first record is read, and on columns that are not read.
 
     Args:
         read: the record as it was read.
@@ -29,19 +29,16 @@ def describe(
         kind: of the dataset.
     """
     if adapter is not None:
-        lines = [f"reading records by the adapter {adapter.name} ({kind}): {adapter.summary}"]
-        lines.append(f"  fields: {', '.join(sorted(read.further_columns)) or 'none'}")
+        title = f"by the adapter {adapter.name} ({kind}): {adapter.summary}"
+        fields = sorted(read.further_columns) or ["none"]
     elif read.source:
         form = load()[read.source]
-        lines = [f"reading records as the form {form.name} ({kind}): {form.summary}"]
-        lines.append(f"  fields: {', '.join(read.columns.values())}")
+        title = f"as the form {form.name} ({kind}): {form.summary}"
+        fields = list(read.columns.values())
     else:
-        lines = [f"reading records by packstore's own field names ({kind})"]
-    pairs = [f"{role} <- {name}" for role, name in read.columns.items() if role != name]
-    if pairs and not read.source:
-        lines.append(f"  fields: {', '.join(f'{r} <- {c}' for r, c in read.columns.items())}")
-    elif not read.source:
-        lines.append(f"  fields: {', '.join(read.columns)}")
+        title = f"by packstore's own field names ({kind})"
+        fields = _describe_own_fields(read.columns)
+    lines = [f"reading records {title}", f"  fields: {', '.join(fields)}"]
     if isinstance(read.reading, Answers) and not read.source and "score" in read.columns:
         score = read.columns["score"]
         lines.append(
@@ -51,6 +48,13 @@ def describe(
         lines.append(f"  not read: {name} = {text}")
     lines.append("  a later record that cannot be read so stops the job")
     return lines
+
+
+def _describe_own_fields(columns: Mapping[str, str]) -> list[str]:
+    """Return the roles that are read, with their columns unless all have the roles' names."""
+    if all(role == column for role, column in columns.items()):
+        return list(columns)
+    return [f"{role} <- {column}" for role, column in columns.items()]
 
 
 def unread_columns(read: ReadRecord, record: Mapping[str, Any]) -> list[str]:

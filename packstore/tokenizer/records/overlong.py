@@ -19,7 +19,7 @@ class _Sizes:
 
     Attributes:
         lengths: tokens of each sequence, int64 `[S]`.
-        shared: tokens of each prompt that are those of the first, `[S]`.
+        shared: number of tokens that each prompt shares with the first, `[S]`.
         left_out: tokens of each sequence that the layout does not store again, int64 `[S]`.
         multiple: each stored sequence is padded to a multiple of it.
     """
@@ -34,9 +34,9 @@ class _Sizes:
         return int(self.lengths.max())
 
     def total(self, lengths: Int64) -> int:
-        """Return the stored tokens of an example whose sequences have these lengths."""
-        stored = lengths - self.left_out
-        padded = -(-stored // self.multiple) * self.multiple
+        """Return the stored tokens of an example with sequences of these lengths."""
+        stored_lengths = lengths - self.left_out
+        padded = -(-stored_lengths // self.multiple) * self.multiple
         return int(padded.sum())
 
 

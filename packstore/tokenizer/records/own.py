@@ -18,11 +18,11 @@ from packstore.config.record_fields import (
 from packstore.errors import quote
 from packstore.tokenizer.dialogue.messages import parsed_json
 from packstore.tokenizer.records.judgements import fold_word
-from packstore.tokenizer.records.paths import Path, follow, is_path, missing, parse_path
+from packstore.tokenizer.records.paths import Path, describe_missing, follow, is_path, parse_path
 from packstore.tokenizer.records.reading import Answers, Chat, Pair, Reading
 from packstore.tokenizer.records.sequences import unwrapped
 from packstore.tokenizer.records.siblings import side_names
-from packstore.tokenizer.records.types import BAD, GOOD, is_number, is_score
+from packstore.tokenizer.records.types import LABEL_SCORES, is_number, is_score
 from packstore.tokenizer.refusals import Refused, Stop, wrong_type
 
 TURN_ROLES = frozenset(
@@ -32,6 +32,9 @@ TURN_ROLES = frozenset(
 
 REWARD_ROLES = frozenset(("chosen_reward", "rejected_reward", "margin"))
 """Roles of numbers that stand beside a pair."""
+
+OTHER_REWARD = {"chosen_reward": "rejected_reward", "rejected_reward": "chosen_reward"}
+"""Reward of each side -> the reward that must stand beside it."""
 
 LIST_ROLES = frozenset(("responses", "scores", "response_labels"))
 """Roles with one value for each response."""
@@ -142,7 +145,7 @@ class OwnNames:
         """Return the part of a mapped path that a record lacks."""
         name = self._mapped[role]
         path: Path = self._paths.get(name, (name,))
-        return missing(record, path)
+        return describe_missing(record, path)
 
     @property
     def mapped(self) -> Mapping[str, str]:
@@ -223,7 +226,7 @@ class OwnReader:
             rejected = _with_dialogue(chosen, fields.get("rejected_messages"))
             roles = ["prompt", "messages", "rejected_messages"]
         else:
-            raise self._lacking(record, fields, "chosen", "rejected")
+            raise self._missing_roles(record, fields, "chosen", "rejected")
         pair = Pair(
             prompt,
             chosen,
@@ -246,11 +249,10 @@ class OwnReader:
             Refused: only one side has a reward (``one_reward``).
         """
         rewards = {role: fields.values[role] for role in REWARD_ROLES if role in fields.values}
-        if ("chosen_reward" in rewards) != ("rejected_reward" in rewards):
-            side, role = "chosen", "rejected_reward"
-            if "rejected_reward" in rewards:
-                side, role = "rejected", "chosen_reward"
-            column = fields.columns[f"{side}_reward"]
+        for role, other_role in OTHER_REWARD.items():
+            if role in rewards or other_role not in rewards:
+                continue
+            column = fields.columns[other_role]
             detail = f"{column!r} alone, and nothing for {role}"
             remedy = "Name the field of the other side ({}), or leave it out ({})"
             settings = ({"fields": {role: "NAME"}}, {"ignore": [column]})
@@ -260,7 +262,7 @@ class OwnReader:
     def _read_verdict(
         self, record: Mapping[str, Any], fields: OwnFields
     ) -> tuple[Reading, dict[str, str]]:
-        """Return a pair of two mapped answers and the verdict of which is better."""
+        """Return a pair of two mapped answers by their verdict."""
         for role in VERDICT_ROLES:
             if not fields.has(role):
                 detail = f"first, second and verdict belong together, and there is no {role}"
@@ -271,7 +273,8 @@ class OwnReader:
         side = self._side_of(fields.get("verdict"))
         if side == "tie":
             raise Refused("tie", f"verdict {quote(fields.get('verdict'))}")
-        chosen, rejected = ("first", "second") if side == "first" else ("second", "first")
+        chosen = "first" if side == "first" else "second"
+        rejected = "second" if side == "first" else "first"
         pair = Pair(
             fields.get("prompt"),
             fields.get(chosen),
@@ -306,7 +309,7 @@ class OwnReader:
         raise wrong_type(rule, verdict, remedy, settings)
 
     def _sides_named(self, verdict: str) -> list[str]:
-        """Return the sides, of which there should be one, that a text names."""
+        """Return the sides that a text names; there should be one."""
         folded = verdict.strip().casefold()
         if folded == "tie":
             return ["tie"]
@@ -326,7 +329,7 @@ class OwnReader:
         roles = ["prompt", "system", "tools", "chat_template_kwargs"]
         if fields.has("responses"):
             if not fields.has("scores"):
-                raise self._lacking(None, fields, "scores")
+                raise self._missing_roles(None, fields, "scores")
             answers = Answers(
                 fields.get("prompt"),
                 fields.get("responses"),
@@ -337,7 +340,7 @@ class OwnReader:
             roles += ["responses", "scores", "response_labels"]
             return answers, _of_roles(fields.columns, roles)
         if not fields.has("score"):
-            raise self._lacking(None, fields, "score")
+            raise self._missing_roles(None, fields, "score")
         score = score_of(fields.get("score"), fields.columns["score"])
         if fields.has("response"):
             answers = Answers(fields.get("prompt"), [fields.get("response")], [score], **common)
@@ -345,7 +348,7 @@ class OwnReader:
         if fields.has("messages"):
             answers = Answers(fields.get("prompt"), [fields.get("messages")], [score], **common)
             return answers, _of_roles(fields.columns, [*roles, "messages", "score"])
-        raise self._lacking(None, fields, "response")
+        raise self._missing_roles(None, fields, "response")
 
     def _read_chat(self, fields: OwnFields) -> tuple[Reading, dict[str, str]]:
         columns = fields.columns
@@ -356,22 +359,24 @@ class OwnReader:
                 mask=fields.get("mask") if not fields.has("labels") else None,
             )
             if chat.labels is None and chat.mask is None:
-                raise self._lacking(None, fields, "labels")
+                raise self._missing_roles(None, fields, "labels")
             supervision = "labels" if chat.labels is not None else "mask"
             return chat, _of_roles(columns, ["input_ids", supervision])
         roles = ["prompt", "system", "tools", "chat_template_kwargs"]
         common = {role: fields.get(role) for role in roles}
         if fields.has("response"):
             if not fields.has("prompt"):
-                raise self._lacking(None, fields, "prompt")
+                raise self._missing_roles(None, fields, "prompt")
             chat = Chat(response=fields.get("response"), **common)
             return chat, _of_roles(columns, [*roles, "response"])
         if fields.has("messages"):
             chat = Chat(messages=fields.get("messages"), **common)
             return chat, _of_roles(columns, [*roles, "messages"])
-        raise self._lacking(None, fields, "messages", "response")
+        raise self._missing_roles(None, fields, "messages", "response")
 
-    def _lacking(self, record: Mapping[str, Any] | None, fields: OwnFields, *roles: str) -> Refused:
+    def _missing_roles(
+        self, record: Mapping[str, Any] | None, fields: OwnFields, *roles: str
+    ) -> Refused:
         """Return the refusal of a record that lacks all or some of these roles."""
         absent = [role for role in roles if not fields.has(role)]
         for role in absent:
@@ -416,11 +421,8 @@ def score_of(value: Any, name: str) -> float:
     """
     if isinstance(value, bool):
         return float(value)
-    word = fold_word(value) if isinstance(value, str) else ""
-    if word in GOOD:
-        return 1.0
-    if word in BAD:
-        return 0.0
+    if isinstance(value, str) and fold_word(value) in LABEL_SCORES:
+        return LABEL_SCORES[fold_word(value)]
     number = number_of(value)
     if number is None:
         raise wrong_type(f"{name} must be a number, or a label such as good or bad", value)

@@ -1,4 +1,4 @@
-"""Parsed records: readings whose prompt and responses are all text, all messages, or all ids."""
+"""Parsed records: readings with prompt and responses all text, all messages, or all ids."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _PLACEHOLDER = re.compile(r"(?:<(image|video|audio)>)+(?=\n|[^\s<]|\Z)")
 
 
 class Parsed(NamedTuple):
-    """A parsed record, whose prompt and responses are all text, all messages, or all ids."""
+    """A parsed record, with prompt and responses all text, all messages, or all ids."""
 
     prompt: str | list[Message] | Int32  # may be empty
     responses: Sequence[str] | Sequence[list[Message]] | Sequence[Int32]
@@ -459,9 +459,9 @@ def _holds_token_ids(reading: Reading) -> bool:
 
 
 def _is_id_list(value: Any) -> bool:
-    if isinstance(value, np.ndarray):
-        return True
-    return type(value) is list and (not value or type(value[0]) is int)
+    if type(value) is not list:
+        return isinstance(value, np.ndarray)
+    return not value or type(value[0]) is int
 
 
 def _parse_ids(reading: Reading, columns: Collection[str]) -> Parsed:
@@ -575,9 +575,9 @@ def _placeholder_in(text: str) -> str:
 def prompt_key(parsed: Parsed) -> int:
     """Return a 64-bit hash of the prompt.
 
-    It hashes text, not ids, which at the end of a prompt may depend on what follows. The prompt of
-    a dialogue without a separate one ends before its first answer; without an answer, the whole
-    record is the prompt.
+    It hashes text, not ids, which at the end of a prompt may depend on the text behind it. The
+    prompt of a dialogue without a separate one ends before its first answer; without an answer, the
+    whole record is the prompt.
     """
     record = [parsed.prompt, *parsed.responses, parsed.tools]
     if parsed.variables:

@@ -71,7 +71,7 @@ def _follow_each(items: Any, path: Path) -> list[Any] | None:
     return None if any(value is None for value in values) else values
 
 
-def missing(value: Any, path: Path, before: str = "") -> str:
+def describe_missing(value: Any, path: Path, before: str = "") -> str:
     """Return a description of the first part of a path that is missing, and of its surroundings.
 
     Args:
@@ -97,7 +97,7 @@ def _missing_in_items(items: Any, path: Path, before: str) -> str:
     if not isinstance(items, list):
         return f"{before} is no list: {quote(items)}"
     for number, item in enumerate(items):
-        description = missing(item, path, f"{before}[{number}]")
+        description = describe_missing(item, path, f"{before}[{number}]")
         if description:
             return description
     return ""
@@ -107,7 +107,7 @@ def _missing_name(value: dict[str, Any], name: str, before: str) -> str:
     inside = f" in {before}" if before else ""
     if name in value:
         return f"{name!r} is null{inside}"
-    names = ", ".join(repr(other) for other in value) or "nothing"
+    names = ", ".join(repr(key) for key in value) or "nothing"
     return f"no {name!r} among {names}{inside}"
 
 

@@ -65,7 +65,7 @@ class ReadRecord:
 
 
 def columns_of(places: Iterable[str]) -> set[str]:
-    """Return the names of the columns in which names or paths lie."""
+    """Return the names of the columns that names or paths lead to."""
     names = set(places)  # a name may have a dot
     columns = {str(parse_path(name)[0]) for name in names if is_path(name)}
     return names | columns
@@ -81,8 +81,11 @@ def form_named(name: str) -> Form:
     if name in forms:
         return forms[name]
     rule = f"it must be a form (docs/adapters.md), or {OWN}"
-    alike = [each for each in forms if name.lower().replace("-", "_") in each]
-    hint = f" Names like it: {', '.join(alike)}." if alike else meant(name, forms)
+    word = name.lower().replace("-", "_")
+    similar_names = [form_name for form_name in forms if word in form_name]
+    hint = meant(name, forms)
+    if similar_names:
+        hint = f" Names like it: {', '.join(similar_names)}."
     raise ConfigError(sentence("setting form", rule, quote(name)) + hint)
 
 
@@ -197,7 +200,7 @@ class RecordReader:
 
     def _ambiguity(self, matches: Sequence[Match]) -> Stop:
         """Return the refusal of a record with several forms, or several structures of one form."""
-        found = " and ".join(
+        descriptions = " and ".join(
             f"{match.form.name} ({', '.join(match.structure.required)})" for match in matches
         )
         names = list(dict.fromkeys(match.form.name for match in matches))
@@ -209,7 +212,7 @@ class RecordReader:
             choices = [{"ignore": paths} for paths in own_paths]
         return Stop(
             "a record must have one form",
-            found,
+            descriptions,
             f"Choose one ({' or '.join(['{}'] * len(choices))})",
             *choices,
         )
@@ -283,7 +286,7 @@ class RecordReader:
             raise Refused("unread_field", detail, f"Map it to another role than {role}")
 
     def _replace_mapped(self, record: dict[str, Any], result: ReadRecord) -> None:
-        """Put the fields that the user mapped in place of those of a form or adapter."""
+        """Put the fields that the user mapped in place of a form's or adapter's."""
         fields = self._names.find(record)
         values: dict[str, Any] = {}
         for role, column in fields.columns.items():
@@ -368,7 +371,7 @@ def _without(record: dict[str, Any], paths: frozenset[str], before: str) -> dict
         path = f"{before}{name}"
         if path in paths:
             continue
-        is_parent = any(other.startswith((f"{path}.", f"{path}[]")) for other in paths)
+        is_parent = any(inner.startswith((f"{path}.", f"{path}[]")) for inner in paths)
         remaining[name] = _without_inside(value, paths, path) if is_parent else value
     return remaining
 

@@ -115,9 +115,9 @@ def unwrapped(value: Any) -> Any:
 
 def holds_ids(value: object) -> bool:
     """Return True for an array, and for a list that is empty or starts with a whole number."""
-    if isinstance(value, np.ndarray):
-        return True
-    return isinstance(value, list) and (not value or type(value[0]) is int)
+    if not isinstance(value, list):
+        return isinstance(value, np.ndarray)
+    return not value or type(value[0]) is int
 
 
 def as_ids(value: object, name: str) -> Int32:

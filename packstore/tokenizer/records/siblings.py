@@ -31,6 +31,8 @@ _FAMILIES = (
 )
 """Words that count, or that name a side."""
 
+_FAMILY_OF = {word: family for family in _FAMILIES for word in family}
+
 _SIDE_NOUNS = ("model", "response", "answer", "assistant", "output", "candidate", "option")
 """Words before the part that names a side in the value of a verdict: ``model_a``."""
 
@@ -65,9 +67,9 @@ def _differing_parts(first: list[str], second: list[str]) -> tuple[str, str] | N
     if len(first) == len(second):
         pairs = [pair for pair in zip(first, second, strict=True) if pair[0] != pair[1]]
         return pairs[0] if len(pairs) == 1 and _are_alike(*pairs[0]) else None
-    if first and first == second[:-1] and _counts(second[-1]):
+    if first and first == second[:-1] and _kind_of(second[-1]):
         return "", second[-1]
-    if second and second == first[:-1] and _counts(first[-1]):
+    if second and second == first[:-1] and _kind_of(first[-1]):
         return first[-1], ""
     return None
 
@@ -76,15 +78,9 @@ def _order(part: str) -> tuple[int, str]:
     """Return a key that sorts parts as they count: 2 before 10, two before three."""
     if part.isdecimal():
         return int(part), ""
-    for family in _FAMILIES:
-        if part in family:
-            return family.index(part), ""
+    if part in _FAMILY_OF:
+        return _FAMILY_OF[part].index(part), ""
     return 0, part
-
-
-def are_siblings(first: str, second: str) -> bool:
-    """Return True if two names differ in exactly one part: see :func:`find_siblings`."""
-    return find_siblings(first, second) is not None
 
 
 def _split(name: str) -> list[str]:
@@ -94,23 +90,20 @@ def _split(name: str) -> list[str]:
 
 def _are_alike(first: str, second: str) -> bool:
     """Return True for two parts that may name two sides."""
-    if _is_letter(first) and _is_letter(second):
-        return True
-    if first.isdecimal() and second.isdecimal():
-        return True
-    if any(first in family and second in family for family in _FAMILIES):
+    kind = _kind_of(first)
+    if kind and kind == _kind_of(second):
         return True
     # A letter without a separator: answera, answerb.
     return first[:-1] == second[:-1] and {first[-1], second[-1]} == {"a", "b"}
 
 
-def _is_letter(part: str) -> bool:
-    return len(part) == 1 and part.isalpha()
-
-
-def _counts(part: str) -> bool:
-    """Return True for a part that marks a column as one of several."""
-    return _is_letter(part) or part.isdecimal() or any(part in family for family in _FAMILIES)
+def _kind_of(part: str) -> object:
+    """Return the kind of a part that counts, or names a side: equal for two of one kind."""
+    if len(part) == 1 and part.isalpha():
+        return "letter"
+    if part.isdecimal():
+        return "number"
+    return _FAMILY_OF.get(part)
 
 
 def side_names(first: str, second: str) -> dict[str, set[str]]:

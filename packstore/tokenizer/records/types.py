@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,11 +18,13 @@ from packstore.tokenizer.records.judgements import (
 from packstore.tokenizer.records.paths import parse_json_text
 from packstore.tokenizer.records.sequences import holds_ids
 
-GOOD = spellings(GOOD_WORDS) | {"true", "yes", "pos", "positive", "up"}
-"""Texts that call an answer good as a label, in small letters."""
-
-BAD = spellings(BAD_WORDS) | {"false", "no", "neg", "negative", "down"}
-"""Texts that call an answer bad as a label, in small letters."""
+LABEL_SCORES: Mapping[str, float] = {
+    **dict.fromkeys(spellings(GOOD_WORDS), 1.0),
+    **dict.fromkeys(("true", "yes", "pos", "positive", "up"), 1.0),
+    **dict.fromkeys(spellings(BAD_WORDS), 0.0),
+    **dict.fromkeys(("false", "no", "neg", "negative", "down"), 0.0),
+}
+"""A label in small letters -> 1 if it calls an answer good, 0 if it calls it bad."""
 
 _NUMERAL = re.compile(r"[+-]?\d+(\.\d*)?([eE][+-]?\d+)?")
 
@@ -100,7 +102,7 @@ def _is_numeral(value: object) -> bool:
 
 def is_score(value: object) -> bool:
     """Return True for a number or its text, a boolean, and a word for a good or bad answer."""
-    if isinstance(value, str) and fold_word(value) in GOOD | BAD:
+    if isinstance(value, str) and fold_word(value) in LABEL_SCORES:
         return True
     return isinstance(value, bool) or _is_numeral(value)
 

@@ -66,7 +66,7 @@ from packstore.tokenizer.records.values import (
     leaves_out,
     parse_json,
 )
-from packstore.tokenizer.refusals import Refused
+from packstore.tokenizer.refusals import ADAPTER, Refused
 
 SHOWN = 200
 """Characters of a value in an announcement."""
@@ -137,7 +137,7 @@ def _quoted_tokens(names: frozenset[str]) -> frozenset[str]:
     return names | {f"{name}\\" for name in names}
 
 
-_SCHEMA_TOKENS = ("function", *(key.lower() for key in SCHEMA_KEYS))
+_SCHEMA_TOKENS = {key.lower() for key in SCHEMA_KEYS} | {"function"}
 _TEXT_TOKENS = _quoted_tokens(spellings(names_of(HISTORIES)).union(ROLE_KEYS, _SCHEMA_TOKENS))
 _ALL_TOKENS = _TEXT_TOKENS | _quoted_tokens(spellings(names_of(JUDGEMENTS)).union(VERDICTS))
 
@@ -175,7 +175,7 @@ class UnreadRules:
     """The rules for columns that nothing reads, for one job.
 
     Args:
-        config: `fields` and `ignore` say which columns are read, and which count as absent.
+        config: `fields` names columns that are read, `ignore` columns that count as absent.
         kind: of the job.
         carried: names of columns that are carried.
         has_adapter: whether a user's function reads the records; it has judged the answers.
@@ -210,7 +210,8 @@ class UnreadRules:
         for column in columns:
             value = record[column.name]
             if column.rule is not None or may_matter(value, self._are_single):
-                _Search(column, self._are_single, findings).look_at_column(value)
+                search = _Search(column, self._are_single, findings)
+                search.look(value, column.path, column.rule)
         if self._siblings is not None:
             self._check_siblings(self._siblings, record, columns)
         if findings:
@@ -289,7 +290,7 @@ class UnreadRules:
             if way:
                 yield way
         if rules & {"messages", "history"}:
-            how = "--adapter FILE.py:FUNCTION" if self._door == "shell" else "adapter=FUNCTION"
+            how = spell(self._door, ADAPTER)
             yield f"join rounds to the prompt in a function of yours ({how})"
 
     def _way_to_read(
@@ -333,7 +334,7 @@ class UnreadRules:
     def _check_siblings(
         self, siblings: Siblings, record: Mapping[str, Any], columns: Iterable[Column]
     ) -> None:
-        """Raise if sides were mapped from siblings beside a column that may say which is better."""
+        """Raise if sides were mapped from siblings beside a column that may judge them."""
         values: dict[str, Any] = {}
         for column in columns:
             for path, value in _leaf_values(record[column.name], column.path, column.skipped):
@@ -367,24 +368,14 @@ class _Search:
         self._is_single = is_single
         self._findings = findings
 
-    def look_at_column(self, value: Any) -> None:
-        if self._column.path in self._column.above:
-            self._look_beside(value, self._column.path)
-        else:
-            self._look(value, self._column.path, self._column.rule)
-
-    def _look_beside(self, value: Any, path: str) -> None:
-        """Look at the parts of an object beside those that are read, as at columns."""
-        for at, name, item in _parts_of(parse_json(unwrapped(value)), path):
-            if at in self._column.above:
-                self._look_beside(item, at)
-            else:
-                self._look(item, at, RULES.get(fold(name)))
-
-    def _look(self, value: Any, path: str, rule: str | None, depth: int = 0) -> None:
+    def look(self, value: Any, path: str, rule: str | None, depth: int = 0) -> None:
         """Look at a value: by the rule of its name, by its own form, and inside of it."""
         value = unwrapped(value)
         if is_absent(value) or path in self._column.skipped:
+            return
+        if path in self._column.above:  # parts beside a field that is read count as columns
+            for at, name, item in _parts_of(parse_json(value), path):
+                self.look(item, at, RULES.get(fold(name)))
             return
         if rule is not None and self._holds(rule, depth) and fits_rule(rule, value):
             self._findings.append(Finding(rule, path, value))
@@ -395,7 +386,7 @@ class _Search:
             self._findings.append(Finding(rule_of_value, path, value))
         elif depth < MAX_DEPTH:
             for at, name, item in _parts_of(parsed, path):
-                self._look(item, at, RULES.get(fold(name)), depth + 1)
+                self.look(item, at, RULES.get(fold(name)), depth + 1)
 
     def _holds(self, rule: str, depth: int) -> bool:
         """Return True if a rule by a name holds beside this reading, at this depth."""

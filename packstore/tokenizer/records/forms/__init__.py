@@ -107,13 +107,13 @@ class Structure:
     def declared(self) -> dict[str, tuple[Path, FieldType]]:
         """Path of each declared field -> its parts, and its type."""
         fields: dict[str, FieldType] = {}
-        for names in self.beside.values():
+        for names in self.common_fields.values():
             fields |= names
         fields |= {**self.optional, **self.required}
         return {path: (parse_path(path), kind) for path, kind in fields.items()}
 
     @functools.cached_property
-    def beside(self) -> dict[str, dict[str, FieldType]]:
+    def common_fields(self) -> dict[str, dict[str, FieldType]]:
         """The fields of :data:`CHAT_FIELDS` and :data:`REWARDS` that go straight to a reading.
 
         Not those that the form declares as optional, must not have, or leaves.
@@ -123,15 +123,15 @@ class Structure:
             groups |= REWARDS
         if not self.kind:
             groups = {}
-        paths = {*self.optional, *self.without}
-        return {
-            argument: {
-                name: kind
-                for name, kind in names.items()
-                if name not in paths and not self.leaves_out(name)
+        fields: dict[str, dict[str, FieldType]] = {}
+        for argument, names in groups.items():
+            fields[argument] = {
+                name: kind for name, kind in names.items() if not self._uses_otherwise(name)
             }
-            for argument, names in groups.items()
-        }
+        return fields
+
+    def _uses_otherwise(self, name: str) -> bool:
+        return name in self.optional or name in self.without or self.leaves_out(name)
 
     @functools.cached_property
     def roots(self) -> frozenset[str]:
@@ -324,12 +324,12 @@ class Match:
         if isinstance(reading, Drop):
             return reading
 
-        further = {}
-        for argument, names in self.structure.beside.items():
+        values = {}
+        for argument, names in self.structure.common_fields.items():
             value = _first_value(fields, names)
             if value is not None and getattr(reading, argument) is None:
-                further[argument] = value
-        return dataclasses.replace(reading, **further) if further else reading
+                values[argument] = value
+        return dataclasses.replace(reading, **values) if values else reading
 
 
 def _first_value(fields: Fields, names: Iterable[str]) -> Any:
@@ -368,30 +368,30 @@ def match_forms(record: Mapping[str, Any], names: Iterable[Form] | None = None) 
 
 
 def has_candidate_forms(record: Mapping[str, Any]) -> bool:
-    """Return True if a form has all of its columns among those of a record."""
+    """Return True if a record has all columns of a form."""
     return bool(_candidates(*record))
 
 
 def _most_specific(matches: list[Match]) -> list[Match]:
-    """Return the matches without those whose fields another one requires as well, and more."""
+    """Return the matches but for any whose fields another one requires as well, and more."""
+    all_required = [match.structure.required.keys() for match in matches]
     specific = []
-    for match in matches:
-        required = match.structure.required.keys()
-        if not any(required < other.structure.required.keys() for other in matches):
+    for match, required in zip(matches, all_required, strict=True):
+        if not any(required < more_required for more_required in all_required):
             specific.append(match)
     return specific
 
 
 @functools.lru_cache(maxsize=1000)
 def _candidates(*names: str) -> list[tuple[Form, Structure]]:
-    """Return the structures whose columns are all among `names`."""
+    """Return the structures with columns that are all among `names`."""
     columns = frozenset(names)
-    return [
-        (form, structure)
-        for form in load().values()
-        for structure in form.structures
-        if structure.roots <= columns
-    ]
+    candidates = []
+    for form in load().values():
+        for structure in form.structures:
+            if structure.roots <= columns:
+                candidates.append((form, structure))
+    return candidates
 
 
 def _with_keys(value: Any, keys: Mapping[str, str | None]) -> Any:

@@ -158,7 +158,7 @@ def magpie(fields: Fields) -> Chat:
     source="https://github.com/modelscope/ms-swift/blob/main/swift/dataset/data/dataset_info.json",
 )
 def infinity_instruct(fields: Fields) -> Chat:
-    """One dialogue as messages; its label is left, as it says which abilities a question needs."""
+    """One dialogue as messages; its label, which names abilities, is left."""
     return Chat(messages=fields["conversations"])
 
 

@@ -1,4 +1,4 @@
-"""What several forms do: turn verdicts, votes and scores into pairs; join texts; make turns."""
+"""Shared steps of forms: turn verdicts, votes and scores into pairs; join texts; make turns."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from typing import Any
 
 from packstore.errors import quote
 from packstore.tokenizer.records.reading import Drop, Pair
-from packstore.tokenizer.records.types import BAD, GOOD, is_number, role_at
+from packstore.tokenizer.records.types import LABEL_SCORES, is_number, role_at
 from packstore.tokenizer.refusals import Refused, wrong_type
 
 Message = dict[str, Any]
 
 
 def by_score(
-    prompt: Any, first: Any, second: Any, first_score: Any, second_score: Any, **further: Any
+    prompt: Any, first: Any, second: Any, first_score: Any, second_score: Any, **arguments: Any
 ) -> Pair | Drop:
     """Return the answer with the higher score as chosen, with both scores as rewards.
 
     Args:
-        further: other arguments of :class:`Pair`, such as `system`.
+        arguments: of :class:`Pair`, such as `system`.
     """
     first_number = to_number(first_score)
     second_number = to_number(second_score)
     if first_number == second_number:
         return Drop("tie", f"both answers have the score {quote(first_score)}")
     if first_number > second_number:
-        return Pair(prompt, first, second, first_number, second_number, **further)
-    return Pair(prompt, second, first, second_number, first_number, **further)
+        return Pair(prompt, first, second, first_number, second_number, **arguments)
+    return Pair(prompt, second, first, second_number, first_number, **arguments)
 
 
-def by_scores(prompt: Any, answers: Any, scores: Any, **further: Any) -> Pair | Drop:
+def by_scores(prompt: Any, answers: Any, scores: Any, **arguments: Any) -> Pair | Drop:
     """Return a pair of two listed answers by their listed scores.
 
     Raises:
@@ -40,13 +40,13 @@ def by_scores(prompt: Any, answers: Any, scores: Any, **further: Any) -> Pair | 
     """
     if len(answers) != 2 or len(scores) != 2:
         raise wrong_type("there must be two answers with a score each", scores)
-    return by_score(prompt, answers[0], answers[1], scores[0], scores[1], **further)
+    return by_score(prompt, answers[0], answers[1], scores[0], scores[1], **arguments)
 
 
-def by_sign(prompt: Any, first: Any, second: Any, preference: Any, **further: Any) -> Pair | Drop:
+def by_sign(prompt: Any, first: Any, second: Any, preference: Any, **arguments: Any) -> Pair | Drop:
     """Return a pair by a preference that is negative if the first answer is better."""
     strength = to_number(preference)
-    return by_score(prompt, first, second, max(-strength, 0), max(strength, 0), **further)
+    return by_score(prompt, first, second, max(-strength, 0), max(strength, 0), **arguments)
 
 
 def by_word(
@@ -58,7 +58,7 @@ def by_word(
     first_is: Iterable[Any],
     second_is: Iterable[Any],
     tie_is: Iterable[Any] = (),
-    **further: Any,
+    **arguments: Any,
 ) -> Pair | Drop:
     """Return a pair by a verdict; the values that name each side are listed.
 
@@ -66,9 +66,9 @@ def by_word(
         Refused: the verdict is none of the listed values (``wrong_type``).
     """
     if verdict in first_is:
-        return Pair(prompt, first, second, **further)
+        return Pair(prompt, first, second, **arguments)
     if verdict in second_is:
-        return Pair(prompt, second, first, **further)
+        return Pair(prompt, second, first, **arguments)
     if verdict in tie_is:
         return Drop("tie", f"verdict {quote(verdict)}")
     listed = ", ".join(quote(value) for value in (*first_is, *second_is, *tie_is))
@@ -83,12 +83,12 @@ def by_votes(
     *,
     first_is: Iterable[Any],
     second_is: Iterable[Any],
-    **further: Any,
+    **arguments: Any,
 ) -> Pair | Drop:
     """Return the answer with more votes as chosen, with the numbers of votes as rewards."""
     first_votes = sum(vote in first_is for vote in votes)
     second_votes = sum(vote in second_is for vote in votes)
-    return by_score(prompt, first, second, first_votes, second_votes, **further)
+    return by_score(prompt, first, second, first_votes, second_votes, **arguments)
 
 
 def to_number(value: Any) -> float:
@@ -113,11 +113,8 @@ def to_score(judgement: Any) -> float:
     Raises:
         Refused: it is neither a number nor one of the words (``wrong_type``).
     """
-    word = judgement.lower() if isinstance(judgement, str) else judgement
-    if word in GOOD:
-        return 1.0
-    if word in BAD:
-        return 0.0
+    if isinstance(judgement, str) and judgement.lower() in LABEL_SCORES:
+        return LABEL_SCORES[judgement.lower()]
     return to_number(judgement)
 
 
@@ -199,11 +196,15 @@ def questions_and_answers(questions: Any, answers: Any) -> list[Message]:
     return rounds_as_messages(rounds)
 
 
-def as_turns(said: Any, role: str) -> list[Message]:
+def as_turns(value: Any, role: str) -> list[Message]:
     """Return text, or one message, as a list of messages; a list as it is."""
-    if isinstance(said, str):
-        return [{"role": role, "content": said}]
-    return said if isinstance(said, list) else [said]
+    match value:
+        case str():
+            return [{"role": role, "content": value}]
+        case list():
+            return value
+        case _:
+            return [value]
 
 
 def with_reasoning(thoughts: str, answer: Any) -> list[Message]:
@@ -218,11 +219,11 @@ def cut_at(messages: list[Message], answer_number: Any) -> list[Message]:
     Raises:
         Refused: the dialogue has not so many (``wrong_type``).
     """
-    asked = [i for i in range(len(messages)) if role_at(messages, i) == "user"]
-    if answer_number not in range(1, len(asked) + 1):
-        rule = f"the number of the judged round must be from 1 to {len(asked)}"
+    questions = [i for i in range(len(messages)) if role_at(messages, i) == "user"]
+    if answer_number not in range(1, len(questions) + 1):
+        rule = f"the number of the judged round must be from 1 to {len(questions)}"
         raise wrong_type(rule, answer_number)
-    ends = [*asked, len(messages)]
+    ends = [*questions, len(messages)]
     return messages[: ends[answer_number]]
 
 
@@ -233,10 +234,10 @@ def split_at_first_answer(messages: list[Message]) -> tuple[list[Message], list[
         Refused: no answer follows a question (``wrong_type``).
     """
     roles = [role_at(messages, i) for i in range(len(messages))]
-    answers = [i for i, role in enumerate(roles) if role in ("assistant", "call")]
-    if "user" not in roles or not answers or answers[-1] < roles.index("user"):
+    start = roles.index("user") + 1 if "user" in roles else len(roles)
+    answers = [i for i in range(start, len(roles)) if roles[i] in ("assistant", "call")]
+    if not answers:
         raise wrong_type("messages must hold a question and an answer", messages)
-    start = roles.index("user") + 1
     return messages[:start], messages[start : answers[-1] + 1]
 
 

@@ -435,7 +435,7 @@ def input_output(fields: Fields) -> Chat:
     source="https://huggingface.co/datasets/PJMixers-Dev/cognitivecomputations_dolphin-r1-reasoning",
 )
 def prompt_reasoning_response(fields: Fields) -> Chat:
-    """A prompt, what the model thought about it, and the response; the thoughts are learned."""
+    """A prompt, the thoughts of the model, and the response; the thoughts are learned."""
     return read_answer(fields, fields["prompt"], first_present(fields, "response", "completion"))
 
 
@@ -494,7 +494,7 @@ def prompt_reasoning_response(fields: Fields) -> Chat:
     source="https://huggingface.co/datasets/KingNish/reasoning-base-20k",
 )
 def reasoning_and_answer(fields: Fields) -> Chat:
-    """A question, what the model thought about it, and the answer; the thoughts are learned."""
+    """A question, the thoughts of the model, and the answer; the thoughts are learned."""
     question_turns = first_present(
         fields, "messages", "question", "problem", "Question", "input", "user"
     )

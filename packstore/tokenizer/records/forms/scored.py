@@ -154,7 +154,7 @@ def scored_answers(fields: Fields) -> Answers:
     source="https://github.com/NVIDIA-NeMo/RL/blob/main/docs/guides/dpo.md",
 )
 def ranked_answers(fields: Fields) -> Answers:
-    """A question and any number of answers with a rank each, the lowest of which is the best."""
+    """A question and any number of answers with a rank each; the lowest rank is the best."""
     ranks = first_present(fields, "answers[].rank", "completions[].rank")
     return Answers(
         first_present(fields, "prompt", "context"),

@@ -1,4 +1,4 @@
-"""Two answers, and the verdict, the votes or the scores that say which one is better."""
+"""Two answers, and the verdict, the votes or the scores that make one the better."""
 
 from __future__ import annotations
 
@@ -403,19 +403,19 @@ def chatbot_arena(fields: Fields) -> Pair | Drop:
 
 
 def _rounds_before(judged: list[Message], rounds: Any, answer: str) -> list[Message]:
-    """Return the rounds of one side before the judged ones, with which they may end."""
+    """Return the rounds of one side before the judged ones, which may stand at their end."""
     if not rounds:
         return []
     try:
-        said = [item[name] for item in rounds for name in ("user", answer)]
+        turns = [item[name] for item in rounds for name in ("user", answer)]
     except (KeyError, TypeError):
         raise wrong_type(f"rounds must be a list of user and {answer}", rounds) from None
-    session = normalize_messages(said, set())
+    session = normalize_messages(turns, set())
     end = normalize_messages(judged, set())
     if session[-len(end) :] == end:
         return session[: -len(end)]
     if end[0] in session:
-        raise wrong_type("earlier rounds must end with the judged ones", said[-1])
+        raise wrong_type("earlier rounds must end with the judged ones", turns[-1])
     return session
 
 
