@@ -36,6 +36,9 @@ REWARD_ROLES = frozenset(("chosen_reward", "rejected_reward", "margin"))
 OTHER_REWARD = {"chosen_reward": "rejected_reward", "rejected_reward": "chosen_reward"}
 """Reward of each side -> the reward that must stand beside it."""
 
+PAIR_ROLES = frozenset(("chosen", "rejected", "rejected_messages", *VERDICT_ROLES))
+"""Roles that only pairs have."""
+
 LIST_ROLES = frozenset(("responses", "scores", "response_labels"))
 """Roles with one value for each response."""
 
@@ -59,7 +62,7 @@ class OwnFields:
 
     def has(self, *roles: str) -> bool:
         """Return True if the record has all of these roles."""
-        return all(role in self.values for role in roles)
+        return self.values.keys() >= {*roles}
 
     def get(self, role: str) -> Any:
         """Return the value of a role, or None."""
@@ -166,9 +169,7 @@ def own_kind(fields: OwnFields) -> str | None:
     """Return the kind that a record's own field names speak for, or None."""
     if fields.has("responses"):
         return "scored"
-    if any(
-        fields.has(role) for role in ("chosen", "rejected", "rejected_messages", *VERDICT_ROLES)
-    ):
+    if not PAIR_ROLES.isdisjoint(fields.values):
         return "preference"
     is_answer = fields.has("response") or fields.has("messages")
     if is_answer and fields.has("score") and is_score(fields.get("score")):

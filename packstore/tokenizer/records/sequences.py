@@ -82,8 +82,9 @@ class Sequences:
         """Return the sequences with `rows` replaced, or inserted with `insert`."""
         if not rows:
             return self
-        number = len(self.heads) + len(rows) if insert else len(self.heads)
-        indices = [i for i in range(number) if not (insert and i in rows)]
+        inserted = rows if insert else {}
+        number = len(self.heads) + len(inserted)
+        indices = [i for i in range(number) if i not in inserted]
         tokens = {index: self.row(i) for i, index in enumerate(indices)}
         tokens.update(rows)
         refusals = {indices[i]: refusal for i, refusal in self.refusals.items()}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -136,10 +137,7 @@ def _differing_text(name: str, sibling: str) -> str:
 
 def _shared_length(first: str, second: str) -> int:
     """Return the length of the beginning that two texts share."""
-    for i, (first_character, second_character) in enumerate(zip(first, second, strict=False)):
-        if first_character != second_character:
-            return i
-    return min(len(first), len(second))
+    return len(os.path.commonprefix((first, second)))  # noqa: RUF071  (of characters)
 
 
 def side_named(value: Any, siblings: Siblings) -> str | None:

@@ -46,7 +46,8 @@ def is_message(value: Any) -> bool:
     item = parse_json(value)
     if not isinstance(item, dict):
         return False
-    return any(key in item for key in ROLE_KEYS) and any(key in item for key in CONTENT_KEYS)
+    has_role = not item.keys().isdisjoint(ROLE_KEYS)
+    return has_role and not item.keys().isdisjoint(CONTENT_KEYS)
 
 
 def is_messages(value: Any) -> bool:
@@ -80,15 +81,21 @@ def _is_schema(value: Any) -> bool:
 
 def is_numeric(value: Any) -> bool:
     """Return True for a number, its text, and a list of numbers."""
-    if isinstance(value, str):
-        try:
-            float(value)
-        except ValueError:
-            return False
-        return True
-    if isinstance(value, list):
-        return bool(value) and is_numeric(value[0])
-    return isinstance(value, int | float | np.ndarray)
+    match value:
+        case str():
+            return _is_number_text(value)
+        case list():
+            return bool(value) and is_numeric(value[0])
+        case _:
+            return isinstance(value, int | float | np.ndarray)
+
+
+def _is_number_text(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def is_rounds(value: Any) -> bool:
