@@ -299,7 +299,7 @@ def test_scores_of_a_classifier_beside_chats_say_how_to_leave_them(pack, tokeniz
     record = {"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "x"}],
               "source": "s", "score": 5.2}  # fmt: skip
     assert pack(tokenizer, record).dataset.manifest.kind == "scored"
-    assert "score" in announcement(caplog)
+    assert 'ignore=["score"]' in announcement(caplog)
     assert pack(tokenizer, record, ignore=["score"]).dataset.manifest.kind == "sft"
 
 

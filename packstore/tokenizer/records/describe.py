@@ -41,9 +41,8 @@ def describe(
     lines = [f"reading records {title}", f"  fields: {', '.join(fields)}"]
     if isinstance(read.reading, Answers) and not read.source and "score" in read.columns:
         score = read.columns["score"]
-        lines.append(
-            f"  {score} judges each answer; to learn all answers instead: --ignore {score}"
-        )
+        ignores = spell(current_door(), {"ignore": [score]})
+        lines.append(f"  {score} judges each answer; to learn all answers instead: {ignores}")
     for name, text in first_values(record, unread_columns(read, record)).items():
         lines.append(f"  not read: {name} = {text}")
     lines.append("  a later record that cannot be read so stops the job")
