@@ -256,7 +256,7 @@ class RecordTokenizer:
         if not drafts:
             return Sequences.of(list(ids.values()))
         encoded = assemble(self._required_tokenizer(), drafts, self.config)
-        return encoded.with_rows(ids, insert=True)
+        return encoded.with_rows(ids, insert=True) if ids else encoded
 
     # Judge.
 
@@ -298,7 +298,7 @@ class RecordTokenizer:
             for row, before, after in zip(rows, full_sequences, fitted, strict=True):
                 if len(after.ids) != len(before.ids):
                     changed[row] = after
-        return sequences.with_rows(changed)
+        return sequences.with_rows(changed) if changed else sequences
 
     def _overlong_records(self, sequences: Sequences, first_rows: Int64) -> list[int]:
         """Return the indices of records that may be too long.

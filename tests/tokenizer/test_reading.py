@@ -378,6 +378,18 @@ def test_names_of_roles_are_mapped(pack, tokenizer, files, tmp_path):
     assert main([*command, "--chat-template", "plain", *flags]) == 0
 
 
+@pytest.mark.parametrize("keys", [("speaker", "text"), ("who", "words")])
+def test_turns_with_other_keys_need_an_adapter(pack, tokenizer, keys, caplog):
+    """The way out is named where the job stops, and where such records are left out."""
+    turns = [dict(zip(keys, turn, strict=True)) for turn in (("user", "Q"), ("assistant", "x"))]
+    with pytest.raises(RecordError, match="role") as caught:
+        pack(tokenizer, {"messages": turns}, on={"bad_role": "error"})
+    assert "adapter=" in str(caught.value)
+    caplog.clear()
+    pack(tokenizer, {"messages": turns})
+    assert "adapter=" in caplog.text
+
+
 def test_a_role_of_packstore_may_mean_another(pack, tokenizer):
     turns = [{"role": "developer", "content": "S"}, Q, X]
     packed = pack(tokenizer, {"messages": turns}, roles={"developer": "system"})

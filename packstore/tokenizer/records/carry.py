@@ -20,6 +20,8 @@ TYPES: dict[str, tuple[type, Any]] = {
 }
 """Type name -> its Python class and its numpy type."""
 
+KIND_OF_CLASS = {python_class: kind for kind, (python_class, _) in TYPES.items()}
+
 LARGEST_EXACT = 1 << 53
 """Every integer up to this magnitude is a float64."""
 
@@ -76,9 +78,9 @@ def check_carried(record: Mapping[str, Any], types: Mapping[str, str]) -> None:
             raise Refused("missing_field", f"no field {name!r} to carry")
         if not _fits(value, kind):
             detail = f"field {name!r} must be {kind}, found {quote(value)}"
-            for fitting_kind, (python_class, _) in TYPES.items():
-                if type(value) is python_class and fitting_kind != kind:
-                    detail += f" (carry {name}:{fitting_kind})"
+            fitting_kind = KIND_OF_CLASS.get(type(value), kind)
+            if fitting_kind != kind:
+                detail += f" (carry {name}:{fitting_kind})"
             raise Refused("wrong_type", detail)
         if isinstance(value, str):
             try:

@@ -80,8 +80,6 @@ class Sequences:
 
     def with_rows(self, rows: Mapping[int, Tokens], *, insert: bool = False) -> Sequences:
         """Return the sequences with `rows` replaced, or inserted with `insert`."""
-        if not rows:
-            return self
         inserted = rows if insert else {}
         number = len(self.heads) + len(inserted)
         indices = [i for i in range(number) if i not in inserted]
