@@ -158,7 +158,7 @@ from packstore.tokenizer.dialogue import template
 import packstore.etl.pipeline, polars
 
 template.RENDER_SECONDS = 0.01
-pair = {"prompt": "a " * 500, "chosen": "b " * 500, "rejected": "? " * 500}
+pair = {"prompt": "a " * 500, "chosen": "b " * 500, "rejected": "? " * 400}
 with open("pairs.jsonl", "w") as file:
     file.write((json.dumps(pair) + "\\n") * 600)
 made = packstore.pack("pairs.jsonl", "out", "tokenizer.json", num_workers=2)
