@@ -192,7 +192,7 @@ class RecordExampleReader:
         if self._first is None:
             return
         _, value, read, _ = self._first
-        lines = describe(read, value, self.kind, self._adapter)
+        lines = describe(read, value, self.kind, self._adapter, self._config.ignore)
         log.info("%s", "\n".join(lines), extra={"lines": lines})
 
     @property

@@ -33,9 +33,10 @@ PROBLEMS = {
     "reward_reversed": "the rejected side has the higher reward",
     "reward_rounded": "rewards that differ are one number as float32",
     "reward_default": "no rewards, while other records have some: 1 and 0 are taken",
-    "mixed_forms": "plain text, while other records are chats; as_chat=True makes them chats",
-    "raw_text": "plain text, though there is a chat template; as_chat=True renders it as a chat, "
-    "as_chat=False says that it is right",
+    "mixed_forms": "plain text, while other records are chats; as_chat (--as-chat) makes them "
+    "chats",
+    "raw_text": "plain text, though there is a chat template; as_chat (--as-chat) renders it as a "
+    "chat, as_chat=False (--no-as-chat) says that it is right",
 }
 """Findings that harm training: `pack` and `append` log them as warnings, `doctor` fails."""
 

@@ -635,13 +635,17 @@ def test_every_remedy_works_when_it_is_followed_to_the_letter(base, extra, pack_
     assert pack_file(record, shlex.split(remedies[-1])) is None
 
 
+NOTES = "A remark of some length, which decides nothing."
+
+
 def test_the_remedies_of_siblings_work_in_the_shell(pack_file):
     mapped = ["--field", "chosen=response_a", "--field", "rejected=response_b"]
-    said = pack_file({**TWO, "overall": 2, "notes": "n"}, mapped)
+    record = {**TWO, "overall": 2, "notes": NOTES}
+    said = pack_file(record, mapped)
     assert said is not None
     decides, ignores = re.findall(r"\((--(?!on ).*?)\)(?=[,;. ]|$)", said)
-    assert pack_file({**TWO, "overall": 2, "notes": "n"}, shlex.split(decides)) is None
-    assert pack_file({**TWO, "overall": 2, "notes": "n"}, [*mapped, *shlex.split(ignores)]) is None
+    assert pack_file(record, shlex.split(decides)) is None
+    assert pack_file(record, [*mapped, *shlex.split(ignores)]) is None
     unknown = pack_file({**TWO, "overall": 2}, [])
     assert unknown is not None
     assert "chosen=" not in unknown
@@ -670,3 +674,13 @@ def test_the_first_offending_record_is_named(num_workers, pack, byte_level):
     drop = {"unpaired_feedback": "drop"}
     packed = pack(byte_level(), *records, num_workers=num_workers, on=drop)
     assert packed.dropped == {"unpaired_feedback": 2}
+
+
+def test_no_column_is_advised_where_several_may_decide(pack_file):
+    """The user names it: a running number is as short as a verdict."""
+    message = pack_file({**TWO, "ticket": 1, "overall": 2}, [])
+    assert message is not None
+    assert "verdict=NAME" in message
+    named = pack_file({**TWO, "ticket": 1, "overall": "response_b"}, [])
+    assert named is not None
+    assert "verdict=overall" in named

@@ -96,7 +96,7 @@ HARMLESS_KEYS = frozenset((
     "index", "idx", "turn", "turn_index", "turn_idx", "conversation_id", "object",
     # Time, author and place. WildChat's turns have the last six.
     "timestamp", "created", "created_at", "create_time", "created_date", "createdAt",
-    "updated_at", "updatedAt", "date", "time", "model", "model_name", "model_id", "source",
+    "updated_at", "updatedAt", "date", "time", "ts", "model", "model_name", "model_id", "source",
     "lang", "language", "country", "state", "header", "hashed_ip",
     # Counts and the end of a generation, as Anthropic, OpenAI and vLLM return them; caching.
     "usage", "token_count", "num_tokens", "tokens", "finish_reason", "stop_reason",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from packstore.config import TokenizeConfig
@@ -11,14 +11,18 @@ from packstore.errors import RecordError, quote, sentence
 from packstore.tokenizer.dialogue.messages import is_empty
 from packstore.tokenizer.records.adapters import Adapter
 from packstore.tokenizer.records.forms import load
-from packstore.tokenizer.records.read import ReadRecord, kind_of_record
+from packstore.tokenizer.records.read import ReadRecord, kind_of_record, without_columns
 from packstore.tokenizer.records.reading import Answers
 from packstore.tokenizer.records.unread import first_values, sibling_remedy
 from packstore.tokenizer.refusals import ADAPTER, Refused
 
 
 def describe(
-    read: ReadRecord, record: Mapping[str, Any], kind: str, adapter: Adapter | None
+    read: ReadRecord,
+    record: dict[str, Any],
+    kind: str,
+    adapter: Adapter | None,
+    ignored: Sequence[str] = (),
 ) -> list[str]:
     """Return lines on how the first record is read, and on columns that are not read.
 
@@ -27,6 +31,7 @@ def describe(
         record: its columns; the values of those that nothing reads are shown, cut at 200
             characters.
         kind: of the dataset.
+        ignored: names and paths that count as absent.
     """
     if adapter is not None:
         title = f"by the adapter {adapter.name} ({kind}): {adapter.summary}"
@@ -43,8 +48,12 @@ def describe(
         score = read.columns["score"]
         ignores = spell(current_door(), {"ignore": [score]})
         lines.append(f"  {score} judges each answer; to learn all answers instead: {ignores}")
-    for name, text in first_values(record, unread_columns(read, record)).items():
+    remaining = without_columns(record, ignored)
+    for name, text in first_values(remaining, unread_columns(read, remaining)).items():
         lines.append(f"  not read: {name} = {text}")
+    for name in ignored:
+        is_there = without_columns(record, [name]) != record
+        lines.append(f"  ignored: {name}" + ("" if is_there else " (the first record has none)"))
     lines.append("  a later record that cannot be read so stops the job")
     return lines
 
@@ -112,8 +121,14 @@ def without_a_kind(record: Mapping[str, Any], where: str) -> RecordError:
     remedy = sibling_remedy(record)
     if not remedy:
         door = current_door()
-        answers = [("prompt", "response"), ("prompt", "chosen", "rejected"), ("messages",)]
+        answers = (
+            ("prompt", "response"),
+            ("prompt", "chosen", "rejected"),
+            ("prompt", "responses", "scores"),
+            ("messages",),
+        )
         choices = [spell(door, {"fields": dict.fromkeys(roles, "NAME")}) for roles in answers]
-        remedy = f"Say which field holds what ({', or '.join(choices)}), "
+        remedy = f"Say which field holds what ({', or '.join(choices)}; a NAME may be a path, "
+        remedy += "such as answers[].text), "
         remedy += f"or write an adapter ({spell(door, ADAPTER)})"
     return RecordError(sentence(where, rule, columns, remedy))

@@ -30,6 +30,13 @@ from packstore.tokenizer.refusals import Refused, Stop
 MAX_LAYOUTS = 1000
 """Sets of columns that are remembered: field names may be data that differ in each record."""
 
+ROLES_OF_KINDS = {
+    "preference": ("prompt", "chosen", "rejected"),
+    "scored": ("prompt", "response", "score"),
+    "sft": ("prompt", "response"),
+}
+"""Kind -> the roles of its plainest record."""
+
 OWN = "none"
 """Value of the setting `form` for records under packstore's own field names."""
 
@@ -166,8 +173,9 @@ class RecordReader:
         detail = f"a record of kind {kind}"
         if self._first_place:
             detail += f", while {self._first_place} is of kind {self._kind}"
-        remedy = "Pack such records apart, or say how to read them ({})"
-        return Stop(rule, detail, remedy, {"kind": self._kind, "fields": {"ROLE": "NAME"}})
+        remedy = "Pack such records apart, or name all fields of such a record yourself ({})"
+        fields = dict.fromkeys(ROLES_OF_KINDS.get(self._kind, ()), "NAME")
+        return Stop(rule, detail, remedy, {"kind": self._kind, "fields": fields})
 
     def _match(self, record: dict[str, Any]) -> Match | None:
         """Return the form of a record, or None for own names."""
@@ -294,7 +302,10 @@ class RecordReader:
                 continue
             if role in VERDICT_ROLES or not hasattr(result.reading, _attribute(role)):
                 detail = f"the reading of {result.source} has no {role}"
-                remedy = f"Leave out the mapping of {role} to {column}"
+                remedy = (
+                    f"Name all fields of the record yourself, without {result.source}, or leave "
+                    f"out the mapping of {role} to {column}"
+                )
                 raise Refused("unread_field", detail, remedy)
             value = fields.values[role]
             values[_attribute(role)] = [score_of(value, column)] if role == "score" else value
@@ -362,6 +373,11 @@ def kind_of_record(
     """
     reader = RecordReader(config, "", adapter, prefers_ids)
     return reader.kind_of(reader.without_ignored(record))
+
+
+def without_columns(record: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Return a record without columns, or the members at paths; names go before paths."""
+    return _without(record, frozenset(names), "")
 
 
 def _without(record: dict[str, Any], paths: frozenset[str], before: str) -> dict[str, Any]:

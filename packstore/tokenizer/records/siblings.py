@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+from packstore.config.record_fields import SPELLINGS
 from packstore.config.remedies import Door, spell
 from packstore.tokenizer.records.judgements import IDS_AND_SOURCES, JUDGEMENTS, fold, names_of
 
@@ -36,6 +37,9 @@ _FAMILY_OF = {word: family for family in _FAMILIES for word in family}
 
 _SIDE_NOUNS = ("model", "response", "answer", "assistant", "output", "candidate", "option")
 """Words before the part that names a side in the value of a verdict: ``model_a``."""
+
+LONGEST_VERDICT = 20
+"""Characters of a text that may be a verdict."""
 
 _JUDGEMENT_NAMES = names_of(JUDGEMENTS)
 
@@ -167,37 +171,46 @@ def is_id_or_source(path: str, siblings: Siblings | None = None) -> bool:
 
 
 def verdict_column(values: Mapping[str, Any], siblings: Siblings) -> str | None:
-    """Return the column that most likely decides between two siblings, or None."""
-    likeliest = None
-    best = 0
-    for path, value in values.items():
-        likelihood = _likelihood(path, value, siblings)
-        if likelihood > best:
-            likeliest = path
-            best = likelihood
-    return likeliest
+    """Return the column that decides between two siblings, or None if several may.
+
+    It is one with a value that names a side, one with a name of a judgement, or the only one with a
+    short value beside ids, sources and packstore's own fields.
+
+    Args:
+        values: column or path -> value, of those that are no side.
+    """
+    candidates = {
+        path: value
+        for path, value in values.items()
+        if path not in SPELLINGS and not is_id_or_source(path, siblings) and _is_short(value)
+    }
+    for path, value in candidates.items():
+        if side_named(value, siblings) is not None:
+            return path
+    for path in candidates:
+        last = re.split(r"[.\[\]]+", path.rstrip("[]"))[-1]
+        if fold(last) in _JUDGEMENT_NAMES:
+            return path
+    return next(iter(candidates)) if len(candidates) == 1 else None
 
 
-def _likelihood(path: str, value: Any, siblings: Siblings) -> int:
-    if is_id_or_source(path, siblings):
-        return 0
-    if side_named(value, siblings) is not None:
-        return 4
-    last = re.split(r"[.\[\]]+", path.rstrip("[]"))[-1]
-    if fold(last) in _JUDGEMENT_NAMES and isinstance(value, str | int | float):
-        return 3
-    if isinstance(value, int | float):
-        return 2
-    return 1 if isinstance(value, str) and len(value) <= 20 else 0
+def _is_short(value: Any) -> bool:
+    if isinstance(value, str):
+        return 0 < len(value) <= LONGEST_VERDICT
+    return isinstance(value, int | float)
 
 
-def spell_verdict(siblings: Siblings, verdict: str, value: Any, door: Door) -> str:
+def spell_verdict(
+    siblings: Siblings, verdict: str, value: Any, door: Door, needs_prompt: bool = False
+) -> str:
     """Return the settings that read a pair by its verdict, with the real names.
 
     A value that names a side needs no mapping. Of others the usual one is shown, which the user
     must check.
     """
     fields = {"first": siblings.first, "second": siblings.second, "verdict": verdict}
+    if needs_prompt:
+        fields["prompt"] = "NAME"
     settings: dict[str, Any] = {"fields": fields}
     if side_named(value, siblings) is None:
         settings["verdict"] = _usual_values(siblings, value)
@@ -257,10 +270,17 @@ def advise_siblings(record: Mapping[str, Any], door: Door) -> str:
         return ""
     sides = (siblings.first, siblings.second)
     remaining = {name: value for name, value in record.items() if name not in sides}
-    verdict = verdict_column(remaining, siblings)
-    if verdict is None:
+    if not remaining:
         fields = {"first": siblings.first, "second": siblings.second}
         how = spell(door, {"fields": fields})
         return f"Add a column that says which one is better ({how}, and verdict)"
-    how = spell_verdict(siblings, verdict, record[verdict], door)
-    return f"Name both answers and the column that says which one is better ({how})"
+    verdict = verdict_column(remaining, siblings)
+    needs_prompt = "prompt" not in record
+    if verdict is not None:
+        how = spell_verdict(siblings, verdict, record[verdict], door, needs_prompt)
+        return f"Name both answers and the column that says which one is better ({how})"
+    how = spell_verdict(siblings, "NAME", None, door, needs_prompt)
+    return (
+        f"Name both answers, the column that says which one is better, and its values ({how}); "
+        "a value that names a side, as left or a, needs no listing"
+    )

@@ -343,13 +343,14 @@ class UnreadRules:
         if not values:
             return
         paths = [*values][:MAX_FINDINGS]
-        verdict = verdict_column(values, siblings) or paths[0]
+        verdict = verdict_column(values, siblings)
         unread = ", ".join(f"{path} {quote(values[path], 40)}" for path in paths)
         detail = (
             f"the sides {siblings.first!r} and {siblings.second!r}, of which no name says that it "
             f"is the better one, beside {unread}"
         )
-        decides = spell_verdict(siblings, verdict, values[verdict], self._door)
+        value = None if verdict is None else values[verdict]
+        decides = spell_verdict(siblings, verdict or "NAME", value, self._door)
         remedy = (
             f"In place of your mapping of the sides, name the column that decides and its values "
             f"({decides}), or ignore columns that do not ({self._spell_ignored(record, paths)})"
