@@ -1,8 +1,8 @@
-"""Generates pages of the site at build time: the API, the commands, the dependencies.
+"""Generates pages of the site at build time: the API, the commands, the forms, the dependencies.
 
 The text of the API is that of the docstrings, by mkdocstrings; settings are tables made from the
-fields of their dataclasses, and commands from their parsers. No page is stored in a file, so none
-can differ from the code.
+fields of their dataclasses, commands from their parsers, and forms from their decorators. No page
+is stored in a file, so none can differ from the code.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from __future__ import annotations
 import argparse
 import ast
 import dataclasses
+import functools
 import importlib
 import inspect
 import itertools
 import re
 import textwrap
 import tomllib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -32,14 +33,62 @@ NAMESPACES = {
 """A public namespace -> its page."""
 
 COMMANDS_PAGE = "reference/commands.md"
-SHAPES_PAGE = "reference/shapes.md"
+FORMS_PAGE = "reference/forms.md"
+
+FORM_GROUPS = {
+    "preference": "Pairs (preference)",
+    "scored": "Scored answers (scored)",
+    "sft": "Text to learn (sft)",
+    "": "Forms that are refused",
+}
+"""Kind of a form's records -> the title of its section."""
+
+_ABOUT_FORMS = """\
+# Forms
+
+A form is the structure of a public set, or of another trainer's records, with the function that
+reads it ([Records](../records.md)). A record has a form if all required fields are there, with
+values of these types. It needs no flag then. `--form NAME` reads all records by one form, and
+`--form none` by packstore's [own names](#own-names) alone. The manifest records the form's name and
+version.
+
+System prompts, tools, `chat_template_kwargs` and rewards under their own names are read beside
+every form. *Not read*: columns that the form leaves, because they change nothing of what is
+learned; `*` stands for any text, and `?` for one character.
+"""
+
+_ABOUT_LISTS = """
+## Names and words with a meaning
+
+If nothing reads a column with such a name, or with such a word beside a single answer, the job
+stops ([Records](../records.md)). Names are compared as a whole, in small letters and with `_`
+between their words (`passRate` is `pass_rate`); inside objects, by the last key. At least two
+public sets or trainers use a name so. Messages and tool schemas stop it under any name. Any other
+column is announced with its value, and stops nothing.
+"""
+
+CLOSED_LISTS = {
+    "JUDGEMENTS": "Judgements",
+    "GOOD_WORDS": "Good words",
+    "BAD_WORDS": "Bad words",
+    "WEIGHTS": "Weights",
+    "MEDIA": "Media",
+    "HISTORIES": "Earlier rounds",
+    "SYSTEM_PROMPTS": "System prompts",
+    "MASKS": "Masks",
+    "PLACES": "Padding and places",
+    "VARIABLES": "Variables of the template",
+    "IDS_AND_SOURCES": "Ids and sources",
+}
+"""Name of a list of closed names or words -> its title."""
+
 _DEPENDENCIES = re.compile(r"<!-- dependencies -->.*<!-- /dependencies -->", re.S)
 _ROLE = re.compile(r":(?:class|meth|func|attr|data|mod):(<code>|`)(?:~[\w.]+\.(?=\w+(?:<|`)))?")
 """A role of reStructuredText in a docstring, up to the name that it shows."""
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Adds the pages of the namespaces and of the commands."""
+    """Adds the pages of the namespaces, of the commands and of the forms."""
     from mkdocs.structure.files import File
 
     for place, make in pages().items():
@@ -61,7 +110,7 @@ def on_page_content(html: str, page: Any, **_: Any) -> str:
 
 def pages() -> dict[str, Callable[[], Iterable[str]]]:
     """Place of a page -> its lines of Markdown."""
-    made: dict[str, Callable[[], Iterable[str]]] = {COMMANDS_PAGE: commands, SHAPES_PAGE: shapes}
+    made: dict[str, Callable[[], Iterable[str]]] = {COMMANDS_PAGE: commands, FORMS_PAGE: forms}
     for name, place in NAMESPACES.items():
         made[place] = lambda name=name: namespace(name)
     return made
@@ -131,56 +180,95 @@ def commands() -> Iterator[str]:
                 yield ""
 
 
-def shapes() -> Iterator[str]:
-    """Yields the page of shapes: the named ones with their sets, packstore's own, and names."""
-    from packstore.config.record_shapes import known
+def forms() -> Iterator[str]:
+    """Yield the page of forms: each with its structures, then own names and closed lists."""
+    from packstore.tokenizer.records.forms import load
 
-    entries = {n: entry for n, entry in known().entries.items() if "becomes" not in entry}
-    yield "---\nhide: [toc]  # its table is wide\n---\n# Shapes\n"
-    yield "The forms of records that packstore reads ([Records](../records.md)).\n"
-    yield "## Named shapes\n"
-    yield "Records of these sets and trainers are read without a flag: `packstore pack "
-    yield "hf://datasets/SET/FILES OUT --tokenizer …`. *Tried*: a real file was packed. *Seen*: "
-    yield "the form was read at its source, or in code that reads the set. *Memory*: neither, so "
-    yield "look at the first line of the log. In the last column, learned text is in «».\n"
+    yield _ABOUT_FORMS
+    for kind, title in FORM_GROUPS.items():
+        yield f"\n## {title}\n"
+        for each in load().values():
+            if each.structures[0].kind == kind:
+                yield from _form(each)
+    yield from _field_types()
+    yield from _own_names()
+    yield from _closed_lists()
+
+
+def _form(form: Any) -> Iterator[str]:
+    """Yield one form: its first line, or why it is refused, and a row for each structure."""
+    yield f"\n### {form.name}\n"
+    text = form.summary or f"{form.refusal[0].upper()}{form.refusal[1:]}."
+    yield f"{_cell(text)}\n"
     rows = []
-    for name, entry in entries.items():
-        sets = "<br>".join(f"`{s}`" for s in entry.get("sets", ()))
-        shown = (text.replace("\n", "↵").replace("|", "\\|") for text in entry.get("shows", ()))
-        becomes = "<br>".join(f"`{text}`" for text in shown) or _cell(entry.get("refuse"))
-        fields = ", ".join(f"`{path}`" for path in entry["fields"])
-        tried = next((mark for mark in ("tried", "seen") if entry.get(mark)), "memory")
-        kind = entry.get("kind", "refused")
-        rows.append((f"[{name}]({entry['source']})", fields, sets, kind, tried, becomes))
-    yield from _table(("shape", "fields", "sets", "kind", "", "becomes"), rows)
-    yield from own_shapes()
+    for structure in form.structures:
+        fields = (structure.required, structure.optional)
+        required, optional = ("<br>".join(map(_field, f, f.values())) for f in fields)
+        leaves = ", ".join(f"`{path}`" for path in structure.leaves)
+        sets = ", ".join(f"`{name}`" for name in structure.sets)
+        source = f"[source]({structure.source})" if structure.source else ""
+        rows.append((required, optional, leaves, " ".join(filter(None, (sets, source)))))
+    head = ("required", "optional", "not read", "sets")
+    filled = [i for i, _ in enumerate(head) if any(row[i] for row in rows)]
+    yield from _table([head[i] for i in filled], ([row[i] for i in filled] for row in rows))
 
 
-def own_shapes() -> Iterator[str]:
-    """Yields the tables of packstore's own shapes, of the forms of values, and of further names."""
-    from packstore.config.record_shapes import known
-    from packstore.tokenizer.records.forms import FORMS
-    from packstore.tokenizer.records.shapes import table
+def _field(path: str, field_type: Any) -> str:
+    return f"`{path}` {_type_names()[id(field_type)]}"
 
-    yield "\n## packstore's own shapes\n"
-    yield "A record without a named shape gets the first of these that it fits whole.\n"
-    rows = []
-    for shape in table().own:
-        fields = ", ".join(f"`{name}` {form}" for name, form in shape.entry["fields"].items())
-        takes = ", ".join(f"`{name}`" for name in shape.entry.get("takes", ()))
-        rows.append((shape.name, shape.kind, fields, takes, shape.entry["becomes"]))
-    yield from _table(("shape", "kind", "fields", "optional", "becomes"), rows)
-    yield "\n## Forms of values\n"
-    yield from _table(("form", "value"), ((name, form.described) for name, form in FORMS.items()))
-    yield "\n## Other names of fields\n"
-    yield "Names that end in `_ids` or `_input_ids` are read for token ids, too, and further names "
-    yield "of rewards where they hold numbers.\n"
-    names = {
-        name: ", ".join(f"`{spelling}`" for spelling in spellings if spelling != name)
-        for name, spellings in known().spellings.items()
+
+@functools.cache
+def _type_names() -> dict[int, str]:
+    """Return the id of each type of fields -> its name in the code."""
+    from packstore.tokenizer.records import types
+
+    return {
+        id(value): name for name, value in vars(types).items() if isinstance(value, types.FieldType)
     }
-    rows = [(f"`{name}`", others) for name, others in names.items() if others]
-    yield from _table(("field", "also read under the names"), rows)
+
+
+def _field_types() -> Iterator[str]:
+    """Yield the table of the types of fields."""
+    from packstore.tokenizer.records import types
+
+    yield "\n## Types of fields\n"
+    rows = [(name, _cell(getattr(types, name).description)) for name in _type_names().values()]
+    yield from _table(("type", "value"), rows)
+
+
+def _own_names() -> Iterator[str]:
+    """Yield the table of roles and of the column names that have them."""
+    from packstore.config.record_fields import ID_ROLES, SPELLINGS, id_spellings
+
+    yield "\n## Own names\n"
+    yield "A record without a form is read by the names of its columns, the first of a row before "
+    yield "the next. `--field ROLE=NAME` gives a role to any other column or path.\n"
+    rows = []
+    for role, spellings in SPELLINGS.items():
+        names = [*spellings, *(id_spellings(role) if role in ID_ROLES else ())]
+        listed = ", ".join(f"`{name}`" for name in names)
+        rows.append((f"`{role}`", listed or "none: only with `--field`"))
+    yield from _table(("role", "names"), rows)
+
+
+def _closed_lists() -> Iterator[str]:
+    """Yield the names and words that mean something in every set, with their sources."""
+    home = "packstore.tokenizer.records.judgements"
+    yield _ABOUT_LISTS
+    for name, title in CLOSED_LISTS.items():
+        values = getattr(importlib.import_module(home), name)
+        first, _, further = _beside(f"{home}.{name}").partition("\n\n")
+        yield f"\n### {title}\n"
+        yield f"{first.partition(' -> ')[0].rstrip('.')}. {further}\n"
+        if not isinstance(values, Mapping):
+            words = sorted(values) if isinstance(values, frozenset) else values
+            yield ", ".join(f"`{word}`" for word in words) + "\n"
+            continue
+        rows = [
+            (", ".join(f"`{word}`" for word in words), ", ".join(sources))
+            for words, sources in values.items()
+        ]
+        yield from _table(("names", "used by"), rows)
 
 
 def dependencies() -> Iterator[str]:

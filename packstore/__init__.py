@@ -22,9 +22,13 @@ import packstore.pack as _pack_package
 from packstore.version import VERSION as __version__
 
 __all__ = [
+    "Answers",
+    "Chat",
     "Dataset",
+    "Drop",
     "PackConfig",
     "PackstoreError",
+    "Pair",
     "Plan",
     "__version__",
     "append",
@@ -54,6 +58,7 @@ if TYPE_CHECKING:
     from packstore.io.versions.clean import clean
     from packstore.io.versions.publish import publish
     from packstore.pack.plan import Plan, plan
+    from packstore.tokenizer.records.reading import Answers, Chat, Drop, Pair
 else:
 
     class _CallablePackage(ModuleType):
@@ -78,6 +83,10 @@ else:
     _pack_package.__class__ = _CallablePackage
 
 _LAZY = {
+    "Answers": "packstore.tokenizer.records.reading",
+    "Chat": "packstore.tokenizer.records.reading",
+    "Drop": "packstore.tokenizer.records.reading",
+    "Pair": "packstore.tokenizer.records.reading",
     "Dataset": "packstore.io.dataset.dataset",
     "PackConfig": "packstore.config",
     "PackstoreError": "packstore.errors",

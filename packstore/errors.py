@@ -49,7 +49,8 @@ def sentence(where: str, rule: str, found: str = "", remedy: str = "") -> str:
     if found:
         text += f"; found {_one_line(found)}"
     text = text.rstrip(".") + "."
-    return f"{text} {_one_line(remedy, 400).rstrip('.')}." if remedy else text
+    # Settings of a remedy are typed as they stand: it is cut only where it would fill a screen.
+    return f"{text} {_one_line(remedy, 3000).rstrip('.')}." if remedy else text
 
 
 def refuse_pointer(start: bytes, where: str, kind: type[PackstoreError]) -> None:

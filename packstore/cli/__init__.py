@@ -153,7 +153,10 @@ def _main(argv: Sequence[str] | None) -> int:
             from packstore.cli import common
 
             common.refuse_memory(args, args.out)
-        code: int = args.command.run(args)
+        from packstore.config.remedies import from_shell
+
+        with from_shell():
+            code: int = args.command.run(args)
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:

@@ -55,10 +55,11 @@ def fail(args: argparse.Namespace, text: str) -> None:
 
 
 class _Text(logging.Formatter):
-    """One line for each message, whatever is quoted in it."""
+    """One line for each message, or for each of its `lines`, whatever is quoted in it."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        return visible_line(super().formatMessage(record))
+        lines = getattr(record, "lines", None) or [super().formatMessage(record)]
+        return "\n".join(map(visible_line, lines))
 
     def formatException(self, info: Any) -> str:
         return visible(super().formatException(info))

@@ -261,14 +261,22 @@ def read_settings(args: argparse.Namespace, config: type[Settings]) -> dict[str,
 class KeyValue(argparse.Action):
     """Collects KEY=VALUE items into a dict, with values as `read` makes them of the text.
 
-    An error does not show an item that is `secret`.
+    An error does not show an item that is `secret`. With `splits`, one argument may hold several
+    items, with commas between, and a key may stand in several of them.
     """
 
     def __init__(
-        self, *args: Any, read: Callable[[str], Any] = str, secret: bool = False, **settings: Any
+        self,
+        *args: Any,
+        read: Callable[[str], Any] = str,
+        secret: bool = False,
+        splits: bool = False,
+        **settings: Any,
     ) -> None:
         super().__init__(*args, **settings)
-        self.read, self.secret = read, secret
+        self.read = read
+        self.secret = secret
+        self.splits = splits
 
     def __call__(
         self,
@@ -278,7 +286,17 @@ class KeyValue(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         """Adds an item; one that cannot be read is a usage error."""
-        key, equals, value = spelled(values).partition("=")
+        for item in spelled(values).split(",") if self.splits else [spelled(values)]:
+            self._add(parser, namespace, item, option_string)
+
+    def _add(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str,
+        option_string: str | None,
+    ) -> None:
+        key, equals, value = values.partition("=")
         if not equals or not key:
             found = "no = after a name" if self.secret else repr(values)
             parser.error(f"{option_string} must have the form {self.metavar}; found {found}")
@@ -286,7 +304,11 @@ class KeyValue(argparse.Action):
             item = {key: self.read(value)}
         except (ValueError, RecursionError) as error:
             parser.error(f"{option_string} {key} must be JSON if it begins with a bracket: {error}")
-        setattr(namespace, self.dest, {**(getattr(namespace, self.dest, None) or {}), **item})
+        earlier = getattr(namespace, self.dest, None) or {}
+        if self.splits and key in earlier:  # several values of one key
+            before = earlier[key] if isinstance(earlier[key], list) else [earlier[key]]
+            item[key] = [*before, item[key]]
+        setattr(namespace, self.dest, {**earlier, **item})
 
 
 def _read_option(text: str) -> Any:
@@ -320,6 +342,8 @@ def _argument(
         secret = "secret" in field.metadata
         read = _read_option if secret else str if types[1] is str else json_or_text
         more = {"metavar": metavar or "KEY=VALUE", "secret": secret}
+        if "splits" in field.metadata:
+            more["splits"] = True
         return {"help": text, "action": KeyValue, "read": read, **more}
     base = types[0] if types else hint
     if base is bool:

@@ -46,6 +46,7 @@ def _configure_pack(parser: argparse.ArgumentParser) -> None:
     _configure_pack,
     "  packstore pack 'raw/*.jsonl.gz' s3://bucket/prefs-8k --tokenizer Qwen3/\n"
     "  packstore pack qa.csv qa-4k --tokenizer t.json --field prompt=question --pack-size 4096\n"
+    "  packstore pack odd.jsonl odd-8k --tokenizer t.json --adapter forms.py:read_pair\n"
     "  packstore pack prefs-8k prefs-32k --pack-size 32768 --layout shared_prefix\n"
     "  packstore pack --config job.yaml --dry-run\n"
     "  zcat raw.gz | packstore pack - prefs-8k --tokenizer tokenizer.json\n",
@@ -117,7 +118,11 @@ def try_job(args: argparse.Namespace, job: dict[str, Any]) -> int:
 def _configure_append(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("dataset", metavar="DATASET", help="folder or URL of a packed dataset")
     common.add_source(parser, "files, globs, folders or URLs of records")
-    common.add_flags(parser, {"--tokenizer PATH": "default: the one of the manifest"})
+    flags = {
+        "--tokenizer PATH": "default: the one of the manifest",
+        "--adapter MODULE:FUNCTION": "function that read DATASET's records, if one did",
+    }
+    common.add_flags(parser, flags)
     common.add_json(parser)
     common.add_storage_options(parser, source=True)
     names = ("dedup", "fields", "on", "partitions")

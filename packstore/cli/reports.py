@@ -43,7 +43,7 @@ TRIED = {
 
 STEPS = ("packs_per_batch", "gradient_accumulation_steps", "examples_per_step")
 
-DIAGNOSIS = ("kind", "records", "findings", "shapes")
+DIAGNOSIS = ("kind", "records", "findings", "forms")
 ESTIMATE_OF = ("kind", "sample", "scale", "recommended", "choices")
 """Parts of a report that are printed as JSON, for doctor and for estimate."""
 
@@ -102,8 +102,8 @@ def print_diagnosis(report: Report) -> None:
     """Prints what :func:`packstore.doctor` found."""
     console = common.stdout_console()
     console.print(f"{report.records:,} records of kind {report.kind}")
-    for shape, records in report.shapes.items():
-        console.print(f"  {records:,} {shape}")
+    for form, records in report.forms.items():
+        console.print(f"  {records:,} {form}")
     print_findings(report.findings, report.records)
     if not report.findings:
         console.print("nothing to remark", style="green")

@@ -91,8 +91,9 @@ def _show(args: argparse.Namespace) -> int:
         legend = [Text(part, style) for part, style in _LEGEND.items()]
         if not console.is_terminal:
             legend = [Text("supervised text stands in ⟦ ⟧")]
-        if shape := m.provenance.get("shape"):
-            legend.append(Text(f"records: {visible(str(shape))}"))
+        form = m.provenance.get("reading", {}).get("form")
+        if form:
+            legend.append(Text(f"records: {visible(str(form))}"))
         console.print(Text("  ").join(legend))
         for number in numbers:
             for line in _lines(reader, number, console.is_terminal):

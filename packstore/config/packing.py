@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from packstore.config.reasons import answers_of
-from packstore.config.record_shapes import known
+from packstore.config.record_fields import SPELLINGS
 from packstore.config.settings import Settings, setting
 from packstore.errors import ConfigError, UnknownNameError, quote
 from packstore.registry import meant
@@ -38,13 +38,26 @@ class TokenizeConfig(SizeConfig):
     """Settings by which a record becomes token ids and supervision."""
 
     kind: Literal["auto", "preference", "sft", "scored"] = setting(
-        "auto", "of the records; auto: by the first"
+        "auto", "kind of records; auto: of the first"
     )
     fields: Mapping[str, str] = setting(
-        dict, "field names of the input (repeatable)", flag="field", metavar="FIELD=NAME"
+        dict, "column or path for a role (repeatable)", flag="field", metavar="ROLE=NAME"
     )
-    shape: str | None = setting(
-        None, "that the records have, or none; default: which fits", metavar="NAME"
+    form: str | None = setting(None, "record form, or `none` (default: detect)", metavar="NAME")
+    adapter: str | None = setting(
+        None, "function that reads a record", metavar="MODULE:FUNCTION", place=True
+    )
+    ignore: tuple[str, ...] = setting(
+        (), "column or path to treat as absent (repeatable)", metavar="NAME"
+    )
+    verdict: Mapping[str, Any] = setting(
+        dict,
+        "first=VALUE,second=VALUE,tie=VALUE of the verdict",
+        metavar="SIDE=VALUE",
+        splits=True,
+    )
+    roles: Mapping[str, str] = setting(
+        dict, "meaning of a message role (repeatable)", flag="role", metavar="ROLE=MEANING"
     )
     carry: tuple[str, ...] = setting(
         (), "scalar field to keep as a column (repeatable)", metavar="NAME[:TYPE]"
@@ -70,12 +83,9 @@ class TokenizeConfig(SizeConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "on", answers_of(self.on))
-        names = known().field_names
-        for name, written in self.fields.items():
-            if name not in names:
-                text = f"unknown field {name!r} in `fields`; choose from: {', '.join(names)}."
-                swapped = f" Swap the two: {written}={name}."
-                raise UnknownNameError(text + (swapped if written in names else meant(name, names)))
+        self._check_fields()
+        self._check_verdict()
+        self._check_roles()
         for name, value in self.template_variables.items():
             where = f"setting template_variables, {name}"
             if name in RESERVED_VARIABLES:
@@ -86,10 +96,61 @@ class TokenizeConfig(SizeConfig):
                 text = f"must be a JSON value; found {quote(value)} ({error})"
                 raise ConfigError(f"{where}, {text}.") from error
 
+    def _check_fields(self) -> None:
+        for role, column in self.fields.items():
+            if role in SPELLINGS:
+                continue
+            text = f"unknown field {role!r} in `fields`; choose from: {', '.join(SPELLINGS)}."
+            hint = (
+                f" Swap the two: {column}={role}."
+                if column in SPELLINGS
+                else meant(role, SPELLINGS)
+            )
+            raise UnknownNameError(text + hint)
+
+    def _check_verdict(self) -> None:
+        sides = ("first", "second", "tie")
+        for side in self.verdict:
+            if side not in sides:
+                text = f"unknown side {side!r} in `verdict`; choose from: {', '.join(sides)}."
+                raise UnknownNameError(text)
+        values = [value for listed in self.verdict.values() for value in _as_list(listed)]
+        written = [verdict_text(value) for value in values]
+        if len(set(written)) < len(written):
+            text = "setting verdict must give each value one side"
+            raise ConfigError(f"{text}; found {quote(dict(self.verdict))}.")
+
+    def _check_roles(self) -> None:
+        meanings = ("system", "user", "assistant", "tool")
+        for role, meaning in self.roles.items():
+            if meaning not in meanings:
+                text = f"setting roles, {role}, must be one of: {', '.join(meanings)}"
+                raise ConfigError(f"{text}; found {quote(meaning)}.")
+
+    @property
+    def verdicts(self) -> dict[str, str]:
+        """Value of a verdict, as text -> first, second or tie."""
+        return {
+            verdict_text(value): side
+            for side, listed in self.verdict.items()
+            for value in _as_list(listed)
+        }
+
     @property
     def sequence_limit(self) -> int:
         """Most tokens of one sequence."""
         return min(self.max_length or self.pack_size, self.pack_size)
+
+
+def verdict_text(value: Any) -> str:
+    """Return the value of a verdict as text in small letters, so that 1 equals "1"."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return str(value).strip().casefold()
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 @dataclass(frozen=True, kw_only=True)

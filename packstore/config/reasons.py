@@ -21,15 +21,18 @@ class Reason(NamedTuple):
 _KEPT_BY_WISH = ("drop", "keep", "error")
 
 REASONS: Mapping[str, Reason] = {
+    "not_json": Reason("a line must be valid JSON, in UTF-8", ("error", "drop")),
     "not_an_object": Reason("a record must be an object with named fields"),
     "missing_field": Reason("a record must have the fields of its kind", ("error", "drop")),
     "one_reward": Reason("rewards must stand on both sides, or on none", ("error", "drop")),
-    "unpaired_feedback": Reason("an answer must be one to learn", ("error", "drop", "keep")),
+    "unpaired_feedback": Reason(
+        "a column beside a single answer must not judge it", ("error", "drop")
+    ),
     "tie": Reason("one of two answers must be better", ("drop", "error")),
     "different_contexts": Reason("answers that are compared must follow the same rounds"),
     "unread_field": Reason(
-        "what judges, weighs or adds an answer, or changes its prompt, must be read",
-        ("error", "drop", "keep"),
+        "a column that changes the meaning of a record must be read, or ignored by name",
+        ("error", "drop"),
     ),
     "wrong_type": Reason("every field must be of its type"),
     "unknown_key": Reason("a message must have known keys", ("error", "drop", "keep")),

@@ -10,12 +10,13 @@ import hashlib
 import itertools
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from packstore.config import PackConfig, RunConfig, fingerprint
+from packstore.config.remedies import current_door, spell
 from packstore.errors import (
     ConfigError,
     DatasetNotFoundError,
@@ -26,7 +27,7 @@ from packstore.errors import (
     quote,
     sentence,
 )
-from packstore.etl.pipeline import pack_into, require_path
+from packstore.etl.pipeline import pack_into, require_path, with_adapter
 from packstore.etl.provenance import without_paths
 from packstore.etl.rejects import identity
 from packstore.io.dataset.dataset import Dataset, find_dataset
@@ -42,7 +43,8 @@ from packstore.io.store.operations import copy_file, run_parallel
 from packstore.io.store.staging import Staging
 from packstore.io.versions.write_job import AppendedBefore, WriteJob, writing
 from packstore.progress import Progress
-from packstore.tokenizer.records.shapes import table
+from packstore.tokenizer.records.adapters import Adapter
+from packstore.tokenizer.records.forms import load
 
 log = logging.getLogger("packstore")
 
@@ -58,6 +60,7 @@ def append(
     more: Any,
     tokenizer: Any = None,
     *,
+    adapter: Callable[[dict[str, Any]], Any] | str | None = None,
     storage_options: Mapping[str, Any] | None = None,
     source_storage_options: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
@@ -72,6 +75,8 @@ def append(
         dataset: the dataset, or its path or URL.
         more: any source of :func:`packstore.pack`; a packed dataset is repacked.
         tokenizer: the tokenizer of the dataset; None: loaded from the path in its manifest.
+        adapter: the function that read the dataset's records, or its name; never taken from the
+            manifest, as whoever made that could name any function.
         storage_options, source_storage_options, progress: see :func:`packstore.pack`.
         settings: fields of ``RunConfig``, `partitions` of the new records, `fields`, `dedup`, and
             `on`, whose answers are added to those of the dataset. All others are its own.
@@ -94,6 +99,10 @@ def append(
         options = source_storage_options
     packed = isinstance(more, Dataset) or find_dataset(more, options) is not None
     config = _settings_of(base, settings, packed)
+    loaded = None
+    if not packed:
+        config, loaded = with_adapter(config, adapter)
+        _check_reading(base, loaded)
     with writing(base.location, True, "append") as job:
         if job.version != base.version + 1:
             rule = f"only its newest version, {job.version - 1}, can be extended"
@@ -108,7 +117,7 @@ def append(
                 remedy = "Give the tokenizer (--tokenizer PATH)"
                 raise TokenizerError(sentence(base.url, rule, "", remedy))
         try:
-            pack_into({None: job}, more, options, tokenizer, config, progress)
+            pack_into({None: job}, more, options, tokenizer, config, progress, loaded)
         except AppendedBefore as found:
             log.info("%s: already there, %s", base.url, found)
             return base
@@ -207,8 +216,9 @@ def _settings_of(base: Dataset, settings: Mapping[str, Any], packed: bool) -> Pa
         rule = "append packs with the settings of the dataset, so all must be known"
         remedy = "Append with the version of packstore that made it"
         raise ConfigError(sentence(base.url, rule, ", ".join(map(repr, unknown)), remedy))
-    # The number of partitions follows from the bytes of the new records.
-    decided = {*PackConfig.names()} - {*RunConfig.names(), "partitions"}
+    # The number of partitions follows from the bytes of the new records. The name of an adapter is
+    # not taken from a manifest, because a forged one would make append run code.
+    decided = {*PackConfig.names()} - {*RunConfig.names(), "partitions", "adapter"}
     values = {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in recorded.items()
@@ -226,16 +236,6 @@ def _settings_of(base: Dataset, settings: Mapping[str, Any], packed: bool) -> Pa
         "labels": "spans" if "label_spans" in manifest.features else "plain",
         "carry": tuple(f"{name}:{type_}" for name, type_ in manifest.carry.items()),
     }
-    if not packed and (before := manifest.provenance.get("shape_sha256")):
-        shapes, called = table(recorded.get("shape")), manifest.provenance.get("shape")
-        now = shapes.digest or "".join(s.digest for s in shapes.named if s.name == called)
-        if before != now:
-            rule = "append packs by the shapes of the dataset, so "
-            rule += f"{recorded.get('shape') or called} must be as it was"
-            found, remedy = f"sha256 {now[:12]}, not {before[:12]}", "Restore it, or pack anew"
-            if not shapes.digest:
-                remedy = "Append with the version of packstore that made it, or pack anew"
-            raise ConfigError(sentence(base.url, rule, found, remedy))
     on = {**recorded.get("on", {})}
     if packed:  # its records were answered for; examples that do not fit cannot be truncated
         on = {"overlong": "error"} if on.get("overlong") == "error" else {}
@@ -249,6 +249,30 @@ def _settings_of(base: Dataset, settings: Mapping[str, Any], packed: bool) -> Pa
     if config.validation_fraction:
         raise ConfigError("validation_fraction makes two datasets of its own: set it for pack().")
     return config
+
+
+def _check_reading(base: Dataset, adapter: Adapter | None) -> None:
+    """Raise ConfigError if the form or adapter that read a dataset's records has changed."""
+    recorded = base.manifest.provenance.get("reading", {})
+    rule = "append reads records as the dataset was read"
+    if "form" in recorded:
+        form = load().get(recorded["form"])
+        version = form.version if form is not None else None
+        if version != recorded.get("form_version"):
+            before = f"{recorded['form']} of version {recorded.get('form_version')}"
+            change = f"the form {before}, now {version}"
+            remedy = "Append with the version of packstore that made it, or pack anew"
+            raise ConfigError(sentence(base.url, rule, change, remedy))
+    if "adapter" in recorded:
+        if adapter is None:
+            name = recorded["adapter"]
+            is_loadable = ":" in name
+            how = spell(current_door(), {"adapter": name}) if is_loadable else "adapter=FUNCTION"
+            remedy = f"Give the function that reads them, if you trust it ({how})"
+            raise ConfigError(sentence(base.url, rule, f"no adapter {quote(name)}", remedy))
+        if adapter.sha256 != recorded.get("adapter_sha256"):
+            change = f"{adapter.name}, whose file has changed"
+            raise ConfigError(sentence(base.url, rule, change, "Restore it, or pack anew"))
 
 
 def _copy_shards(

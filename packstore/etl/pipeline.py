@@ -15,7 +15,7 @@ import contextlib
 import itertools
 import logging
 import os
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -46,6 +46,7 @@ from packstore.pack.plan import merged_statistics
 from packstore.pack.warm_up import warm_up
 from packstore.progress import Progress
 from packstore.tokenizer.fastest import force_reference_engine
+from packstore.tokenizer.records.adapters import Adapter, adapter_of, load_adapter
 
 log = logging.getLogger("packstore")
 
@@ -61,6 +62,7 @@ def pack(
     tokenizer: Any = None,
     *,
     config: PackConfig | None = None,
+    adapter: Callable[[dict[str, Any]], Any] | str | None = None,
     storage_options: Mapping[str, Any] | None = None,
     source_storage_options: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
@@ -83,6 +85,9 @@ def pack(
             ``.model``, a ``tokenizers.Tokenizer``, or a fast tokenizer of transformers. Not for a
             packstore dataset.
         config: all settings as one object.
+        adapter: a function from a record to a :class:`packstore.Pair`, :class:`packstore.Answers`,
+            :class:`packstore.Chat` or :class:`packstore.Drop`, or its name, ``module:function`` or
+            ``file.py:function``.
         storage_options: passed to the fsspec filesystems of `out` and `source`.
         source_storage_options: passed to those of `source` instead, if it lies elsewhere.
         progress: called with stage, done, total and unit, often.
@@ -93,7 +98,7 @@ def pack(
         `validation_fraction` it is the dataset in ``OUT/train``; the other one is in
         ``OUT/validation``.
     """
-    config = PackConfig.of(config, **settings)
+    config, loaded = with_adapter(PackConfig.of(config, **settings), adapter)
     require_path(out, "out", "must be the place of the new dataset, which comes after the records")
     STRATEGIES.check(config.strategy)
     ENGINES.check(config.engine)
@@ -103,7 +108,7 @@ def pack(
     places = {part: place if part is None else place.join(part) for part in split_names(config)}
     existing: dict[str | None, Dataset] = {}
     if not config.overwrite:
-        reopen = partial(open_examples, source, tokenizer, config, source_options)
+        reopen = partial(open_examples, source, tokenizer, config, source_options, adapter=loaded)
         existing = find_committed(places, reopen, config)
     if existing and len(existing) == len(places):
         log.info("%s: already there, same input and settings", place.display)
@@ -113,11 +118,26 @@ def pack(
             part: stack.enter_context(writing(place, config.overwrite or part in existing))
             for part, place in places.items()
         }
-        pack_into(jobs, source, source_options, tokenizer, config, progress)
+        pack_into(jobs, source, source_options, tokenizer, config, progress, loaded)
     committed = [job.committed for job in jobs.values()]
     for dataset in committed:
         _log_result(dataset)
     return committed[0]
+
+
+def with_adapter(
+    config: PackConfig, adapter: Callable[[dict[str, Any]], Any] | str | None
+) -> tuple[PackConfig, Adapter | None]:
+    """Return the settings with the name of an adapter, and the adapter itself, if there is one."""
+    if adapter is None and config.adapter is None:
+        return config, None
+    if callable(adapter):
+        loaded = adapter_of(adapter)
+    else:
+        loaded = load_adapter(str(adapter if adapter is not None else config.adapter))
+    if not loaded.is_importable:
+        log.info("the adapter %s runs in this process alone", loaded.name)
+    return replace(config, adapter=loaded.name), loaded
 
 
 def require_path(value: object, where: str, rule: str) -> None:
@@ -133,9 +153,12 @@ def pack_into(
     tokenizer: Any,
     config: PackConfig,
     progress: Progress | None,
+    adapter: Adapter | None = None,
 ) -> None:
     """Packs into open jobs; again with the reference if a faster way to encode gives wrong ids."""
-    reopen = partial(open_examples, source, tokenizer, config, dict(source_options))
+    reopen = partial(
+        open_examples, source, tokenizer, config, dict(source_options), adapter=adapter
+    )
     try:
         _pack(jobs, reopen(), config, progress)
     except WrongEngineError as error:
@@ -153,6 +176,8 @@ def _pack(
     progress: Progress | None,
 ) -> None:
     """Packs and commits the dataset of each part, see :func:`split_names`."""
+    if isinstance(reader, RecordExampleReader):
+        reader.announce()
     if reader.is_large:
         warm_up(config)
     config = replace(config, partitions=reader.partitions)
@@ -226,8 +251,9 @@ def _partitions(
     inputs = [replace(i, location=_absolute(i.location)) for i in reader.inputs]
     slices = split(list(zip(inputs, reader.sizes, strict=True)), number)
     reads = sum(map(len, slices)) / len(inputs)
-    in_tasks = number > 1 and config.engine != "local"
+    in_tasks = number > 1 and config.engine != "local" and reader.can_run_in_tasks
     large = sum(reader.sizes) >= number * TASK_BYTES and reads <= MANY_READS
+    large = large and reader.can_run_in_tasks
     if not in_tasks and large and min(number, workers or local.cores()) >= TASKS:
         in_tasks, workers = True, workers or local.cores()
     run = engine_with(config.engine, workers)

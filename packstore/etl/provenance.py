@@ -63,9 +63,11 @@ def provenance_of(
     }
     if config.as_chat:
         deciding["as_chat"] = True
-    if config.shape:
-        is_file = config.shape.endswith((".yaml", ".yml"))
-        deciding["shape"] = about["shape_sha256"] if is_file else config.shape
+    for name in ("form", "verdict", "roles", "ignore"):
+        if getattr(config, name):
+            deciding[name] = config.recorded()[name]
+    if config.adapter:
+        deciding["adapter"] = about["reading"].get("adapter_sha256")
     if (overlong := config.on["overlong"]).startswith("truncate"):
         deciding["truncated"] = [overlong, config.sequence_limit]
     return {**about, "lineage": fingerprint(deciding), **named}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import itertools
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from packstore.config import PARTITION_BYTES, PackConfig
-from packstore.errors import ConfigError, InputError, RecordError, sentence, spelled
+from packstore.config import PARTITION_BYTES, REASONS, PackConfig
+from packstore.config.remedies import current_door, spell
+from packstore.errors import ConfigError, RecordError, sentence, spelled
 from packstore.etl.engines import engine_with, local
 from packstore.etl.tokenize import Part, Tokenize
 from packstore.format.arrays import Examples, Rows, Sample, Tally, to_offsets
@@ -28,19 +29,21 @@ from packstore.pack.layout import sizes
 from packstore.tokenizer import (
     RecordTokenizer,
     Tokenizer,
-    detect_kind,
     load_tokenizer,
     parse_carry,
     typed_carry,
 )
 from packstore.tokenizer.fastest import EngineWatch, is_worthwhile, with_fastest_engine
 from packstore.tokenizer.record_tokenizer import Lint
-from packstore.tokenizer.records.parse import parse_record
-from packstore.tokenizer.records.paths import with_paths
-from packstore.tokenizer.records.shapes import named_shape, table
-from packstore.tokenizer.refusals import Refused
+from packstore.tokenizer.records.adapters import Adapter, load_adapter
+from packstore.tokenizer.records.describe import describe, reading_provenance, without_a_kind
+from packstore.tokenizer.records.parsed import Parsed
+from packstore.tokenizer.records.read import ReadRecord, kind_of_record, require_object
+from packstore.tokenizer.refusals import Refused, Stop
 from packstore.tokenizer.tokenizer import FAST
 from packstore.version import VERSION
+
+log = logging.getLogger("packstore")
 
 FEW_CORES = {None: 2, FAST: 2, "tokenizers": 4}
 """Name of a tokenizer engine -> cores that threads of one process keep busy; more only wait for the
@@ -59,11 +62,13 @@ def open_examples(
     config: PackConfig,
     storage_options: Mapping[str, Any],
     block_bytes: int = BLOCK_BYTES,
+    adapter: Adapter | None = None,
 ) -> ExampleReader:
     """Opens `source` for packing, its records in blocks of about `block_bytes`."""
     dataset = source if isinstance(source, Dataset) else find_dataset(source, storage_options)
     if dataset is None:
-        return RecordExampleReader(source, tokenizer, config, dict(storage_options), block_bytes)
+        options = dict(storage_options)
+        return RecordExampleReader(source, tokenizer, config, options, block_bytes, adapter)
     if tokenizer is not None:
         text = "is a packed dataset, which is repacked without tokenizing: leave tokenizer out."
         raise ConfigError(f"{dataset.url} {text}")
@@ -80,6 +85,7 @@ class RecordExampleReader:
         config: PackConfig,
         storage_options: dict[str, Any],
         block_bytes: int = BLOCK_BYTES,
+        adapter: Adapter | None = None,
     ) -> None:
         named = isinstance(tokenizer, str | PathLike)
         self._tokenizer_path = {"path": spelled(str(tokenizer))} if named else {}
@@ -102,11 +108,16 @@ class RecordExampleReader:
         if config.carry:
             config = replace(config, carry=typed_carry(config, rows.values))
         self._config, self.carry = config, parse_carry(config)
-        self._shapes = table(config.shape).digest
-        detected = config.kind == "auto"
-        self.kind = detect_kind(rows.values[0], config, rows.where(0)) if detected else config.kind
-        self._shape = self._shape_of(rows.values[0])
-        self._renders = self._reference is not None and self._are_dialogues(rows)
+        if adapter is None and config.adapter is not None:
+            adapter = load_adapter(config.adapter)
+        self._adapter = adapter
+        self.kind: str = config.kind
+        if config.kind == "auto":
+            self.kind = self._kind_of(rows)
+        self._first: tuple[str, Any, ReadRecord, Parsed] | None = None
+        for block_rows in (rows, *(block.parse() for block in first[1:2])):
+            self._read_first(block_rows)
+        self._renders = self._is_first_chat()
         if self._renders and config.engine == "local":
             local.prepare()
         if self._reference and (self._renders or config.chat_template is not None):
@@ -115,14 +126,79 @@ class RecordExampleReader:
         self._blocks: Iterable[Block] = itertools.chain(first, blocks)
         self.vocab_size = self._reference.vocab_size if self._reference else None
 
-    def _shape_of(self, record: Any) -> dict[str, str]:
-        """Returns the named shape of a record, and the hash of its entry, or of the user's file."""
-        shape = None
-        with contextlib.suppress(Refused):  # the record is refused later
-            given = with_paths(record, self._config)
-            shape = named_shape(given, self._config, self.kind, ids=self._reference is None)
-        about = {"shape": shape.name, "shape_sha256": shape.digest} if shape else {}
-        return about | ({"shape_sha256": self._shapes} if self._shapes else {})
+    def _is_first_chat(self) -> bool:
+        """Return True if the first record that can be read is rendered by a chat template."""
+        return self._first is not None and self._first[3].is_chat
+
+    def _kind_of(self, rows: Rows) -> str:
+        """Return the kind of the first record that has one.
+
+        Raises:
+            RecordError: no record of the first block has a form, or fields that packstore knows.
+        """
+        refusals: list[tuple[str, Refused]] = []
+        for index, value in enumerate(rows.values):
+            where = rows.where(index)
+            try:
+                record = require_object(value)
+                prefers_ids = self._reference is None
+                kind = kind_of_record(record, self._config, self._adapter, prefers_ids)
+            except Refused as refused:
+                if self._stops_at(refused):
+                    raise refused.as_error(where, current_door(), self._config) from None
+                refusals.append((where, refused))
+                continue
+            if kind is None:
+                raise without_a_kind(record, where)
+            return kind
+        where, first_refusal = refusals[0]
+        rule = REASONS[first_refusal.reason].rule
+        door = current_door()
+        remedy = first_refusal.spell_remedy(door, self._config)
+        remedy += f", or say the kind of the others ({spell(door, {'kind': 'KIND'})})"
+        raise RecordError(sentence(where, rule, first_refusal.detail, remedy))
+
+    def _stops_at(self, refused: Refused) -> bool:
+        """Return True for a refusal at which the job stops."""
+        return isinstance(refused, Stop) or self._config.on[refused.reason] == "error"
+
+    def _read_first(self, rows: Rows) -> None:
+        """Read all records of a block, so that a job that cannot succeed stops before it begins.
+
+        Raises:
+            RecordError: one of them would stop the job.
+        """
+        stage = self._stage(self._reference)
+        for index, value in enumerate(rows.values):
+            try:
+                read, parsed = stage.read(value)
+            except Refused as refused:
+                if self._stops_at(refused):
+                    # One before it may stop the job later on its way, and is named first.
+                    self._stage(self._reference)(rows.first(index + 1))
+                continue
+            if self._first is None:
+                self._first = rows.where(index), value, read, parsed
+
+    def _stage(self, tokenizer: Tokenizer | None, lint: Lint | None = None) -> RecordTokenizer:
+        """Return the step that converts records to examples."""
+        first_place = "" if self._first is None else self._first[0]
+        return RecordTokenizer(
+            tokenizer, self._config, self.kind, lint, self._adapter, first_place=first_place
+        )
+
+    def announce(self) -> None:
+        """Log how records are read, before the work begins."""
+        if self._first is None:
+            return
+        _, value, read, _ = self._first
+        lines = describe(read, value, self.kind, self._adapter, self._config.ignore)
+        log.info("%s", "\n".join(lines), extra={"lines": lines})
+
+    @property
+    def announced_columns(self) -> frozenset[str]:
+        """Columns of the first record, which :meth:`announce` names."""
+        return frozenset() if self._first is None else frozenset(self._first[1])
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
@@ -156,18 +232,14 @@ class RecordExampleReader:
         other._config = replace(self._config, pack_size=pack_size, layout=layout)
         return other
 
+    @property
+    def can_run_in_tasks(self) -> bool:
+        """True if other processes can read records: not by an adapter that only this one has."""
+        return self._adapter is None or self._adapter.is_importable
+
     def read_through(self) -> None:
         """Reads the rest of the input, to hash it; nothing is tokenized."""
         deque(self._blocks, maxlen=0)
-
-    def _are_dialogues(self, rows: Rows) -> bool:
-        """Returns True if the first record that has the shape of its kind is a dialogue."""
-        templated = bool(self._reference and self._reference.chat_template)
-        for value in rows.values:
-            with contextlib.suppress(Refused):
-                found = parse_record(value, self.kind, self._config, lambda text: templated)
-                return isinstance(found.prompt, list)
-        return False
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -194,17 +266,15 @@ class RecordExampleReader:
         threads = not self._renders and local.cores() <= FEW_CORES.get(name, 0)
         quick = not self._renders and name in (None, FAST)
         alone = local.QUICK_SECONDS if quick else local.WORTH_SECONDS
-        stage = RecordTokenizer(self.tokenizer, self._config, self.kind, lint)
+        stage = self._stage(self.tokenizer, lint)
         watch = EngineWatch(self.tokenizer, self._config, len(self.inputs))
         return Tokenize(stage, watch, in_threads=threads, alone=alone)
 
     def provenance(self, sources: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
         """Returns sources (as passed, else those read here), tokenizer, settings and version."""
-        if self._shapes != table(self._config.shape).digest:
-            rule = "must stay as it is while records are packed by it"
-            raise InputError(sentence(str(self._config.shape), rule, "that it changed"))
+        read = None if self._first is None else self._first[2]
         return {
-            **self._shape,
+            "reading": reading_provenance(read, self._adapter),
             "sources": list(self._reader.sources if sources is None else sources),
             "tokenizer": self.tokenizer and {**self._tokenizer_path, **self.tokenizer.provenance()},
             "settings": replace(self._config, partitions=self.partitions).recorded(),

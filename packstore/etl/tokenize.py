@@ -33,7 +33,10 @@ class Tokenize:
 
         This process compares the samples with the reference, which no worker has to load.
         """
-        for part, sample in run(self, blocks):
+        items: Iterable[Block | Rows] = blocks
+        if self._stage.applies_adapter_here:
+            items = (self._stage.adapted(block.parse()) for block in blocks)
+        for part, sample in run(self, items):
             self._watch.compare(sample)
             yield part
 

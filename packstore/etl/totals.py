@@ -13,11 +13,10 @@ from packstore.errors import ConfigError, DropRateError, InputError, sentence
 from packstore.etl.dedup_and_split import DUPLICATES, OTHER_PART
 from packstore.etl.provenance import provenance_of
 from packstore.etl.rejects import RejectsFile
-from packstore.etl.sources import ExampleReader
+from packstore.etl.sources import ExampleReader, RecordExampleReader
 from packstore.format.arrays import Tally
 from packstore.io.versions.write_job import AppendedBefore, WriteJob
 from packstore.progress import Progress
-from packstore.tokenizer.records.fields import check_verdicts, unexplained
 
 REQUESTED_DROPS = (*DUPLICATES.values(), "unpaired_feedback", "tie", "different_contexts")
 """Reasons to drop that a setting requests, or that a public set has many of; they do not count
@@ -28,13 +27,16 @@ PROBLEMS = {
     "no_bos": "the tokenizer begins texts with BOS, a sequence does not",
     "no_eos": "a response does not end with EOS, so the model is not taught to stop",
     "marker_no_token": "a marker of the chat template is no token, but split into several",
+    "foreign_template": "text holds control strings of another model's chat template; they are "
+    "learned as plain letters",
     "text_unrendered": "the chat template leaves out words of a message, beside its reasoning",
     "reward_reversed": "the rejected side has the higher reward",
     "reward_rounded": "rewards that differ are one number as float32",
     "reward_default": "no rewards, while other records have some: 1 and 0 are taken",
-    "mixed_forms": "plain text, while other records are chats; as_chat=True makes them chats",
-    "raw_text": "plain text, though there is a chat template; as_chat=True renders it as a chat, "
-    "as_chat=False says that it is right",
+    "mixed_forms": "plain text, while other records are chats; as_chat (--as-chat) makes them "
+    "chats",
+    "raw_text": "plain text, though there is a chat template; as_chat (--as-chat) renders it as a "
+    "chat, as_chat=False (--no-as-chat) says that it is right",
 }
 """Findings that harm training: `pack` and `append` log them as warnings, `doctor` fails."""
 
@@ -139,7 +141,7 @@ class RecordTotals(ProgressCounter):
         if not any(job.has_inputs(self.provenance(part)) for part, job in self._jobs.items()):
             self._rejects.publish()  # else the report of the first append stays
         _log_copies(self._sources.values())
-        log_shapes(self._tally, self._reader.kind)
+        log_forms(self._tally, self._reader.kind)
         for reason, count in sorted(self._tally.dropped.items()):
             first = next((s for s in self._tally.samples if s.reason == reason), None)
             text = "" if first is None else f"; the first: {first.where}: {first.detail}"
@@ -153,7 +155,8 @@ class RecordTotals(ProgressCounter):
         if not self._tally.kept:  # the first of two duplicates is: the dataset that grows has all
             raise AppendedBefore("every record to keep is a duplicate")
         _check_fields(self._tally, self._config, job)
-        check_verdicts(self._tally, self._reader.kind, self._config)
+        if isinstance(self._reader, RecordExampleReader):
+            _log_later_columns(self._tally, self._reader.announced_columns)
         for part in self._jobs:
             if not self._kept[part]:
                 fraction = self._config.validation_fraction
@@ -188,17 +191,18 @@ def _log_copies(sources: Collection[Mapping[str, Any]]) -> None:
             log.warning(text, ", ".join(s["path"] for s in sources if s["sha256"] == digest))
 
 
-def log_shapes(tally: Tally, kind: str) -> None:
-    """Says which named shapes the records were taken for, and how they were read."""
+def log_forms(tally: Tally, kind: str) -> None:
+    """Log the number of records of each form, and how many became chats."""
     noun = {"preference": "pairs", "scored": "records with scores"}.get(kind, "answers to learn")
     details = f", {tally.chats:,} as chats" if tally.chats else ""
-    if ties := tally.dropped["tie"]:
-        details += f", {ties:,} ties dropped"
-    several = len(tally.shapes) > 1
-    for shape, count in tally.shapes.most_common():
-        log.info("records: %s: %s %s%s", shape, f"{count:,}", noun, "" if several else details)
-    if several and details:
-        log.info("records of all shapes: %s%s", f"{tally.kept:,}", details)
+    if tally.dropped["tie"]:
+        details += f", {tally.dropped['tie']:,} ties dropped"
+    is_mixed = len(tally.forms) > 1
+    for name, count in tally.forms.most_common():
+        label = name or "packstore's own field names"
+        log.info("records: %s: %s %s%s", label, f"{count:,}", noun, "" if is_mixed else details)
+    if is_mixed and details:
+        log.info("records of all forms: %s%s", f"{tally.kept:,}", details)
 
 
 def count_unrequested_drops(tally: Tally) -> int:
@@ -216,18 +220,19 @@ def absent_fields(tally: Tally, config: PackConfig) -> list[tuple[str, str]]:
 
 
 def _check_fields(tally: Tally, config: PackConfig, job: WriteJob) -> None:
-    """Raises :class:`ConfigError` if no record has a field that is mapped; logs unused fields."""
+    """Raise ConfigError if no record has a field that is mapped."""
     # Not on append: the mapped fields suited the first records of the dataset.
     for name, written in absent_fields(tally, config) if job.extends is None else ():
         where, rule = f"setting fields, {name}={written}", "a record must have the mapped field"
         remedy = "Correct its name, or map nothing"
         raise ConfigError(sentence(where, rule, f"none of {tally.read:,}", remedy))
-    log.info("fields used: %s", ", ".join(sorted(tally.used)))
-    if named := unexplained(tally):
-        counts = (f"{name} ({tally.unused[name]:,} records)" for name in named)
-        log.warning("fields not used: %s", ", ".join(counts))
-    if further := tally.unused.keys() - {*named}:
-        log.info("further fields not used: %s", ", ".join(sorted(further)))
+
+
+def _log_later_columns(tally: Tally, announced: Collection[str]) -> None:
+    """Log the columns that nothing reads, and that the first record lacks."""
+    later = sorted(tally.unused.keys() - set(announced))
+    if later:
+        log.info("columns not read that the first record lacks: %s", ", ".join(later))
 
 
 def _check_drops(tally: Tally, config: PackConfig, kind: str, job: WriteJob) -> None:

@@ -6,6 +6,7 @@ is kept flat beside int64 offsets (CSR): row `i` is ``values[offsets[i]:offsets[
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,9 +29,6 @@ TOKEN_BYTES = 4
 
 MAX_FIELDS = 100
 """Most field names that are counted, as names may be data."""
-
-FEW_VALUES = 10
-"""Most values of a field that may be a verdict, such as up and down."""
 
 SOURCE_SHIFT = 40
 """``example_id = (ordinal of the source file << SOURCE_SHIFT) + ordinal of the record in it``."""
@@ -55,6 +53,10 @@ class Rows:
     def where(self, i: int) -> str:
         """Returns the place of record `i` for error texts, counted from 1."""
         return f"{self.path}, {self.unit} {self.ordinals[i] + 1}"
+
+    def first(self, number: int) -> Rows:
+        """Return the first records."""
+        return replace(self, ordinals=self.ordinals[:number], values=self.values[:number])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -299,6 +301,14 @@ class PackSizes:
 
 
 @dataclass(frozen=True, slots=True)
+class BrokenLine:
+    """A line of the input that is no JSON, in place of its record."""
+
+    detail: str
+    remedy: str
+
+
+@dataclass(frozen=True, slots=True)
 class Sample:
     """One record that a policy acted on, kept as an example."""
 
@@ -322,10 +332,8 @@ class Tally:
     used: Counter[str] = field(default_factory=Counter)
     # field name -> records kept in which it has a value that was not used
     unused: Counter[str] = field(default_factory=Counter)
-    # such a field -> its values as short texts; above FEW_VALUES, some of them
-    values: dict[str, set[str]] = field(default_factory=dict)
-    # named shape -> records kept that have it
-    shapes: Counter[str] = field(default_factory=Counter)
+    # form or adapter -> records kept that it read; own field names: empty text
+    forms: Counter[str] = field(default_factory=Counter)
     scored: int = 0  # pairs kept with rewards in the record
     unscored: int = 0  # pairs kept without rewards in the record
     texts: int = 0  # records kept that are plain text
@@ -365,13 +373,10 @@ class Tally:
         self.dropped.update(other.dropped)
         self.noted.update(other.noted)
         self.used.update(other.used)
-        self.shapes.update(other.shapes)
+        self.forms.update(other.forms)
         for name, count in other.unused.items():
             if name in self.unused or len(self.unused) < MAX_FIELDS:
                 self.unused[name] += count
-                values = self.values.setdefault(name, set())
-                if len(values) <= FEW_VALUES:
-                    values |= other.values.get(name, set())
         self.scored += other.scored
         self.unscored += other.unscored
         self.texts += other.texts
@@ -405,6 +410,14 @@ def to_offsets(lengths: npt.NDArray[np.integer]) -> Int64:
     offsets = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
     return offsets
+
+
+def flatten(rows: Sequence[Sequence[int]]) -> tuple[Int32, Int64]:
+    """Return lists of numbers as flat int32 `[N]`, and their offsets, int64 `[rows + 1]`."""
+    lengths = np.fromiter((len(row) for row in rows), np.int64, len(rows))
+    offsets = to_offsets(lengths)
+    numbers = itertools.chain.from_iterable(rows)
+    return np.fromiter(numbers, np.int32, int(offsets[-1])), offsets
 
 
 def ragged_indices(offsets: Int64, rows: Int32 | Int64) -> Int64:

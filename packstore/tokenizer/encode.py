@@ -1,92 +1,165 @@
 """Encodes texts to token ids and supervision masks: all sequences of a block at once.
 
-Distinct texts are encoded once, in one batch; the rest is numpy over flat ids and offsets. Only
+Distinct texts are encoded once, in one batch; all else is numpy over flat ids and offsets. Only
 sequences with events are handled one by one.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
 from packstore.config import TokenizeConfig
 from packstore.format.arrays import Bool, Int32, Int64, ragged_indices, range_indices, to_offsets
-from packstore.tokenizer.control import encode_around_controls, holds
+from packstore.tokenizer.control import encode_around_controls
 from packstore.tokenizer.records.sequences import Draft, Mode, Sequences
 from packstore.tokenizer.refusals import Refused
 from packstore.tokenizer.tokenizer import Tokenizer
 
+EMPTY = -1
+"""In place of the first and last id of a sequence without tokens."""
+
+NO_TOKEN = -2
+"""In place of the id of a BOS or EOS token that a tokenizer does not have."""
+
+
+class _Place(NamedTuple):
+    """A place in the text of a draft."""
+
+    draft: int  # its index
+    character: int
+
+
+class _Encoding(NamedTuple):
+    """Encoded drafts, and the tokens at some places in them.
+
+    Attributes:
+        ids: token ids of all drafts, int32 `[N]`.
+        offsets: int64 `[drafts + 1]`.
+        tokens: number of a draft's tokens before each place, int64 `[P]`.
+        is_merged: whether a token joins both sides of a place, bool `[P]`.
+    """
+
+    ids: Int32
+    offsets: Int64
+    tokens: Int64
+    is_merged: Bool
+
 
 def assemble(tokenizer: Tokenizer, drafts: Sequence[Draft], config: TokenizeConfig) -> Sequences:
-    """Encodes drafts, adds BOS and EOS by the settings, and maps places in texts to tokens.
+    """Return drafts as sequences of ids, with BOS and EOS by the settings."""
+    bounds = _span_bounds(drafts)
+    system_ends = [_Place(i, draft.system_end) for i, draft in enumerate(drafts)]
+    encoding = _encode_drafts(tokenizer, drafts, [*bounds, *system_ends])
+
+    owners = np.array([place.draft for place in bounds], np.int64)
+    starts = encoding.offsets[owners] + encoding.tokens[: len(bounds)]
+    sequences = Sequences(
+        ids=encoding.ids,
+        supervised=_supervision(len(encoding.ids), starts),
+        offsets=encoding.offsets,
+        heads=encoding.tokens[len(bounds) :],
+        events={},
+        refusals={},
+    )
+
+    is_merged = encoding.is_merged[: len(bounds)]
+    _note_merged_boundaries(sequences, owners[is_merged], config)
+    _refuse_encoded_controls(tokenizer, drafts, sequences)
+    return _with_bos_and_eos(tokenizer, drafts, config, sequences)
+
+
+def _span_bounds(drafts: Sequence[Draft]) -> list[_Place]:
+    """Return the start and the end of each supervised span, in turn."""
+    bounds = []
+    for i, draft in enumerate(drafts):
+        for start, end in draft.spans:
+            bounds.append(_Place(i, start))
+            bounds.append(_Place(i, end))
+    return bounds
+
+
+def _supervision(num_tokens: int, bounds: Int64) -> Bool:
+    """Return the mask of tokens between bounds: start and end of each span, in turn."""
+    starts, ends = bounds.reshape(-1, 2).T
+    supervised = np.zeros(num_tokens, np.bool_)
+    supervised[range_indices(starts, np.maximum(ends - starts, 0))] = True
+    return supervised
+
+
+def _encode_drafts(
+    tokenizer: Tokenizer, drafts: Sequence[Draft], places: Sequence[_Place]
+) -> _Encoding:
+    """Encode drafts, and map places in their texts to tokens.
 
     A place maps to the length of the common prefix of the ids of the text before it and the ids of
     the whole text, so a token that merges both sides lies after the place.
     """
-    # Places: start and end of each span, in turn, then the end of each system turn.
-    places = [(i, at) for i, draft in enumerate(drafts) for span in draft.spans for at in span]
-    number = len(places)
-    places += [(i, draft.system_end) for i, draft in enumerate(drafts)]
     texts = [(draft.mode, draft.guard + draft.text) for draft in drafts]
-    prefixes: dict[tuple[Mode, str], int] = {}  # their numbers follow those of the texts
-    before = []  # number of the text before each place; of its own at its start and end
-    for i, at in places:
-        draft = drafts[i]
-        if 0 < at < len(draft.text):
-            prefix = draft.mode, draft.guard + draft.text[:at]
-            before.append(prefixes.setdefault(prefix, len(texts) + len(prefixes)))
-        else:
-            before.append(i)
-    all_ids, all_offsets = _encode(tokenizer, [*texts, *prefixes])
-    owner, characters = np.array(places, np.int64).T
-    common, merged = _common_prefixes(all_ids, all_offsets, np.array(before), owner)
-    tokens = np.where(characters > 0, common, 0)
-    offsets = all_offsets[: len(drafts) + 1]
-    ids = all_ids[: offsets[-1]]
-    events: defaultdict[int, list[str]] = defaultdict(list)
-    refused: dict[int, Refused] = {}
-    owner, merged = owner[:number], merged[:number]
-    for i in np.unique(owner[merged]).tolist():
-        events[i].append("boundary_merged")
-        if config.on["boundary"] != "keep":
-            refused[i] = Refused("boundary", "a token joins prompt and response")
-    _check_literal(tokenizer, drafts, ids, offsets, refused)
-    starts, ends = (offsets[owner] + tokens[:number]).reshape(-1, 2).T
-    supervised = np.zeros(len(ids), np.bool_)
-    supervised[range_indices(starts, np.maximum(ends - starts, 0))] = True
-    bare = Sequences(ids, supervised, offsets, tokens[number:], events, refused)
-    return _wrapped(tokenizer, drafts, config, bare)
+    prefixes: dict[tuple[Mode, str], int] = {}  # their rows follow the texts' rows
+    rows_before = []  # row of the text before each place; at its start and end, of the whole text
+    for place in places:
+        draft = drafts[place.draft]
+        if not 0 < place.character < len(draft.text):
+            rows_before.append(place.draft)
+            continue
+        prefix = (draft.mode, draft.guard + draft.text[: place.character])
+        rows_before.append(prefixes.setdefault(prefix, len(texts) + len(prefixes)))
+    ids, offsets = _encode(tokenizer, [*texts, *prefixes])
+
+    place_array = np.array(places, np.int64)
+    owners = place_array[:, 0]
+    characters = place_array[:, 1]
+    common, is_merged = _common_prefixes(ids, offsets, np.array(rows_before), owners)
+    draft_offsets = offsets[: len(drafts) + 1]
+    return _Encoding(
+        ids=ids[: draft_offsets[-1]],
+        offsets=draft_offsets,
+        tokens=np.where(characters > 0, common, 0),
+        is_merged=is_merged,
+    )
 
 
 def _common_prefixes(ids: Int32, offsets: Int64, a: Int64, b: Int64) -> tuple[Int64, Bool]:
-    """Returns lengths of the common prefixes of rows `a` and `b`, and where `a` is longer."""
+    """Return the lengths of the common prefixes of rows `a` and `b`, and where `a` is longer."""
     lengths = np.diff(offsets)
     compared = np.where(a == b, 0, np.minimum(lengths[a], lengths[b]))
     starts = to_offsets(compared)
-    left, right = (ids[range_indices(offsets[rows], compared)] for rows in (a, b))
-    differ = np.flatnonzero(left != right)
-    rows, at = np.unique(np.searchsorted(starts, differ, "right") - 1, return_index=True)
+    ids_of_a = ids[range_indices(offsets[a], compared)]
+    ids_of_b = ids[range_indices(offsets[b], compared)]
+    differ = np.flatnonzero(ids_of_a != ids_of_b)
+
+    row_of_difference = np.searchsorted(starts, differ, "right") - 1
+    rows, first_of_row = np.unique(row_of_difference, return_index=True)
     common = np.where(a == b, lengths[a], compared)
-    common[rows] = differ[at] - starts[rows]
+    common[rows] = differ[first_of_row] - starts[rows]
     return common, common < lengths[a]
 
 
 def _encode(tokenizer: Tokenizer, texts: Sequence[tuple[Mode, str]]) -> tuple[Int32, Int64]:
-    """Encodes texts of several modes; returns flat ids and their offsets, in order."""
-    ids, lengths, order = [], [], []
-    for mode in dict.fromkeys(mode for mode, _ in texts):
-        rows = [i for i, (other, _) in enumerate(texts) if other == mode]
-        some, offsets = _encode_mode(tokenizer, [texts[i][1] for i in rows], mode)
-        if len(rows) == len(texts):
-            return some, offsets
-        ids.append(some)
-        lengths.append(np.diff(offsets))
+    """Return flat ids of texts of several modes, and their offsets, in order."""
+    rows_by_mode: dict[Mode, list[int]] = {}
+    for row, (mode, _) in enumerate(texts):
+        rows_by_mode.setdefault(mode, []).append(row)
+    if len(rows_by_mode) == 1:
+        return _encode_mode(tokenizer, [text for _, text in texts], texts[0][0])
+
+    ids = []
+    lengths = []
+    order = []
+    for mode, rows in rows_by_mode.items():
+        mode_ids, mode_offsets = _encode_mode(tokenizer, [texts[row][1] for row in rows], mode)
+        ids.append(mode_ids)
+        lengths.append(np.diff(mode_offsets))
         order += rows
-    offsets, back = to_offsets(np.concatenate(lengths)), np.argsort(order)
-    return np.concatenate(ids)[ragged_indices(offsets, back)], to_offsets(np.diff(offsets)[back])
+    offsets = to_offsets(np.concatenate(lengths))
+    rows_in_order = np.argsort(order)
+    ids_in_order = np.concatenate(ids)[ragged_indices(offsets, rows_in_order)]
+    return ids_in_order, to_offsets(np.diff(offsets)[rows_in_order])
 
 
 def _encode_mode(tokenizer: Tokenizer, texts: list[str], mode: Mode) -> tuple[Int32, Int64]:
@@ -95,80 +168,121 @@ def _encode_mode(tokenizer: Tokenizer, texts: list[str], mode: Mode) -> tuple[In
     return encode_around_controls(
         [text[1:] for text in texts],
         tokenizer.specials,
-        lambda stretches: tokenizer.engine.encode_batch(stretches, control=False),
+        partial(tokenizer.engine.encode_batch, control=False),
         [text[0] for text in texts],
     )
 
 
-def _check_literal(
-    tokenizer: Tokenizer,
-    drafts: Sequence[Draft],
-    ids: Int32,
-    offsets: Int64,
-    refused: dict[int, Refused],
+def _note_merged_boundaries(sequences: Sequences, rows: Int64, config: TokenizeConfig) -> None:
+    """Note, or refuse, sequences with a token that joins prompt and response."""
+    for row in np.unique(rows).tolist():
+        sequences.events[row] = ["boundary_merged"]
+        if config.on["boundary"] != "keep":
+            sequences.refusals[row] = Refused("boundary", "a token joins prompt and response")
+
+
+def _refuse_encoded_controls(
+    tokenizer: Tokenizer, drafts: Sequence[Draft], sequences: Sequences
 ) -> None:
-    """Refuses plain text that was encoded to control ids (Unigram vocabularies do that)."""
-    for i, draft in enumerate(drafts):
-        if draft.mode == "control" or i in refused or not holds(draft.text, tokenizer.control_hint):
+    """Refuse plain text that was encoded to control ids (Unigram vocabularies do that)."""
+    for row, draft in enumerate(drafts):
+        if draft.mode == "control" or row in sequences.refusals:
+            continue
+        if tokenizer.control_hint not in draft.text:
             continue
         if not tokenizer.controls.search(draft.text.replace(draft.guard, "")):
             continue
-        guarded = draft.mode == "guarded"
-        expected = len(tokenizer.controls.findall(draft.text)) if guarded else 0
-        found = np.isin(ids[offsets[i] : offsets[i + 1]], [*tokenizer.special_ids])
-        if found.sum() != expected:
+        expected = 0
+        if draft.mode == "guarded":
+            expected = len(tokenizer.controls.findall(draft.text))
+        ids = sequences.ids[sequences.offsets[row] : sequences.offsets[row + 1]]
+        if np.isin(ids, [*tokenizer.special_ids]).sum() != expected:
             detail = "this tokenizer has no plain form of a control string"
-            refused[i] = Refused("special_tokens", detail)
+            sequences.refusals[row] = Refused("special_tokens", detail)
 
 
-def _wrapped(
+def _with_bos_and_eos(
     tokenizer: Tokenizer, drafts: Sequence[Draft], config: TokenizeConfig, bare: Sequences
 ) -> Sequences:
-    """Adds BOS and EOS by the settings."""
-    bos, eos = tokenizer.bos_id, tokenizer.eos_id
-    lengths = np.diff(bare.offsets)
-    templated = np.array([draft.from_template for draft in drafts], np.bool_)
-    first = np.full(len(drafts), -1, np.int64)
-    last = first.copy()
-    some = lengths > 0
-    first[some] = bare.ids[bare.offsets[:-1][some]]
-    last[some] = bare.ids[bare.offsets[1:][some] - 1]
-    add_bos = np.zeros(len(drafts), np.bool_)
-    if bos is not None:
-        add_bos[:] = tokenizer.adds_bos & ~templated if config.add_bos is None else config.add_bos
-        for i in np.flatnonzero(add_bos & (first == bos)).tolist():
-            bare.events.setdefault(i, []).append("bos_deduplicated")
-        add_bos &= first != bos
-        last[add_bos & ~some] = bos
-    add_eos = ~templated if config.append_eos is None else np.full(len(drafts), config.append_eos)
-    if eos is None:
-        for i in np.flatnonzero(add_eos).tolist():
-            bare.events.setdefault(i, []).append("no_eos")
-        add_eos = np.zeros(len(drafts), np.bool_)
-    else:
-        control = np.array([draft.mode == "control" for draft in drafts], np.bool_)
-        others = tokenizer.specials if config.append_eos is None else ()
-        closing = (str(tokenizer.eos_token), *others)
-        for i in np.flatnonzero(add_eos & (templated | control)).tolist():
-            if drafts[i].text.rstrip().endswith(closing):
-                add_eos[i] = False
-        add_eos &= last != eos
-    heads = bare.heads + add_bos
-    if bos is not None:
-        heads = np.maximum(heads, (first == bos) | add_bos)
-    supervised = bare.supervised
-    supervised[bare.offsets[:-1][some & ~add_bos]] = False  # nothing predicts the first token
-    if not (add_bos.any() or add_eos.any()):
+    """Return sequences with BOS and EOS by the settings."""
+    bos = NO_TOKEN if tokenizer.bos_id is None else tokenizer.bos_id
+    eos = NO_TOKEN if tokenizer.eos_id is None else tokenizer.eos_id
+    has_tokens = np.diff(bare.offsets) > 0
+    first_rows = bare.offsets[:-1][has_tokens]
+    first_ids = np.full(len(drafts), EMPTY, np.int64)
+    first_ids[has_tokens] = bare.ids[first_rows]
+    last_ids = np.full(len(drafts), EMPTY, np.int64)
+    last_ids[has_tokens] = bare.ids[bare.offsets[1:][has_tokens] - 1]
+
+    adds_bos = _needs_bos(tokenizer, drafts, config)
+    _note(bare, "bos_deduplicated", np.flatnonzero(adds_bos & (first_ids == bos)))
+    adds_bos &= first_ids != bos
+    last_ids[adds_bos & ~has_tokens] = bos
+
+    adds_eos = _needs_eos(tokenizer, drafts, config)
+    if eos == NO_TOKEN:
+        _note(bare, "no_eos", np.flatnonzero(adds_eos))
+        adds_eos[:] = False
+    adds_eos &= last_ids != eos
+
+    is_unpredicted = ~adds_bos[has_tokens]  # nothing stands before the first token
+    bare.supervised[first_rows[is_unpredicted]] = False
+    heads = np.maximum(bare.heads + adds_bos, first_ids == bos)
+    if not (adds_bos.any() or adds_eos.any()):
         return replace(bare, heads=heads)
-    offsets = to_offsets(lengths + add_bos + add_eos)
-    begins, ends = offsets[:-1][add_bos], offsets[1:][add_eos] - 1
-    body = np.ones(offsets[-1], np.bool_)
-    body[begins] = body[ends] = False
-    ids, supervised = np.empty(len(body), np.int32), np.zeros(len(body), np.bool_)
-    ids[body], supervised[body] = bare.ids, bare.supervised
-    ids[begins], ids[ends] = bos or 0, eos or 0
-    to_end = [
-        drafts[i].spans[-1][1] == len(drafts[i].text) for i in np.flatnonzero(add_eos).tolist()
-    ]
-    supervised[ends] = (some | add_bos)[add_eos] & np.array(to_end, np.bool_)
-    return Sequences(ids, supervised, offsets, heads, bare.events, bare.refused)
+
+    offsets = to_offsets(np.diff(bare.offsets) + adds_bos + adds_eos)
+    places_of_bos = offsets[:-1][adds_bos]
+    places_of_eos = offsets[1:][adds_eos] - 1
+    is_text = np.ones(offsets[-1], np.bool_)
+    is_text[places_of_bos] = False
+    is_text[places_of_eos] = False
+
+    ids = np.empty(len(is_text), np.int32)
+    ids[is_text] = bare.ids
+    ids[places_of_bos] = bos
+    ids[places_of_eos] = eos
+
+    supervised = np.zeros(len(is_text), np.bool_)
+    supervised[is_text] = bare.supervised
+    ends_supervised = np.array([_is_end_supervised(draft) for draft in drafts], np.bool_)
+    supervised[places_of_eos] = ((has_tokens | adds_bos) & ends_supervised)[adds_eos]
+    return Sequences(ids, supervised, offsets, heads, bare.events, bare.refusals)
+
+
+def _needs_bos(tokenizer: Tokenizer, drafts: Sequence[Draft], config: TokenizeConfig) -> Bool:
+    """Return the mask of sequences that begin with BOS: by the setting, else by the tokenizer."""
+    if tokenizer.bos_id is None:
+        return np.zeros(len(drafts), np.bool_)
+    if config.add_bos is not None:
+        return np.full(len(drafts), config.add_bos)
+    if not tokenizer.adds_bos:
+        return np.zeros(len(drafts), np.bool_)
+    return np.array([not draft.from_template for draft in drafts], np.bool_)
+
+
+def _needs_eos(tokenizer: Tokenizer, drafts: Sequence[Draft], config: TokenizeConfig) -> Bool:
+    """Return the mask of sequences that end with EOS: by the setting, else all without a template.
+
+    None that a control string ends already: EOS, or by default any.
+    """
+    closing: tuple[str, ...] = (str(tokenizer.eos_token),)
+    if config.append_eos is None:
+        closing = (*closing, *tokenizer.specials)
+        needs_eos = [not draft.from_template for draft in drafts]
+    else:
+        needs_eos = [config.append_eos] * len(drafts)
+    if tokenizer.eos_id is not None:
+        for i, draft in enumerate(drafts):
+            if needs_eos[i] and (draft.from_template or draft.mode == "control"):
+                needs_eos[i] = not draft.text.rstrip().endswith(closing)
+    return np.array(needs_eos, np.bool_)
+
+
+def _is_end_supervised(draft: Draft) -> bool:
+    return len(draft.spans) > 0 and draft.spans[-1][1] == len(draft.text)
+
+
+def _note(sequences: Sequences, event: str, rows: Iterable[np.int64]) -> None:
+    for row in rows:
+        sequences.events.setdefault(int(row), []).append(event)

@@ -1,4 +1,4 @@
-"""Uses ``fastokens`` where its ids equal those of the reference, ``tokenizers``.
+"""Uses ``fastokens`` where it gives the same ids as the reference, ``tokenizers``.
 
 It is probed before a job, and compared on the first records and a sample of all others.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import itertools
 import logging
 from concurrent.futures import ThreadPoolExecutor
 
@@ -19,6 +18,7 @@ from packstore.format import seeds
 from packstore.format.arrays import Int32, Int64, Rows, example_id
 from packstore.tokenizer.encode import assemble
 from packstore.tokenizer.record_tokenizer import Encoded
+from packstore.tokenizer.records.sequences import Tokens, common_prefix
 from packstore.tokenizer.tokenizer import FAST, Tokenizer
 
 log = logging.getLogger("packstore")
@@ -28,7 +28,7 @@ LOADING = 6
 file divided by this (measured with Qwen3's file of 11 MB; with smaller files, somewhat more)."""
 
 ONE_IN = 1000
-"""Of this many records, one is tokenized again by the reference."""
+"""One in so many records is tokenized again by the reference."""
 
 FEWEST = 200
 """Least number of records of a job that are tokenized again."""
@@ -56,99 +56,115 @@ PROBES = (
     "a" * 300 + " " * 70 + "!?" * 60 + "\n" * 20,
     "12345678901234567890 1 12 123 1234 12345 3.000.000 0x1F 1e-9 ²³",
 )  # fmt: skip
-"""Texts of the kinds on which engines are known to disagree."""
+"""Texts that engines are known to encode differently."""
 
 _distrusted: set[str] = set()
 """sha256 of tokenizers for which the faster engine gave wrong ids, in this process."""
 
 
 def force_reference_engine(sha256: str) -> None:
-    """Makes the reference read the tokenizer file with this hash, for the rest of this process."""
+    """Read the tokenizer file with this hash by the reference, for the rest of this process."""
     _distrusted.add(sha256)
 
 
-def is_worthwhile(file: int, size: int) -> bool:
-    """Returns True if a faster engine for a file of `file` bytes saves time with `size` of text."""
-    return size * LOADING > file
+def is_worthwhile(file_bytes: int, text_bytes: int) -> bool:
+    """Return True if a faster engine for a file of `file_bytes` saves time with so much text."""
+    return text_bytes * LOADING > file_bytes
 
 
 def with_fastest_engine(tokenizer: Tokenizer) -> Tokenizer:
-    """Returns `tokenizer` with the faster engine that is loading, if probes give equal ids."""
+    """Return `tokenizer` with the faster engine that is loading, if probes give equal ids."""
     if getattr(tokenizer.engine, "loading", None) is None or tokenizer.sha256 in _distrusted:
         return tokenizer
     with ThreadPoolExecutor(1, "packstore-tokenizer") as pool:
-        expected = pool.submit(_probed, tokenizer)
+        expected = pool.submit(_encode_probes, tokenizer)
         try:
             candidate = tokenizer.with_engine(FAST)
-            same = all(map(np.array_equal, expected.result(), _probed(candidate)))
+            is_equal = _are_equal(_encode_probes(candidate), expected.result())
         except PackstoreError as error:
             log.debug("tokenizer engine %s is not used: %s", FAST, error)
             return tokenizer
     # Two libraries that load side by side leave 180 MB freed, but not to the system.
     with contextlib.suppress(AttributeError, OSError, TypeError):  # not glibc
         ctypes.CDLL(None).malloc_trim(0)
-    if not same:
-        log.warning("tokenizer engine %s is not used: its ids differ on probe texts", FAST)
-    return candidate if same else tokenizer
+    if is_equal:
+        return candidate
+    log.warning("tokenizer engine %s is not used: its ids differ on probe texts", FAST)
+    return tokenizer
 
 
-def _probed(tokenizer: Tokenizer) -> list[Int32 | Int64]:
-    """Ids and offsets of the probes, with control strings as plain text and as ids."""
-    texts = [*PROBES, *(f"x{special} y{special}" for special in list(tokenizer.specials)[:200])]
-    ways = (tokenizer.engine.encode_batch(texts, control=control) for control in (False, True))
-    return list(itertools.chain.from_iterable(ways))
+def _encode_probes(tokenizer: Tokenizer) -> list[Int32 | Int64]:
+    """Return ids and offsets of the probes, with control strings as plain text and as ids."""
+    specials = list(tokenizer.specials)[:200]
+    texts = list(PROBES)
+    texts += [f"x{special} y{special}" for special in specials]
+    as_text = tokenizer.engine.encode_batch(texts, control=False)
+    as_ids = tokenizer.engine.encode_batch(texts, control=True)
+    return [*as_text, *as_ids]
+
+
+def _are_equal(a: list[Int32 | Int64], b: list[Int32 | Int64]) -> bool:
+    return all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 class EngineWatch:
-    """Encodes a sample of the faster engine's texts again with the reference, and compares.
+    """Encode a sample of the faster engine's texts again with the reference, and compare.
 
     The sample depends on the seed and each record's place in the input, not on workers, partitions
     or blocks. The first records of each of `sources` inputs are in it. Picklable.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, config: PackConfig, sources: int) -> None:
-        self._tokenizer, self._config = tokenizer, config
+        self._tokenizer = tokenizer
+        self._config = config
         self._first = -(-FEWEST // max(sources, 1))
         self._reference: Tokenizer | None = None
 
     def sample(self, rows: Rows) -> list[int]:
-        """Returns the indices of the sampled records of `rows`."""
+        """Return the indices of the sampled records of `rows`."""
         if self._tokenizer is None or self._tokenizer.engine_name != FAST:
             return []
         ordinals = np.array(rows.ordinals, np.int64)
         ids = example_id(rows.source, 0) + ordinals
-        drawn = seeds.keys_at(ids.view(np.uint64), self._config.seed, "engine watch")
-        chosen: list[int] = np.flatnonzero(
-            (ordinals < self._first) | (drawn < 2**64 // ONE_IN)
-        ).tolist()
-        return chosen
+        keys = seeds.keys_at(ids.view(np.uint64), self._config.seed, "engine watch")
+        is_sampled = (ordinals < self._first) | (keys < 2**64 // ONE_IN)
+        return [int(index) for index in np.flatnonzero(is_sampled)]
 
     def compare(self, sample: list[Encoded]) -> None:
-        """Compares what the faster engine made of texts with what the reference makes of them."""
+        """Compare encodings of the faster engine with the reference's of the same texts.
+
+        Raises:
+            WrongEngineError: they differ.
+        """
         tokenizer = self._tokenizer
         if not sample or tokenizer is None:
             return
         if self._reference is None:
             self._reference = tokenizer.with_engine("tokenizers")
-        expected = assemble(self._reference, [one.draft for one in sample], self._config)
-        for i, (where, _, fast) in enumerate(sample):
+        expected = assemble(self._reference, [encoded.draft for encoded in sample], self._config)
+        for i, encoded in enumerate(sample):
             slow = expected.row(i)
-            same = np.array_equal(fast.ids, slow.ids) and fast.head == slow.head
-            if not (same and np.array_equal(fast.supervised, slow.supervised)):
-                rule = f"tokenizer engine {FAST} must give the ids of the reference"
-                found = _difference(tokenizer, fast.ids, slow.ids)
-                remedy = f"Remove it from the environment (pip uninstall {FAST})"
-                error = WrongEngineError(sentence(where, rule, found, remedy))
-                error.tokenizer = tokenizer.sha256
-                raise error
+            if _is_same(encoded.tokens, slow):
+                continue
+            rule = f"tokenizer engine {FAST} must give the ids of the reference"
+            difference = _describe_difference(tokenizer, encoded.tokens.ids, slow.ids)
+            remedy = f"Remove it from the environment (pip uninstall {FAST})"
+            error = WrongEngineError(sentence(encoded.where, rule, difference, remedy))
+            error.tokenizer = tokenizer.sha256
+            raise error
 
 
-def _difference(tokenizer: Tokenizer, fast: Int32, slow: Int32) -> str:
-    """The text where the ids of two engines differ, and the ids."""
-    n = min(len(fast), len(slow))
-    differ = np.flatnonzero(fast[:n] != slow[:n])
-    start = max((int(differ[0]) if len(differ) else n) - 2, 0)
-    ours, theirs = (ids[start : start + _SHOWN].tolist() for ids in (fast, slow))
-    if ours == theirs:
+def _is_same(fast: Tokens, slow: Tokens) -> bool:
+    has_same_ids = np.array_equal(fast.ids, slow.ids) and fast.head == slow.head
+    return has_same_ids and np.array_equal(fast.supervised, slow.supervised)
+
+
+def _describe_difference(tokenizer: Tokenizer, fast: Int32, slow: Int32) -> str:
+    """Return the text where the ids of two engines differ, and the ids."""
+    first_difference = common_prefix(fast, slow)
+    start = max(first_difference - 2, 0)
+    fast_ids = fast[start : start + _SHOWN].tolist()
+    slow_ids = slow[start : start + _SHOWN].tolist()
+    if fast_ids == slow_ids:
         return "other supervised tokens"
-    return f"{quote(tokenizer.decode(theirs))} as {ours}, not {theirs}"
+    return f"{quote(tokenizer.decode(slow_ids))} as {fast_ids}, not {slow_ids}"

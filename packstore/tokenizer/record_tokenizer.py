@@ -1,17 +1,16 @@
-"""The tokenization stage: converts parsed records to examples and a tally."""
+"""Converts records to examples, in a straight line: read, render, encode, judge."""
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from packstore.config import RunConfig, SelectConfig, TokenizeConfig
-from packstore.config.record_shapes import known
+from packstore.config.remedies import current_door, spell
 from packstore.errors import TokenizerError, sentence
 from packstore.format.arrays import (
     Column,
@@ -22,57 +21,51 @@ from packstore.format.arrays import (
     example_id,
     to_offsets,
 )
-from packstore.tokenizer.control import holds
-from packstore.tokenizer.dialogue.limits import limited, restart_clock
-from packstore.tokenizer.dialogue.messages import is_empty
-from packstore.tokenizer.drafts import begins_rendered, check_responses, draft_record
+from packstore.tokenizer.control import TEMPLATE_PATTERNS
+from packstore.tokenizer.dialogue.template import limited, restart_clock
 from packstore.tokenizer.encode import assemble
-from packstore.tokenizer.records.fast_path import parse_plain_texts
-from packstore.tokenizer.records.fields import (
-    TYPES,
-    check_carried,
-    check_placeholders,
-    check_read,
-    count_unused,
-    parse_carry,
-    parts_beside,
-    parts_of,
-)
-from packstore.tokenizer.records.named import canonical, used_fields
+from packstore.tokenizer.records.adapters import Adapter
+from packstore.tokenizer.records.carry import TYPES, check_carried, parse_carry
 from packstore.tokenizer.records.overlong import fit
-from packstore.tokenizer.records.parse import Parsed, parse_canonical, prompt_key
-from packstore.tokenizer.records.paths import is_path, parse_path, with_paths
-from packstore.tokenizer.records.sequences import Draft, Sequences, Tokens, id_sequences
-from packstore.tokenizer.records.shapes import NONE, Shape, written
-from packstore.tokenizer.refusals import Refused
+from packstore.tokenizer.records.parsed import (
+    Parsed,
+    check_placeholders,
+    check_responses,
+    parse,
+    prompt_key,
+)
+from packstore.tokenizer.records.read import ReadRecord, RecordReader, columns_of, require_object
+from packstore.tokenizer.records.sequences import Draft, Mode, Sequences, Tokens, id_sequences
+from packstore.tokenizer.records.unread import UnreadRules, count_unread
+from packstore.tokenizer.refusals import Refused, Stop
+from packstore.tokenizer.render import is_rendered_prompt, render_record
 from packstore.tokenizer.tokenizer import Tokenizer
 
 Lint = Callable[[Parsed], Iterable[tuple[str, str]]]
-"""Returns the events of a record, each with a detail. Picklable."""
+"""Return the events of a record, each with a detail. Picklable."""
 
 
 @dataclass(slots=True)
-class _Record:
-    """A record of a block, and what has become of it so far."""
+class Record:
+    """One record of a block on its way to an example."""
 
-    place: int  # in the block
+    index: int  # in the block
     value: Any
-    given: Any = None  # with its paths, and without what its named shape passes over
-    ours: Any = None  # with our own field names
-    shape: Shape | None = None  # the named one
-    plain: Parsed | None = None  # of text that only has to be encoded
+    read: ReadRecord = field(init=False)
     parsed: Parsed = field(init=False)
-    sequences: Sequence[Draft | Tokens] = ()  # text, or ids
+    sequences: Sequence[Draft | Tokens] = ()  # text before it is encoded, or ids
     events: list[str] = field(default_factory=list)
-    refused: Refused | None = None
+    refusal: Refused | None = None
 
-
-SCORES = ("score", "scores", "chosen_reward", "rejected_reward", "margin")
-"""Roles of fields that judge an answer."""
+    @property
+    def has_unread_columns(self) -> bool:
+        """False if each column is one of those that are read: most records have no others."""
+        columns = self.read.columns.values()
+        return not self.value.keys() <= set(columns)
 
 
 class Encoded(NamedTuple):
-    """A text, what it was encoded to, and the place of its record."""
+    """A text, its tokens, and the place of its record."""
 
     where: str
     draft: Draft
@@ -82,8 +75,11 @@ class Encoded(NamedTuple):
 class RecordTokenizer:
     """Converts records to examples, deterministically. Picklable.
 
-    `tokenizer` may be None only if all records are token ids. `lint` sees every record
-    that is kept.
+    Args:
+        tokenizer: may be None only if all records are token ids.
+        lint: sees every record that becomes an example.
+        adapter: the user's own function that reads records.
+        first_place: of the record that decides the kind, for the error of one of another kind.
     """
 
     def __init__(
@@ -92,292 +88,421 @@ class RecordTokenizer:
         config: TokenizeConfig,
         kind: str,
         lint: Lint | None = None,
+        adapter: Adapter | None = None,
+        *,
+        first_place: str = "",
     ) -> None:
         self.tokenizer = tokenizer
-        self._lint = lint
         self.config = config
         self.kind = kind
         self.carry = parse_carry(config)
-        self._keeps_rejects = isinstance(config, RunConfig) and config.rejects is not None
+        self._lint = lint
+        self._door = current_door()
+        self._adapter = adapter
+        self._sequence_limit = config.sequence_limit
+        prefers_ids = tokenizer is None
+        self._reader = RecordReader(config, kind, adapter, prefers_ids, first_place)
+        self._rules = UnreadRules(config, kind, carried=self.carry, has_adapter=adapter is not None)
+        self._collects_rejects = isinstance(config, RunConfig) and config.rejects is not None
         self._wants_keys = isinstance(config, SelectConfig) and config.selects
-        names = known()
-        self._feedback = names.feedback if kind == "sft" else frozenset[str]()
-        reasons = dict.fromkeys(names.remedies, "unread_field")
-        reasons |= dict.fromkeys(self._feedback, "unpaired_feedback")
-        self._checked = {group for group, why in reasons.items() if config.on[why] != "keep"}
-        says_answer = not config.fields.keys().isdisjoint(("response", "messages"))
-        if kind == "sft" and (says_answer or config.shape not in (None, NONE)):
-            self._checked.discard("adds")
-        paths = [parse_path(name) for name in config.fields.values() if is_path(name)]
-        self._paths = set(map(written, paths))
-        # Who maps the score of an answer has chosen it among those beside it.
-        roots = paths if not config.fields.keys().isdisjoint(SCORES) else []
-        self._beside = tuple(f"{root}{mark}" for root, *_ in roots for mark in ".[")
-        self._mapped = {*self.carry, *config.fields.values()}
-        self._mapped.update(*(names.spellings[name] for name in config.fields))
-        self._own_names = self._mapped | names.accepted
-        templated = tokenizer is not None and tokenizer.chat_template is not None
-        self._is_raw = templated and config.as_chat is None
-        for role, asked in (("bos", config.add_bos), ("eos", config.append_eos)):
-            if asked and tokenizer and getattr(tokenizer, f"{role}_id") is None:
-                rule = f"it must name its {role.upper()} token, as the settings ask for one"
-                raise TokenizerError(sentence(f"tokenizer {tokenizer.name}", rule, "none"))
+        self._has_template = tokenizer is not None and tokenizer.chat_template is not None
+        _require_special_tokens(tokenizer, config)
 
     def __call__(
         self, rows: Rows, sampled: Collection[int] = ()
     ) -> tuple[Examples, Tally, list[Encoded]]:
-        """Returns the examples of `rows`, in order, the tally of all records, and what the texts of
-        the records with indices `sampled` were encoded to."""
-        config = self.config
-        records = [_Record(i, value) for i, value in enumerate(rows.values)]
-        left = _each(records, self._read)
-        names = set[str]().union(*(r.given for r in left if type(r.given) is dict))
-        groups = {n: known().group(n) for n in sorted(names - self._mapped)}
-        groups = {
-            name: group
-            for name, group in groups.items()
-            if group in self._checked and not (group == "judges" and name.startswith(self._beside))
-        }
-        if self.tokenizer is not None:
-            hint = self.tokenizer.control_hint
-            plain = parse_plain_texts([r.ours for r in left], self.kind, config, hint)
-            for i, parsed in plain.items():
-                left[i].plain = parsed
-        left = _each(left, lambda record: self._parse(record, groups))
-        renders = any(record.parsed.is_chat for record in left)
-        if renders:
-            self._needed()  # else a process would be started only to say so
-        with limited() if renders else contextlib.nullcontext():
-            left = _each(left, self._draft)
-        numbered = [(record, sequence) for record in left for sequence in record.sequences]
-        drafts = [sequence for _, sequence in numbered if isinstance(sequence, Draft)]
-        of_ids = {j: s for j, (_, s) in enumerate(numbered) if isinstance(s, Tokens)}
-        sequences = assemble(self._needed(), drafts, config) if drafts else Sequences.of([])
-        sequences = sequences.with_rows(of_ids, insert=True)
-        encoded = [
-            Encoded(rows.where(record.place), sequence, sequences.row(j))
-            for j, (record, sequence) in enumerate(numbered)
-            if isinstance(sequence, Draft) and record.place in sampled
-        ]
-        sequences = self._judge(left, sequences)
-        judged = {name for name, group in groups.items() if group in self._feedback}
-        tally = self._tally(rows, records, left, names - judged)
-        return self._examples(rows, left, sequences), tally, encoded
+        """Return the examples of `rows`, in order, the tally of all records, and some encodings.
 
-    def _read(self, record: _Record) -> None:
-        """Finds the named shape of a record, and its fields under our own names."""
-        given = record.given = with_paths(record.value, self.config)
-        ids = self.tokenizer is None
-        record.ours, shape = canonical(given, self.config, self.kind, self._is_turn, ids)
-        record.shape = shape
-        if type(given) is not dict:
-            return
-        if self._paths and shape is None:
-            gone = [name for name in record.value if name not in given]
-            given = given | parts_beside(record.value, gone, self._paths)
-        if others := [name for name in given if self._is_opened(name, shape)]:
-            given = given | parts_of(given, others)
-        if shape is not None:
-            given = {name: value for name, value in given.items() if not self._leaves(shape, name)}
-        record.given = given
+        Args:
+            sampled: indices of records to return the texts and tokens of.
+        """
+        records = [Record(index, value) for index, value in enumerate(rows.values)]
+        remaining = _apply(self._read, records)
+        remaining = self._render(remaining)
+        sequences = self._encode(remaining)
+        encoded = _encodings(rows, remaining, sequences, sampled)
+        sequences = self._judge(remaining, sequences)
+        tally = self._tally(rows, records)
+        return self._examples(rows, remaining, sequences), tally, encoded
 
-    def _is_opened(self, name: str, shape: Shape | None) -> bool:
-        """Returns True for a field of which parts may change the meaning of a record."""
-        if shape is None:
-            return name not in self._own_names
-        is_known = name in self._own_names or name in shape.known
-        return (name in shape.opens or not is_known) and not self._leaves(shape, name)
+    def read(self, value: Any) -> tuple[ReadRecord, Parsed]:
+        """Return a record as it is read, and as text, messages or ids.
 
-    def _leaves(self, shape: Shape, name: str) -> bool:
-        """Returns True if a shape rightly leaves a field, or a mapped one takes its place."""
-        if name in self._mapped:
-            return False
-        return shape.passes(name) or any(
-            name == written(path)
-            for role in self.config.fields
-            for path in shape.reads.get(role, ())
+        Raises:
+            Refused: for a reason of :data:`packstore.config.REASONS`.
+        """
+        record = Record(0, value)
+        self._read(record)
+        return record.read, record.parsed
+
+    @property
+    def applies_adapter_here(self) -> bool:
+        """True if no other process can load the adapter: it is applied before records are sent."""
+        return self._adapter is not None and not self._adapter.is_importable
+
+    def adapted(self, rows: Rows) -> Rows:
+        """Return records with the results of the adapter."""
+        assert self._adapter is not None
+        values: list[object] = []
+        for value in rows.values:
+            if isinstance(value, dict):
+                value = self._adapter.apply(self._reader.without_ignored(value))
+            values.append(value)
+        return replace(rows, values=values)
+
+    # Read.
+
+    def _read(self, record: Record) -> None:
+        """Set the reading of a record and its text, messages or ids."""
+        value = self._reader.without_ignored(require_object(record.value))
+        record.value = value
+        if self.carry:
+            check_carried(value, self.carry)
+        record.read = self._reader.read(value)
+        parsed = parse(
+            record.read.reading,
+            self.config,
+            as_chat=self._renders_text(record.read),
+            roles=self.config.roles,
+            columns=record.read.columns.values(),
         )
+        check_placeholders(parsed.questions)
+        if record.has_unread_columns:
+            self._rules.check(value, record.read, parsed)
+        record.parsed = check_responses(parsed, self.config)
 
-    def _is_turn(self, text: str) -> bool:
-        """Returns True if there is a chat template, and a text is not rendered by it."""
-        if not self._is_raw:
+    def _renders_text(self, read: ReadRecord) -> bool:
+        """Return True if the texts of a record are to become turns."""
+        if self.config.as_chat is not None:
+            return self.config.as_chat
+        if not (read.as_chat and self._has_template):
             return False
-        tokenizer = self._needed()
-        return not (holds(text, tokenizer.control_hint) and begins_rendered(text, tokenizer))
+        prompt = getattr(read.reading, "prompt", None)
+        if not isinstance(prompt, str):
+            return True
+        return not is_rendered_prompt(prompt, self._required_tokenizer())
 
-    def _parse(self, record: _Record, groups: Mapping[str, str]) -> None:
-        """Parses a record, unless it was plain text; checks that it has no field that is unread."""
-        parsed, config = record.plain, self.config
-        if parsed is None:
-            ids = self.tokenizer is None
-            parsed = parse_canonical(record.ours, self.kind, config, ids=ids)
-            parsed = check_responses(parsed, config)
-        if record.shape is not None:
-            fields = used_fields(record.shape, parsed.fields, (*record.given,), config.fields)
-            parsed = parsed._replace(fields=fields)
-        record.parsed = parsed
-        if unread := {name: g for name, g in groups.items() if name not in parsed.fields}:
-            is_ids = isinstance(parsed.prompt, np.ndarray)
-            own = record.shape is not None and (config.shape or "").endswith((".yaml", ".yml"))
-            check_read(record.given, unread, self.kind, is_ids, own)
-        if "media" in self._checked:
-            check_placeholders(parsed.questions)
+    # Render.
 
-    def _draft(self, record: _Record) -> None:
-        """Makes the sequences of a record: drafts of text, or ids."""
+    def _render(self, records: list[Record]) -> list[Record]:
+        """Set the texts or ids of each record's sequences; return the records not refused."""
+        self._set_plain_texts(records)
+        is_any_chat = any(record.parsed.is_chat for record in records)
+        if not is_any_chat:
+            return _apply(self._render_one, records)
+        self._required_tokenizer()  # before a process is started that could only raise this
+        with limited():
+            return _apply(self._render_one, records)
+
+    def _set_plain_texts(self, records: list[Record]) -> None:
+        """Set the sequences of records of text for which no policy has anything to decide.
+
+        Text without the beginning of any control string, and of valid Unicode, only has to be
+        encoded. One test of all such texts of a block costs less than one for each.
+        """
+        if self.tokenizer is None:
+            return
+        hint = self.tokenizer.control_hint
+        mode: Mode = "literal" if self.config.on["special_tokens"] == "keep" else "control"
+        plain_records = []
+        plain_texts: list[str] = []
+        for record in records:
+            if type(record.parsed.prompt) is not str:
+                continue
+            prompt = record.parsed.prompt
+            texts = [prompt + response for response in record.parsed.responses]  # type: ignore[operator]
+            if not any(hint in text for text in texts):
+                plain_records.append((record, len(prompt), texts))
+                plain_texts += texts
+        all_text = "".join(plain_texts)
+        try:
+            all_text.encode()
+        except UnicodeEncodeError:
+            return
+
+        has_template_control = _holds_template_control(all_text)
+        for record, start, texts in plain_records:
+            if has_template_control and any(_holds_template_control(text) for text in texts):
+                continue
+            record.sequences = [Draft(text, ((start, len(text)),), mode) for text in texts]
+
+    def _render_one(self, record: Record) -> None:
+        """Set the sequences of a record, and the events to note."""
         parsed = record.parsed
-        check_carried(record.value, self.carry)
-        events: list[str] = []
-        if isinstance(parsed.prompt, np.ndarray):
-            sides = (parsed.prompt, parsed.responses, parsed.supervised)
-            record.sequences = id_sequences(*sides, self.tokenizer)
-        else:
+        record.events.extend(parsed.events)
+        if parsed.is_ids:
+            prompt: Any = parsed.prompt
+            responses: Any = parsed.responses
+            record.sequences = id_sequences(prompt, responses, parsed.supervised, self.tokenizer)
+        elif not record.sequences:
             if parsed.is_chat:
                 restart_clock()
-            found = draft_record(parsed, self._needed(), self.config)
-            record.parsed, record.sequences, events = found
-        record.events = [*parsed.events, *events]
+            rendered = render_record(parsed, self._required_tokenizer(), self.config)
+            record.parsed = rendered.parsed
+            record.sequences = rendered.drafts
+            record.events.extend(rendered.events)
         if parsed.asks_nothing:
             record.events.append("empty_prompt")
-        if len({*map(np.float32, parsed.rewards)}) < len({*parsed.rewards}):
+        if parsed.has_close_rewards:
             record.events.append("reward_rounded")
 
-    def _judge(self, left: list[_Record], sequences: Sequences) -> Sequences:
-        """Refuses records by the policies, and truncates overlong ones if set."""
-        if not left:
+    # Encode.
+
+    def _encode(self, records: list[Record]) -> Sequences:
+        """Return the sequences of all records, in order, as ids."""
+        sequences = [sequence for record in records for sequence in record.sequences]
+        drafts = [sequence for sequence in sequences if isinstance(sequence, Draft)]
+        ids = {i: s for i, s in enumerate(sequences) if isinstance(s, Tokens)}
+        if not drafts:
+            return Sequences.of(list(ids.values()))
+        encoded = assemble(self._required_tokenizer(), drafts, self.config)
+        return encoded.with_rows(ids, insert=True) if ids else encoded
+
+    # Judge.
+
+    def _judge(self, records: list[Record], sequences: Sequences) -> Sequences:
+        """Refuse records by their ids, and truncate overlong ones, if so configured."""
+        if not records:
             return sequences
-        owners = [(record, i + 1) for record in left for i in range(len(record.sequences))]
-        for j, refused in sorted(sequences.refused.items()):
-            owners[j][0].refused = owners[j][0].refused or refused
-        lengths = np.diff(sequences.offsets)
-        learned = np.diff(np.append(0, np.cumsum(sequences.supervised))[sequences.offsets])
-        for j in np.flatnonzero(learned == 0).tolist():
-            record, number = owners[j]
-            detail = f"response {number} has no supervised token"
-            record.refused = record.refused or Refused("unsupervised", detail)
-        # Shared prefixes only shorten an example: one that fits without them needs no check.
-        firsts = to_offsets(np.array([len(record.sequences) for record in left]))
-        multiple = self.config.pad_to_multiple
-        total = np.add.reduceat(-(-lengths // multiple) * multiple, firsts[:-1])
-        longest = np.maximum.reduceat(lengths, firsts[:-1])
-        large = (total > self.config.pack_size) | (longest > self.config.sequence_limit)
-        specials = self.tokenizer.special_ids if self.tokenizer else frozenset()
-        changed: dict[int, Tokens] = {}
-        for i in np.flatnonzero(large).tolist():
-            record, rows = left[i], range(*firsts[i : i + 2].tolist())
-            if record.refused:
-                continue
-            try:
-                fitted = fit([sequences.row(j) for j in rows], self.config, specials)
-            except Refused as error:
-                record.refused = error.with_traceback(None)
-                continue
-            changed |= {j: t for j, t in zip(rows, fitted, strict=True) if len(t.ids) != lengths[j]}
-        sequences = sequences.with_rows(changed)
+        owners = [(record, i + 1) for record in records for i in range(len(record.sequences))]
+        first_rows = to_offsets(np.array([len(record.sequences) for record in records]))
+        for row, refusal in sorted(sequences.refusals.items()):
+            _refuse(owners[row][0], refusal)
+        for row in _unsupervised_rows(sequences):
+            record, number = owners[row]
+            _refuse(record, Refused("unsupervised", f"response {number} has no supervised token"))
+        sequences = self._truncate(records, sequences, first_rows)
         if self.config.on["identical_sides"] != "keep":
-            _refuse_identical_sides(left, sequences, firsts)
-        for j, events in sorted(sequences.events.items()):
-            owners[j][0].events += events
+            _refuse_identical_sides(records, sequences, first_rows)
+        for row, events in sorted(sequences.events.items()):
+            owners[row][0].events.extend(events)
         return sequences
 
-    def _tally(
-        self, rows: Rows, records: list[_Record], left: list[_Record], names: set[str]
-    ) -> Tally:
-        """The tally of a block; of its fields, `names` are counted, in the records `left`."""
-        tally = Tally(read=len(records), rejected=[] if self._keeps_rejects else None)
+    def _truncate(
+        self, records: list[Record], sequences: Sequences, first_rows: Int64
+    ) -> Sequences:
+        """Return the sequences with overlong ones truncated, or their records refused."""
+        specials = self.tokenizer.special_ids if self.tokenizer else frozenset()
+        changed: dict[int, Tokens] = {}
+        for index in self._overlong_records(sequences, first_rows):
+            record = records[index]
+            if record.refusal:
+                continue
+            rows = range(first_rows[index], first_rows[index + 1])
+            full_sequences = [sequences.row(row) for row in rows]
+            try:
+                fitted = fit(full_sequences, self.config, specials)
+            except Refused as error:
+                _refuse(record, error.with_traceback(None))
+                continue
+            for row, before, after in zip(rows, full_sequences, fitted, strict=True):
+                if len(after.ids) != len(before.ids):
+                    changed[row] = after
+        return sequences.with_rows(changed) if changed else sequences
+
+    def _overlong_records(self, sequences: Sequences, first_rows: Int64) -> list[int]:
+        """Return the indices of records that may be too long.
+
+        Shared prefixes only shorten an example: one that fits without them needs no check.
+        """
+        lengths = np.diff(sequences.offsets)
+        multiple = self.config.pad_to_multiple
+        padded = -(-lengths // multiple) * multiple
+        totals = np.add.reduceat(padded, first_rows[:-1])
+        longest = np.maximum.reduceat(lengths, first_rows[:-1])
+        is_large = (totals > self.config.pack_size) | (longest > self._sequence_limit)
+        return [int(index) for index in np.flatnonzero(is_large)]
+
+    # Count.
+
+    def _tally(self, rows: Rows, records: list[Record]) -> Tally:
+        """Return the counts of a block.
+
+        Raises:
+            RecordError: the first record, in input order, that stops the job.
+        """
+        tally = Tally(read=len(records), rejected=[] if self._collects_rejects else None)
         for record in records:
-            if refused := record.refused:
-                where = rows.where(record.place)
-                if self.config.on[refused.reason] == "error":
-                    raise refused.as_error(where) from None
-                tally.drop(refused.reason, where, refused.detail)
+            where = rows.where(record.index)
+            if record.refusal is not None:
+                self._count_refusal(tally, record.refusal, where)
                 continue
             for event in dict.fromkeys(record.events):
-                tally.note(event, rows.where(record.place))
-        for fields, number in Counter(record.parsed.fields for record in left).items():
-            tally.used.update(dict.fromkeys((*fields, *self.carry), number))
-        count_unused(tally, [record.given for record in left], names)
-        kept = [record for record in left if not record.refused]
-        for record in kept:
-            value, shape = record.value, record.shape
-            if shape is not None:  # also what judges, where the table says so
-                passed = (n for n in value if self._leaves(shape, n) and not is_empty(value[n]))
-                tally.unused.update(passed)
-            for event, detail in self._lint(record.parsed) if self._lint else ():
-                tally.note(event, rows.where(record.place), detail)
-        tally.shapes.update(str(record.shape or record.parsed.shape) for record in kept)
-        tally.chats = sum(record.parsed.is_chat for record in kept)
-        tally.texts = sum(isinstance(record.parsed.prompt, str) for record in kept)
-        if self._is_raw and (raw := tally.texts - tally.noted["rendered_text"]):
-            tally.noted["raw_text"] += raw
-        if self.kind == "preference":
-            tally.scored = sum(record.parsed.scored for record in kept)
-            tally.unscored = tally.kept - tally.scored
+                tally.note(event, where)
+        examples = [record for record in records if record.refusal is None]
+        self._count_columns(tally, examples)
+        if self._lint is not None:
+            for record in examples:
+                for event, detail in self._lint(record.parsed):
+                    tally.note(event, rows.where(record.index), detail)
+        self._count_contents(tally, examples)
         return tally
 
-    def _needed(self) -> Tokenizer:
-        """The tokenizer, which records of text need."""
+    def _count_refusal(self, tally: Tally, refusal: Refused, where: str) -> None:
+        """Count a refused record.
+
+        Raises:
+            RecordError: its refusal stops the job.
+        """
+        if isinstance(refusal, Stop) or self.config.on[refusal.reason] == "error":
+            raise refusal.as_error(where, self._door, self.config) from None
+        tally.drop(refusal.reason, where, refusal.summary(self._door, self.config))
+
+    def _count_contents(self, tally: Tally, examples: list[Record]) -> None:
+        """Count records by form, chats and texts, and pairs with and without rewards."""
+        notes_raw_text = self._has_template and self.config.as_chat is None
+        for record in examples:
+            tally.forms[record.read.source] += 1
+            tally.chats += record.parsed.is_chat
+            tally.texts += type(record.parsed.prompt) is str
+            tally.scored += record.parsed.has_rewards
+            if notes_raw_text and _is_raw_text(record):
+                tally.noted["raw_text"] += 1
+        if self.kind == "preference":
+            tally.unscored = len(examples) - tally.scored
+
+    def _count_columns(self, tally: Tally, examples: list[Record]) -> None:
+        """Count the records that were read from each column, or have a value there unread."""
+        places = Counter(
+            (*record.read.columns.values(), *record.read.further_columns) for record in examples
+        )
+        for names, number in places.items():
+            tally.used.update(dict.fromkeys((*names, *self.carry), number))
+        if not any(record.has_unread_columns for record in examples):
+            return
+        read_columns = Counter[str]()
+        for names, number in places.items():
+            columns = (*columns_of(names), *self.carry)
+            read_columns.update(dict.fromkeys(columns, number))
+        count_unread(tally, [record.value for record in examples], read_columns)
+
+    def _required_tokenizer(self) -> Tokenizer:
+        """Return the tokenizer.
+
+        Raises:
+            TokenizerError: there is none.
+        """
         if self.tokenizer is None:
-            rule = "it must be given, as the records hold text"
-            remedy = "Give the tokenizer (--tokenizer PATH)"
+            rule = "records of text need a tokenizer"
+            remedy = f"Give the tokenizer ({spell(self._door, {'tokenizer': 'PATH'})})"
             raise TokenizerError(sentence("setting tokenizer", rule, "none", remedy))
         return self.tokenizer
 
-    def _examples(self, rows: Rows, left: list[_Record], sequences: Sequences) -> Examples:
-        """The examples of the records that are not refused."""
-        kept = [record for record in left if not record.refused]
+    def _examples(self, rows: Rows, records: list[Record], sequences: Sequences) -> Examples:
+        """Return the examples of the records that are not refused."""
+        remaining = [record for record in records if not record.refusal]
         columns: dict[str, Column] = {
-            name: np.array([record.value[name] for record in kept], TYPES[kind][1])
+            name: np.array([record.value[name] for record in remaining], TYPES[kind][1])
             for name, kind in self.carry.items()
         }
-        if not kept:
+        if not remaining:
             return Examples.empty(columns)
-        keep = [not record.refused for record in left for _ in record.sequences]
-        ids, supervised, lengths = sequences.kept(np.array(keep))
-        counts = np.array([len(record.sequences) for record in kept])
-        ordinals = np.array([rows.ordinals[record.place] for record in kept], np.int64)
-        keys = [prompt_key(record.parsed) for record in kept] if self._wants_keys else None
+        arrays = (sequences.ids, sequences.supervised, np.diff(sequences.offsets))
+        if len(remaining) < len(records):
+            is_example = [not record.refusal for record in records for _ in record.sequences]
+            arrays = sequences.select(np.array(is_example))
+        ids, supervised, lengths = arrays
+        counts = np.array([len(record.sequences) for record in remaining])
+        ordinals = np.array([rows.ordinals[record.index] for record in remaining], np.int64)
+        rewards = [reward for record in remaining for reward in record.parsed.rewards]
+        keys = None
+        if self._wants_keys:
+            keys = np.array([prompt_key(record.parsed) for record in remaining], np.uint64)
         return Examples(
             input_ids=ids,
             supervised=supervised,
             sequence_offsets=to_offsets(lengths),
             example_offsets=to_offsets(counts),
-            reward=np.array([x for record in kept for x in record.parsed.rewards], np.float32),
+            reward=np.array(rewards, np.float32),
             example_ids=example_id(rows.source, 0) + ordinals,
             columns=columns,
-            keys=None if keys is None else np.array(keys, np.uint64),
+            keys=keys,
         )
 
 
-def _refuse_identical_sides(
-    records: list[_Record], sequences: Sequences, first_sequences: Int64
-) -> None:
-    """Refuse records whose sequences are all equal, as they will be stored.
+def _is_raw_text(record: Record) -> bool:
+    """Return True for text that no chat template, of this or another model, has rendered."""
+    if type(record.parsed.prompt) is not str:
+        return False
+    return "rendered_text" not in record.events and "foreign_template" not in record.events
+
+
+def _holds_template_control(text: str) -> bool:
+    """Return True if a text holds a control string of a well-known chat template."""
+    return any(pattern.search(text) for pattern in TEMPLATE_PATTERNS)
+
+
+def _apply(step: Callable[[Record], None], records: list[Record]) -> list[Record]:
+    """Take a step of each record; return the records that it does not refuse."""
+    remaining = []
+    for record in records:
+        try:
+            step(record)
+        except Refused as error:
+            # Its traceback references the block: a cycle that would leak memory in long jobs.
+            record.refusal = error.with_traceback(None)
+        else:
+            remaining.append(record)
+    return remaining
+
+
+def _refuse(record: Record, refusal: Refused) -> None:
+    """Refuse a record, unless it is refused already."""
+    if record.refusal is None:
+        record.refusal = refusal
+
+
+def _unsupervised_rows(sequences: Sequences) -> list[int]:
+    """Return the indices of sequences without a supervised token."""
+    running_count = np.append(0, np.cumsum(sequences.supervised))
+    counts = np.diff(running_count[sequences.offsets])
+    return [int(row) for row in np.flatnonzero(counts == 0)]
+
+
+def _refuse_identical_sides(records: list[Record], sequences: Sequences, first_rows: Int64) -> None:
+    """Refuse records with only equal sequences, as they will be stored.
 
     Texts that differ may still give equal ids: after a cut, the normalization of the tokenizer, or
     a chat template that drops text. Such a pair has no gradient, but counts in every divisor.
     """
     lengths = np.diff(sequences.offsets)
-    shortest = np.minimum.reduceat(lengths, first_sequences[:-1])
-    longest = np.maximum.reduceat(lengths, first_sequences[:-1])
-    num_sequences = np.diff(first_sequences)
-    candidates = np.flatnonzero((num_sequences > 1) & (shortest == longest))
-    for i in candidates.tolist():
-        begin, end = sequences.offsets[first_sequences[i : i + 2]]
-        sides = sequences.ids[begin:end].reshape(num_sequences[i], -1)
-        if records[i].refused is None and (sides == sides[0]).all():
+    shortest = np.minimum.reduceat(lengths, first_rows[:-1])
+    longest = np.maximum.reduceat(lengths, first_rows[:-1])
+    counts = np.diff(first_rows)
+    candidates = np.flatnonzero((counts > 1) & (shortest == longest))
+    for index in candidates.tolist():
+        begin, end = sequences.offsets[first_rows[index : index + 2]]
+        sides = sequences.ids[begin:end].reshape(counts[index], -1)
+        if (sides == sides[0]).all():
             detail = "all responses have the same token ids"
-            records[i].refused = Refused("identical_sides", detail)
+            _refuse(records[index], Refused("identical_sides", detail))
 
 
-def _each(records: list[_Record], step: Callable[[_Record], None]) -> list[_Record]:
-    """Takes a step of each record; returns those that it does not refuse."""
-    left = []
+def _encodings(
+    rows: Rows, records: list[Record], sequences: Sequences, sampled: Collection[int]
+) -> list[Encoded]:
+    """Return the texts of the sampled records, and their tokens."""
+    if not sampled:
+        return []
+    encoded = []
+    row = 0
     for record in records:
-        try:
-            step(record)
-            left.append(record)
-        except Refused as error:
-            # Its traceback references the block: a cycle that would leak memory in long jobs.
-            record.refused = error.with_traceback(None)
-    return left
+        for sequence in record.sequences:
+            if record.index in sampled and isinstance(sequence, Draft):
+                encoded.append(Encoded(rows.where(record.index), sequence, sequences.row(row)))
+            row += 1
+    return encoded
+
+
+def _require_special_tokens(tokenizer: Tokenizer | None, config: TokenizeConfig) -> None:
+    """Raise if the settings ask for a BOS or EOS token that the tokenizer does not have."""
+    if tokenizer is None:
+        return
+    requests = (
+        ("bos", config.add_bos, tokenizer.bos_id),
+        ("eos", config.append_eos, tokenizer.eos_id),
+    )
+    for role, is_requested, token_id in requests:
+        if is_requested and token_id is None:
+            rule = f"it must name its {role.upper()} token, as the settings ask for one"
+            raise TokenizerError(sentence(f"tokenizer {tokenizer.name}", rule, "none"))

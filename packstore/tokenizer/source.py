@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike, fspath
 from pathlib import Path
@@ -34,9 +34,12 @@ log = logging.getLogger("packstore")
 FILE_NAMES = ("tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 """File names in a folder, the preferred one first."""
 
-SETTINGS, TEMPLATE, TEXT = "tokenizer_config.json", "chat_template.json", "chat_template.jinja"
-MAP, MORE = "special_tokens_map.json", "additional_chat_templates"
-"""Files, and a folder, beside it."""
+SETTINGS_FILE = "tokenizer_config.json"
+TOKENS_FILE = "special_tokens_map.json"
+TEMPLATE_FILE = "chat_template.json"
+TEMPLATE_TEXT = "chat_template.jinja"
+TEMPLATE_FOLDER = "additional_chat_templates"
+"""Files, and a folder, beside the tokenizer."""
 
 _ON_HUB = re.compile(r"([\w-][\w.-]*/)?(?!.*\.(json|model|jinja)$)[\w-][\w.-]*")
 
@@ -63,7 +66,7 @@ class _Files:
     hashes: dict[str, str] = field(default_factory=dict)
 
     def read(self, path: Path) -> str | None:
-        """Reads a text file; None if it does not exist."""
+        """Return the text of a file, and note its hash; None if it does not exist."""
         if not path.is_file():
             return None
         content = _read(path)
@@ -71,10 +74,12 @@ class _Files:
         return _decoded(content, path.name)
 
     def read_json(self, path: Path) -> dict[str, Any]:
-        """Reads a JSON file; empty if it does not exist."""
+        """Return the object in a JSON file; empty if it does not exist."""
         text = self.read(path)
+        if text is None:
+            return {}
         try:
-            value = json.loads(text) if text is not None else {}
+            value = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise TokenizerError(sentence(path.name, "it must be JSON", str(error))) from error
         if not isinstance(value, dict):
@@ -82,19 +87,21 @@ class _Files:
         return value
 
     def read_templates(self, folder: Path) -> None:
-        """Reads chat templates; later files override earlier ones, as in Hugging Face folders."""
-        stored = self.read_json(folder / TEMPLATE).get("chat_template")
-        for value in (self.settings.pop("chat_template", None), stored):
-            if isinstance(value, list):
-                named = [v for v in value if isinstance(v, dict)]
-                self.templates |= {str(v.get("name")): str(v.get("template")) for v in named}
-            elif value is not None:
-                self.templates["default"] = str(value)
-        text = self.read(folder / TEXT)
-        if text is not None:
-            self.templates["default"] = text
-        for path in sorted((folder / MORE).glob("*.jinja")):
+        """Read chat templates; later files override earlier ones, as in Hugging Face folders."""
+        self._add_templates(self.settings.pop("chat_template", None))
+        self._add_templates(self.read_json(folder / TEMPLATE_FILE).get("chat_template"))
+        self._add_templates(self.read(folder / TEMPLATE_TEXT))
+        for path in sorted((folder / TEMPLATE_FOLDER).glob("*.jinja")):
             self.templates[path.stem] = self.read(path) or ""
+
+    def _add_templates(self, value: object) -> None:
+        """Add a template, or a list of templates with names."""
+        if value is None:
+            return
+        entries = value if isinstance(value, list) else [{"name": "default", "template": value}]
+        for entry in entries:
+            if isinstance(entry, dict):
+                self.templates[str(entry.get("name"))] = str(entry.get("template"))
 
 
 def load_tokenizer(
@@ -103,12 +110,12 @@ def load_tokenizer(
     chat_template: str | None = None,
     is_worthwhile: Callable[[int], bool] | None = None,
 ) -> Tokenizer:
-    """Loads a tokenizer, with the reference library, and its chat template, if it has one.
+    """Load a tokenizer, with the reference library, and its chat template, if it has one.
 
     Args:
         source: path of a ``tokenizer.json``, of a SentencePiece ``.model`` or of a Hugging Face
             folder; a name on its hub, if there is no file or folder so named; a
-            ``tokenizers.Tokenizer``, or a fast tokenizer of transformers. Of a path or name,
+            ``tokenizers.Tokenizer``, or a fast tokenizer of transformers. For a path or name,
             ``tokenizer_config.json`` and similar files next to the tokenizer, which name EOS, BOS
             and the template, are read too.
         chat_template: ``chatml`` or ``plain``, a Jinja file, Jinja text, or the name of one of the
@@ -116,10 +123,11 @@ def load_tokenizer(
             ``tool_use``, if any.
         is_worthwhile: whether a faster library shall load a file of so many bytes at the same time.
     """
-    where = "tokenizer"
     if isinstance(source, str | PathLike):
-        files, where = _from_path(_local(source)), f"tokenizer {source}"
+        where = f"tokenizer {source}"
+        files = _from_path(_local(source))
     else:
+        where = "tokenizer"
         files = _from_object(source)
     engine_name = "tokenizers" if files.payload.lstrip()[:1] == b"{" else "sentencepiece"
     loading = None
@@ -128,7 +136,8 @@ def load_tokenizer(
             loading = ENGINES.load(FAST).start_loading(files.payload)  # type: ignore[attr-defined]
     engine = ENGINES.load(engine_name)(files.payload, where)
     engine.loading = loading  # type: ignore[attr-defined]
-    if dropout := getattr(engine, "dropout", 0.0):
+    dropout = getattr(engine, "dropout", 0.0)
+    if dropout:
         text = "%s: its BPE dropout of %g is switched off: the same text always gets the same ids"
         log.warning(text, where, dropout)
     tokenizer = Tokenizer(
@@ -138,7 +147,7 @@ def load_tokenizer(
         chat_template=_choose_template(chat_template, files.templates),
         tool_template=files.templates.get("tool_use") if chat_template is None else None,
         files=files.hashes,
-        **_roles(engine, files.settings),
+        **_find_tokens(engine, files.settings),
     )
     engine.register(tokenizer.marks)
     return tokenizer.with_engine(engine_name, engine)
@@ -147,77 +156,90 @@ def load_tokenizer(
 def recorded_tokenizer(
     provenance: Mapping[str, Any], path: str | None, where: str, remedy: str
 ) -> Tokenizer:
-    """Loads the tokenizer that a dataset was made with: `path`, or what its manifest names.
+    """Load the tokenizer that a dataset was made with: `path`, or the one its manifest names.
 
-    `path` is the user's word, and may be a name on the hub. What only the manifest names must be on
-    this machine.
+    Args:
+        path: given by the user, so it may be a name on the hub. A tokenizer that only the manifest
+            names must be on this machine.
     """
     recorded = provenance.get("tokenizer") or {}
-    chosen = path or recorded.get("path")
-    if chosen is None:
-        raise TokenizerError(
-            sentence(where, "its tokenizer must be known to write text", remedy=remedy)
-        )
+    source = path or recorded.get("path")
+    if source is None:
+        rule = "its tokenizer must be known to write text"
+        raise TokenizerError(sentence(where, rule, remedy=remedy))
     if path is None:
-        _check_recorded(chosen, recorded.get("sha256"), where, remedy)
-    tokenizer = load_tokenizer(chosen)
+        _check_recorded(source, recorded.get("sha256"), where, remedy)
+    tokenizer = load_tokenizer(source)
     if recorded.get("sha256") in (None, tokenizer.sha256):
         return tokenizer
-    now = tokenizer.provenance()
-    if any(recorded.get(name) != now[name] for name in ("vocab_sha256", "probe_sha256")):
-        # Equal hashes: it was loaded and saved again, which may change the bytes of its file.
+    # Loaded and saved again, a tokenizer may have a file of other bytes, but its hashes stay.
+    actual = tokenizer.provenance()
+    if any(recorded.get(name) != actual[name] for name in ("vocab_sha256", "probe_sha256")):
         rule = f"must be the tokenizer that {where} was packed with"
-        found = f"sha256 {tokenizer.sha256[:12]}…, recorded {recorded['sha256'][:12]}…"
-        raise CompatibilityError(sentence(str(chosen), rule, found, remedy))
+        hashes = f"sha256 {tokenizer.sha256[:12]}…, recorded {recorded['sha256'][:12]}…"
+        raise CompatibilityError(sentence(str(source), rule, hashes, remedy))
     return tokenizer
 
 
-def _check_recorded(named: str, sha256: str | None, where: str, remedy: str) -> None:
-    """Refuses a tokenizer that only a manifest names, unless it is on this machine, of its hash.
+def _check_recorded(source: str, sha256: str | None, where: str, remedy: str) -> None:
+    """Raise unless a tokenizer that only a manifest names is on this machine, with its hash.
 
     The manifest may be a stranger's: nothing is asked of a hub, and nothing parsed before.
     """
-    if not os.path.exists(named):
+    if not os.path.exists(source):
         rule = f"the tokenizer that {where} names must be on this machine"
-        raise TokenizerError(sentence(f"tokenizer {display(named)}", rule, "none", remedy))
-    if hashlib.sha256(_read(_file_of(Path(named)))).hexdigest() != sha256:
+        raise TokenizerError(sentence(f"tokenizer {display(source)}", rule, "none", remedy))
+    if hashlib.sha256(_read(_file_of(Path(source)))).hexdigest() != sha256:
         rule = f"must be the tokenizer that {where} was packed with"
-        raise CompatibilityError(sentence(f"tokenizer {named}", rule, "another sha256", remedy))
+        raise CompatibilityError(sentence(f"tokenizer {source}", rule, "another sha256", remedy))
 
 
 def _local(source: str | PathLike[str]) -> Path:
-    """Returns the local path that `source` names, or of the files of that name on the hub."""
-    name, path = fspath(source), Path(source)
+    """Return the local path that `source` names, or of the files of that name on the hub."""
+    name = fspath(source)
+    path = Path(source)
     if "://" in name or is_mistyped(name):
-        rule, remedy = "it must be on this machine", "Copy it to a local folder, and give that"
-        raise TokenizerError(sentence(f"tokenizer {display(name)}", rule, "", remedy))
+        rule = "it must be on this machine"
+        remedy = "Copy it to a local folder, and give that"
+        raise TokenizerError(sentence(f"tokenizer {display(name)}", rule, remedy=remedy))
     if path.exists() or not isinstance(source, str) or not _ON_HUB.fullmatch(name):
         return path
     try:
-        from huggingface_hub import snapshot_download
-
-        wanted = [*FILE_NAMES, SETTINGS, MAP, TEMPLATE, TEXT, f"{MORE}/*.jinja"]
-        return Path(snapshot_download(name, allow_patterns=wanted))
+        return _download(name)
     except Exception as error:  # of the hub, of its HTTP client, and of the disk
         rule = "it must be a file or folder on this machine, or a name on the Hugging Face hub"
         remedy = f"Where there is a network, `hf download {name} --local-dir FOLDER`, and give that"
         if isinstance(error, ImportError):
             remedy = f"Run: pip install huggingface-hub. Or {remedy}"
-        found = f"neither: {client_text(error).partition(chr(10))[0]}"
-        raise TokenizerError(sentence(f"tokenizer {name}", rule, found, remedy)) from client_cause(
-            error
-        )
+        cause = client_text(error).partition("\n")[0]
+        message = sentence(f"tokenizer {name}", rule, f"neither: {cause}", remedy)
+        raise TokenizerError(message) from client_cause(error)
+
+
+def _download(name: str) -> Path:
+    """Return the folder with the files of a tokenizer on the hub."""
+    from huggingface_hub import snapshot_download
+
+    patterns = [
+        *FILE_NAMES,
+        SETTINGS_FILE,
+        TOKENS_FILE,
+        TEMPLATE_FILE,
+        TEMPLATE_TEXT,
+        f"{TEMPLATE_FOLDER}/*.jinja",
+    ]
+    return Path(snapshot_download(name, allow_patterns=patterns))
 
 
 def _from_object(source: Any) -> _Files:
-    """Takes a ``tokenizers.Tokenizer``, or what transformers holds around one."""
+    """Return the files of a ``tokenizers.Tokenizer``, or of a transformers object around one."""
     if hasattr(source, "to_str"):
         return _Files("tokenizers.Tokenizer", source.to_str().encode())
     if not hasattr(source, "backend_tokenizer"):
         rule = "it must be a path, a name on the hub, or a fast tokenizer"
         remedy = "Save it, e.g. tokenizer.save_pretrained(FOLDER), and give the folder"
-        found = f"an object of type {type(source).__name__}"
-        raise TokenizerError(sentence("tokenizer", rule, found, remedy))
+        description = f"an object of type {type(source).__name__}"
+        raise TokenizerError(sentence("tokenizer", rule, description, remedy))
     files = _Files(type(source).__name__, source.backend_tokenizer.to_str().encode())
     # Whether it adds BOS is in its post-processor.
     tokens = {role: getattr(source, role, None) for role in WELL_KNOWN}
@@ -236,32 +258,35 @@ def _from_path(path: Path) -> _Files:
         rule = f"the folder must hold one of {', '.join(FILE_NAMES)}"
         raise TokenizerError(sentence(f"tokenizer {path}", rule))
     files = _Files(spelled(file.name), _read(file))
-    for name in (MAP, SETTINGS):
+    for name in (TOKENS_FILE, SETTINGS_FILE):
         files.settings |= files.read_json(file.parent / name)
     files.read_templates(file.parent)
     return files
 
 
 def _file_of(path: Path) -> Path:
-    """The tokenizer file of a folder, or the path itself."""
-    return next((path / name for name in FILE_NAMES if (path / name).is_file()), path)
+    """Return the tokenizer file of a folder, or the path itself."""
+    for name in FILE_NAMES:
+        if (path / name).is_file():
+            return path / name
+    return path
 
 
 def _read(path: Path) -> bytes:
     try:
         if not path.is_file() and path.exists():
             raise OSError(f"a {'folder' if path.is_dir() else 'device or pipe'}")
-        if (size := path.stat().st_size) > MAX_FILE_BYTES:
+        size = path.stat().st_size
+        if size > MAX_FILE_BYTES:
             raise OSError(f"{size} bytes, which are more than {MAX_FILE_BYTES}")
         data = path.read_bytes()
-        refuse_pointer(data, f"tokenizer {path}", TokenizerError)
-        return data
     except OSError as error:
-        found = error.strerror or str(error)
         where = f"tokenizer {client_text(path)}"  # it may be no path, but a URL by mistake
-        raise TokenizerError(
-            sentence(where, "it must be a readable file or folder", found)
-        ) from client_cause(error)
+        rule = "it must be a readable file or folder"
+        message = sentence(where, rule, error.strerror or str(error))
+        raise TokenizerError(message) from client_cause(error)
+    refuse_pointer(data, f"tokenizer {path}", TokenizerError)
+    return data
 
 
 def _decoded(content: bytes, where: str) -> str:
@@ -271,51 +296,67 @@ def _decoded(content: bytes, where: str) -> str:
         raise TokenizerError(sentence(where, "it must be UTF-8", str(error))) from error
 
 
-def _choose_template(wanted: str | None, own: Mapping[str, str]) -> str | None:
-    if wanted is None:
-        return own.get("default")
-    if wanted in BUILTIN:
-        return BUILTIN[wanted]
-    if "{" in wanted:
-        return wanted
-    if wanted in own:
-        return own[wanted]
-    if not os.path.isfile(wanted):
-        rule = f"it must be Jinja text, a file, or one of: {', '.join([*BUILTIN, *own])}"
-        raise TokenizerError(sentence("chat template", rule, quote(wanted)))
-    return _decoded(_read(Path(wanted)), f"chat template {wanted}")
+def _choose_template(choice: str | None, templates: Mapping[str, str]) -> str | None:
+    """Return the text of a chat template.
+
+    Args:
+        choice: see :func:`load_tokenizer`.
+        templates: of the tokenizer, by name.
+    """
+    if choice is None:
+        return templates.get("default")
+    if choice in BUILTIN:
+        return BUILTIN[choice]
+    if "{" in choice:
+        return choice
+    if choice in templates:
+        return templates[choice]
+    if not os.path.isfile(choice):
+        rule = f"it must be Jinja text, a file, or one of: {', '.join([*BUILTIN, *templates])}"
+        raise TokenizerError(sentence("chat template", rule, quote(choice)))
+    return _decoded(_read(Path(choice)), f"chat template {choice}")
 
 
-def _roles(engine: Engine, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Finds BOS, EOS, ...: by the settings, by the tokenizer file, by well-known names."""
+def _find_tokens(engine: Engine, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return BOS, EOS, ...: by the settings, by the tokenizer file, by well-known names."""
     before, after = engine.wrapping()
-    roles = {name: _token(settings.get(name)) for name in WELL_KNOWN}
+    tokens = {role: _parse_token(settings.get(role)) for role in WELL_KNOWN}
     if before:
-        roles["bos_token"] = roles["bos_token"] or engine.id_to_token(before[0])
+        tokens["bos_token"] = tokens["bos_token"] or engine.id_to_token(before[0])
     if after:
-        roles["eos_token"] = roles["eos_token"] or engine.id_to_token(after[-1])
-    # Some vocabularies hold "</s>" as a piece of markup; as a control token it is declared.
-    declared = engine.specials
+        tokens["eos_token"] = tokens["eos_token"] or engine.id_to_token(after[-1])
     for role, names in WELL_KNOWN.items():
-        known = (n for n in names if (n in declared if declared else _has(engine, n)))
-        roles[role] = roles[role] or next(known, None)
-    for role, token in roles.items():
-        if token is not None and not _has(engine, token):
-            if role in ("bos_token", "eos_token"):
-                rule = f"its {role} must be in the vocabulary"
-                raise TokenizerError(sentence("tokenizer", rule, quote(token)))
-            roles[role] = None
-    says = settings.get("add_bos_token")
-    adds_bos = roles["bos_token"] is not None and (says if isinstance(says, bool) else bool(before))
-    return {**roles, "adds_bos": adds_bos}
+        tokens[role] = tokens[role] or _first_control(engine, names)
+
+    for role, token in tokens.items():
+        if token is None or engine.token_to_id(token) is not None:
+            continue
+        if role in ("bos_token", "eos_token"):
+            rule = f"its {role} must be in the vocabulary"
+            raise TokenizerError(sentence("tokenizer", rule, quote(token)))
+        tokens[role] = None
+
+    adds_bos = settings.get("add_bos_token")
+    if not isinstance(adds_bos, bool):
+        adds_bos = bool(before)
+    return {**tokens, "adds_bos": adds_bos and tokens["bos_token"] is not None}
 
 
-def _has(engine: Engine, token: str) -> bool:
-    return engine.token_to_id(token) is not None
+def _first_control(engine: Engine, names: Sequence[str]) -> str | None:
+    """Return the first of some names that is a control token, or None.
+
+    Some vocabularies hold "</s>" as a piece of markup; as a control token it is declared.
+    """
+    for name in names:
+        if name in engine.specials:
+            return name
+        if not engine.specials and engine.token_to_id(name) is not None:
+            return name
+    return None
 
 
-def _token(value: object) -> str | None:
-    """Parses a token in the settings: text, or an object with its text under ``content``."""
+def _parse_token(value: object) -> str | None:
+    """Return a token in the settings: text, or an object with its text under ``content``."""
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) and value else None

@@ -14,7 +14,7 @@ from typing import Any, Self
 import numpy as np
 
 from packstore.format.tokenizer_identity import PROBES, probe_sha256
-from packstore.tokenizer.control import control_pattern
+from packstore.tokenizer.control import control_pattern, foreign_patterns
 from packstore.tokenizer.dialogue.template import TEMPLATE_DATE, ChatTemplate, Tools
 from packstore.tokenizer.engines import ENGINES, Engine
 
@@ -58,37 +58,39 @@ class Tokenizer:
         return [token for token in (self.bos_token, self.eos_token, self.pad_token) if token]
 
     def with_engine(self, name: str, engine: Engine | None = None) -> Self:
-        """Returns the tokenizer with another engine: `engine`, or a new one by `name`."""
-        other = replace(self, engine_name=name)
-        other.__dict__["engine"] = engine or ENGINES.load(name).beside(self.engine)  # type: ignore[attr-defined]
-        return other
+        """Return the tokenizer with another engine: `engine`, or a new one by `name`."""
+        tokenizer = replace(self, engine_name=name)
+        if engine is None:
+            engine = ENGINES.load(name).from_reference(self.engine)  # type: ignore[attr-defined]
+        tokenizer.__dict__["engine"] = engine
+        return tokenizer
 
     @cached_property
     def sha256(self) -> str:
         """sha256 (hex) of the tokenizer file."""
         return hashlib.sha256(self.payload).hexdigest()
 
-    @property
+    @cached_property
     def vocab_size(self) -> int:
         """Highest id + 1, added tokens included."""
         return self.engine.vocabulary[0]
 
-    @property
+    @cached_property
     def bos_id(self) -> int | None:
         """Id of `bos_token`."""
         return self._id(self.bos_token)
 
-    @property
+    @cached_property
     def eos_id(self) -> int | None:
         """Id of `eos_token`."""
         return self._id(self.eos_token)
 
-    @property
+    @cached_property
     def unk_id(self) -> int | None:
         """Id of `unk_token`."""
         return self._id(self.unk_token)
 
-    @property
+    @cached_property
     def specials(self) -> Mapping[str, int]:
         """Control tokens: string -> id."""
         return self.engine.specials
@@ -104,16 +106,18 @@ class Tokenizer:
         return self._compile(self.tool_template)
 
     def _compile(self, text: str | None) -> ChatTemplate | None:
-        known = {name: token for name, token in self._token_strings().items() if token is not None}
-        return None if text is None else ChatTemplate(text, known)
+        if text is None:
+            return None
+        tokens = {name: token for name, token in self._token_strings().items() if token is not None}
+        return ChatTemplate(text, tokens)
 
     def template_for(self, tools: Tools, variables: Mapping[str, Any]) -> ChatTemplate | None:
-        """Returns the chat template of a record with these tools and variables, as transformers."""
+        """Return the chat template of a record with these tools and variables, as transformers."""
         template = self.tool_use_template if tools else None
         template = template or self.template
         if template is None or not variables:
             return template
-        key = template.source, json.dumps(variables, sort_keys=True)
+        key = (template.source, json.dumps(variables, sort_keys=True))
         if key not in self._varied:
             if len(self._varied) >= VARIED_TEMPLATES:
                 self._varied.clear()
@@ -132,17 +136,19 @@ class Tokenizer:
         Excludes tokens that strip adjacent white space, and tokenizers that add a leading space to
         the first piece of a text only.
         """
-        names = list(self.specials)
-        whole, offsets = self.engine.encode_batch([f"{s} a{s}\na" for s in names], control=True)
-        a, cut = self.engine.encode_batch([" a", "\na"], control=False)
-        return frozenset(
-            name
-            for i, (name, s) in enumerate(self.specials.items())
-            if np.array_equal(
-                whole[offsets[i] : offsets[i + 1]],
-                np.concatenate([[s], a[: cut[1]], [s], a[cut[1] :]]),
-            )
-        )
+        ids, offsets = self.engine.encode_batch([" a", "\na"], control=False)
+        first = ids[: offsets[1]]
+        second = ids[offsets[1] :]
+        texts = [f"{name} a{name}\na" for name in self.specials]
+        ids, offsets = self.engine.encode_batch(texts, control=True)
+        full_texts = np.split(ids, offsets[1:-1])
+
+        names = []
+        for (name, control_id), full_ids in zip(self.specials.items(), full_texts, strict=False):
+            piecewise = np.concatenate([[control_id], first, [control_id], second])
+            if np.array_equal(full_ids, piecewise):
+                names.append(name)
+        return frozenset(names)
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
@@ -155,21 +161,30 @@ class Tokenizer:
         return control_pattern(frozenset(self.specials))
 
     @cached_property
+    def foreign_controls(self) -> tuple[re.Pattern[str], ...]:
+        """Patterns of control strings of well-known templates that are letters to this tokenizer.
+
+        Not those that are tokens here, or that a chat template of this tokenizer writes.
+        """
+        templates = (self.chat_template or "") + (self.tool_template or "")
+
+        def is_foreign(name: str) -> bool:
+            return name not in templates and self.engine.token_to_id(name) is None
+
+        return foreign_patterns(is_foreign)
+
+    @cached_property
     def control_hint(self) -> str:
         """Common prefix of all control strings, possibly empty: a text without it holds none."""
         hint = os.path.commonprefix(list(self.specials))  # noqa: RUF071  (of characters)
         return "" if "\n" in hint else hint
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Decodes `ids` to text, including control tokens."""
+        """Return the text of `ids`, including control tokens."""
         return self.engine.decode([int(i) for i in ids])
 
     def provenance(self) -> dict[str, Any]:
-        """Returns the manifest's record of the tokenizer and its chat template, as JSON values."""
-        template, for_tools = self.chat_template, self.tool_template
-        template_sha256, tools_sha256 = (
-            text and hashlib.sha256(text.encode()).hexdigest() for text in (template, for_tools)
-        )
+        """Return the manifest's record of the tokenizer and its chat template, as JSON values."""
         ids, offsets = self.engine.encode_batch(PROBES, control=True)
         probes = [row.tolist() for row in np.split(ids, offsets[1:-1])]
         return {
@@ -187,10 +202,10 @@ class Tokenizer:
             "pad_id": self._id(self.pad_token),
             "unk_id": self.unk_id,
             "adds_bos": self.adds_bos,
-            "chat_template": template,
-            "chat_template_sha256": template_sha256,
-            "tool_use_template": for_tools,
-            "tool_use_template_sha256": tools_sha256,
+            "chat_template": self.chat_template,
+            "chat_template_sha256": _sha256(self.chat_template),
+            "tool_use_template": self.tool_template,
+            "tool_use_template_sha256": _sha256(self.tool_template),
             "chat_template_date": TEMPLATE_DATE,
         }
 
@@ -202,7 +217,14 @@ class Tokenizer:
         return None if token is None else self.engine.token_to_id(token)
 
     def __getstate__(self) -> dict[str, Any]:
-        rebuilt = {"template", "tool_use_template", "_varied"}
+        state = self.__dict__.copy()
+        rebuilt = ["template", "tool_use_template", "_varied", "specials"]
         if self.engine_name != FAST:
-            rebuilt.add("engine")
-        return {name: value for name, value in self.__dict__.items() if name not in rebuilt}
+            rebuilt.append("engine")
+        for name in rebuilt:
+            state.pop(name, None)
+        return state
+
+
+def _sha256(text: str | None) -> str | None:
+    return text and hashlib.sha256(text.encode()).hexdigest()

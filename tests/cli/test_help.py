@@ -30,7 +30,7 @@ from packstore.config import PackConfig
         ("export nem a b", "Did you mean nemo? See `packstore export --help`."),
         ("stats a --jsn", "unrecognized arguments: --jsn. Did you mean --json? See "),
         ("verify a --jobs 2x", "error: --jobs must be a whole number; found '2x'. See "),
-        ("pack a b --field foo", "must have the form FIELD=NAME; found 'foo'. See "),
+        ("pack a b --field foo", "must have the form ROLE=NAME; found 'foo'. See "),
     ],
 )
 def test_usage_errors_are_one_line(

@@ -158,7 +158,6 @@ def test_a_dataset_that_several_jobs_made_has_no_config(
         ["pack", "--config", "/dev/zero"],
         ["run", "/dev/zero"],
         ["train", "/dev/zero"],
-        ["pack", "pairs.jsonl", "out", "--shape", "zero.yaml"],
     ],
 )
 def test_a_file_of_settings_without_end_is_refused(

@@ -93,6 +93,19 @@ def run(folder: Path, *arguments: str, **env: str) -> subprocess.CompletedProces
     )
 
 
+def test_a_line_for_each_column_that_is_not_read(folder: Path) -> None:
+    """Their names and values are those of whoever made the records."""
+    columns = {"comment": "a\nfake: b", "odd\nname": 1}
+    write_jsonl(folder / "unread.jsonl", [{**RECORDS[0], **columns}])
+    done = run(folder, "pack", "unread.jsonl", "unread", "--tokenizer", "t.json")
+    assert done.returncode == 0
+    lines = done.stderr.decode().splitlines()
+    assert sum("comment" in line for line in lines) == 1
+    assert sum("odd" in line and "name" in line for line in lines) == 1
+    assert not any("comment" in line and "odd" in line for line in lines)
+    assert not any(line.startswith(("fake", "name")) for line in lines)
+
+
 @pytest.mark.parametrize(
     "command",
     [

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from children import run_python
 from places import Files, edit_manifest, manifest_path
 from small_jobs import pack, pairs, trained_tokenizer, write_jsonl
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -359,6 +360,27 @@ def test_writer_features_stop_only_writers(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
     Files(str(place)).write(path, b"others")
     assert any(path in problem for problem in old.verify().problems)
+
+
+def test_append_runs_no_function_that_only_a_manifest_names(tmp_path: Path) -> None:
+    function = tmp_path / "forms.py"
+    function.write_text(
+        "import pathlib, packstore\n"
+        "pathlib.Path(__file__).with_suffix('.ran').touch()\n"
+        "def read(record):\n"
+        "    return packstore.Pair([5, 6], record['good'], record['bad'])\n",
+        encoding="utf-8",
+    )
+    name = f"{function}:read"
+    records = [{"good": [8, n], "bad": [9, n]} for n in range(40)]
+    first = pack(tmp_path / "ds", records[:20], adapter=name)
+    function.with_suffix(".ran").unlink()
+    code = f"import packstore; packstore.append({first.url!r}, [{{'good': [1], 'bad': [2]}}])"
+    done = run_python("-c", code)
+    assert "ConfigError" in done.stderr
+    assert f"{function.name}:read" in done.stderr
+    assert not function.with_suffix(".ran").exists()
+    assert packstore.append(first, records[20:], adapter=name).manifest.totals.examples == 40
 
 
 def test_append_refuses_to_compare_prompts(tmp_path: Path) -> None:

@@ -121,14 +121,8 @@ def test_every_place_is_told_as_the_reader_tells_it(tokenizer: Path, tmp_path: P
     assert found["empty_prompt"].examples == (f"{source}, line 7",)
 
 
-def test_the_shapes_of_the_records_are_named(tokenizer: Path) -> None:
-    records = [PAIR, PAIR | {"prompt": "No"}, {**PAIR, "prompt": None, "input": "Say yes."}]
+def test_the_forms_of_the_records_are_named(tokenizer: Path) -> None:
+    alike = {"instruction": "Say yes.", "input": "Now.", "output": "Yes."}
+    records = [{"prompt": "Say yes.", "response": "Yes."}, alike, alike | {"output": "Sure."}]
     found = doctor(records, tokenizer, chat_template="plain")
-    assert found.shapes == {
-        "text pairs (prompt, chosen, rejected)": 2,
-        "input pairs (input, chosen, rejected)": 1,
-    }
-    (dropped,) = findings([PAIR, {"prompt": "a", "chosen": "b"}], tokenizer)[
-        "missing_field"
-    ].examples
-    assert "nearest shape: text pairs (prompt, chosen, rejected), but no 'rejected'" in dropped
+    assert found.forms == {"alpaca": 2, "none": 1}

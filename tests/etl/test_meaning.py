@@ -55,7 +55,7 @@ def test_a_mapped_field_that_no_record_has_is_an_error(do_pack: Pack, partitions
 
 def test_what_is_left_out_by_its_label_does_not_count_as_dropped(do_pack: Pack) -> None:
     records = [{"prompt": "p", "completion": f" {i}", "label": i % 2 == 0} for i in range(8)]
-    with pytest.raises(RecordError, match="--on unpaired_feedback=drop"):
+    with pytest.raises(RecordError, match="label"):
         do_pack(records, kind="sft")
     found = do_pack(records, kind="sft", on={"unpaired_feedback": "drop"}).manifest
     assert (found.kind, found.records.packed) == ("sft", 4)
@@ -99,34 +99,48 @@ def test_single_answers_with_a_label_or_score_are_packed_with_their_reward(
 
 SCORED_ANSWERS = {"prompt": "p", "responses": [" a", " b"], "scores": [1, 0]}
 CHANGES_THE_MEANING: list[tuple[Record, str]] = [
-    *((LABELED | {name: 0.5}, "kind scored") for name in ("Reward", "rating", "thumbs")),
-    (LABELED | {"rejected_response": " b"}, "kind scored"),
-    (LABELED | {"generations": [" b", " c"]}, "kind scored"),
-    (LABELED | {"sample_weight": 0.5}, "kind scored"),
-    *((PAIRS[0] | {name: 0.5}, f"field score={name}") for name in ("reward", "score", "votes")),
-    *((PAIRS[0] | {name: 2}, f"carry {name}:float64") for name in ("weight", "sample_weight")),
-    (PAIRS[0] | {"rejected_response": " no"}, "list of all answers"),
-    (PAIRS[0] | {"system": "Be kind."}, "--as-chat"),
-    (PAIRS[0] | {"tools": [{"name": "f"}]}, "--as-chat"),
-    (PAIRS[0] | {"images": ["a.png"]}, "text alone"),
-    (SCORED[0] | {"margin": 1.0}, "difference"),
-    (SCORED_ANSWERS | {"ranking": [1, 2]}, "carry ranking"),
+    *((LABELED | {name: 0.5}, name) for name in ("Reward", "rating", "thumbs")),
+    (LABELED | {"metadata": '{"score": 0.5}'}, "metadata.score"),
+    (LABELED | {"sample_weight": 0.5}, "sample_weight"),
+    *((PAIRS[0] | {name: 2}, name) for name in ("weight", "sample_weight")),
+    (PAIRS[0] | {"system": "Be kind."}, "system"),
+    (PAIRS[0] | {"tools": [{"name": "f"}]}, "tools"),
+    (PAIRS[0] | {"images": ["a.png"]}, "images"),
+    (PAIRS[0] | {"talk": [{"role": "user", "content": "Before."}]}, "talk"),
+    (SCORED[0] | {"margin": 1.0}, "margin"),
+    (SCORED_ANSWERS | {"weight": 2}, "weight"),
 ]
+"""A record, and the column that it must not have unread."""
 
 
-@pytest.mark.parametrize(("record", "remedy"), CHANGES_THE_MEANING)
-def test_what_changes_the_meaning_is_read_or_refused(
-    do_pack: Pack, record: Record, remedy: str
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(("record", "column"), CHANGES_THE_MEANING)
+def test_a_column_that_changes_the_meaning_is_read_or_refused(
+    do_pack: Pack, record: Record, column: str, num_workers: int
 ) -> None:
-    """Wherever it stands among others."""
+    """Wherever it stands among others; its place is named, and it can be ignored."""
     kind = "scored" if "scores" in record else "preference" if "chosen" in record else "sft"
     others = [{"scored": SCORED_ANSWERS, "preference": PAIRS[1], "sft": LABELED}[kind]] * 5
-    for records in ([record, *others], [*others, record]):
-        with pytest.raises(RecordError, match=re.escape(remedy)):
-            do_pack(records, kind=kind)
-    on = {"unpaired_feedback": "keep", "unread_field": "keep"}
-    if "margin" not in record:
-        assert do_pack(records, kind=kind, on=on).manifest.records.packed == 6
+    for records, line in (([record, *others], 1), ([*others, record], 6)):
+        with pytest.raises(RecordError, match=rf"line {line}: .*{re.escape(column)}"):
+            do_pack(records, kind=kind, num_workers=num_workers)
+    if num_workers == 0:
+        assert do_pack(records, kind=kind, ignore=[column]).manifest.records.packed == 6
+
+
+ORDINARY = {"channel": "web", "type": "qa", "worker_id": "w3", "style": "brief", "level": 3}
+
+
+@pytest.mark.parametrize("kind", ["preference", "sft", "scored"])
+def test_ordinary_columns_stop_nothing(do_pack: Pack, kind: str) -> None:
+    """However many values they have, over however many records."""
+    record = {"preference": PAIRS[0], "sft": LABELED, "scored": SCORED_ANSWERS}[kind]
+    records = [{**record, **ORDINARY, "unique_id": f"u{i}", "opinion": i % 2} for i in range(10)]
+    for number in (1, 2, 10):
+        manifest = do_pack(records[:number]).manifest
+        assert manifest.records.packed == number
+        unread = {*ORDINARY, "unique_id", "opinion"}
+        assert unread - {"opinion"} <= manifest.records.fields_not_used.keys() <= unread
 
 
 def test_a_margin_is_the_difference_of_the_rewards(do_pack: Pack) -> None:
@@ -135,106 +149,29 @@ def test_a_margin_is_the_difference_of_the_rewards(do_pack: Pack) -> None:
     assert frame["rewards"].to_list() == [[0.5, 0], [4.5, 2]]
 
 
-VERDICTS: dict[str, list[object]] = {
-    "opinion": ["up", "down"],
-    "outcome": ["good", "bad", "good"],
-    "flagged": [None, True],
-    "mark": [1, 2, 3, 4, 5],
-    "review": [{"ok": True}, {"ok": False}],
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "workers"), [*((name, 0) for name in VERDICTS), ("opinion", 2), ("review", 2)]
-)
-def test_single_answers_beside_few_values_of_an_unknown_field_are_refused(
-    do_pack: Pack, name: str, workers: int
-) -> None:
-    values = VERDICTS[name]
-    number = len({str(value) for value in values})
-    records = [LABELED | {name: values[i % len(values)]} for i in range(60)]
-    sorted_ = sorted(records, key=lambda record: str(record[name]))  # few in any part of it
-    for given in (records, sorted_):
-        with pytest.raises(RecordError, match=rf"'{name}' takes {number} values over 60 rec"):
-            do_pack(given, num_workers=workers)
-    kept: list[dict[str, Any]] = [{"on": {"unpaired_feedback": "keep"}}]
-    kept += [{"carry": [name]}] if name in ("opinion", "outcome", "mark") else []
-    for settings in kept:
-        assert do_pack(records, **settings).manifest.records.packed == 60
-    pairs = [pair | {name: values[i % len(values)]} for i, pair in enumerate(PAIRS)]
-    assert do_pack(pairs).manifest.kind == "preference"
-
-
-def test_a_verdict_is_refused_early_and_whatever_the_order(do_pack: Pack) -> None:
-    """Not by values that a few neighbours have, where the whole input has many."""
-    number, read, filler = 12_000, [0], 700 * "x"
-
-    def opinions(values: int, *, mixed: bool) -> list[Record]:
-        return [
-            LABELED | {"opinion": f"o{i % values if mixed else i * values // number}", "id": filler}
-            for i in range(number)
-        ]
-
-    settings: dict[str, Any] = {"num_workers": 0}
-    settings["progress"] = lambda stage, done, total, unit: read.append(done)
-    with pytest.raises(RecordError, match="'opinion' takes 2 values over"):
-        do_pack(opinions(2, mixed=True), **settings)
-    assert 0 < max(read) < number
-    with pytest.raises(RecordError, match="'opinion' takes 2 values over 12,000 records"):
-        do_pack(opinions(2, mixed=False), **settings)
-    for mixed in (True, False):
-        assert do_pack(opinions(20, mixed=mixed), **settings).manifest.records.packed == number
-
-
-def test_fields_that_say_nothing_of_an_answer_stay_unread(
-    do_pack: Pack, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Harmless by name, or the same everywhere; others are warned of, of pairs and of answers."""
-    told = {"source": "ab", "Model-Name": "xy", "language": "de", "id": "0123456789"}
-    for first in (LABELED, PAIRS[0]):
-        records = [
-            {
-                **first,
-                "batch": 7,
-                "remark": f"no {i}",
-                **{n: v[i % len(v)] for n, v in told.items()},
-            }
-            for i in range(40)
-        ]
-        caplog.clear()
-        with caplog.at_level(logging.INFO, "packstore"):
-            do_pack(records)
-        said = {r.levelno: r.getMessage() for r in caplog.records if "not used" in r.getMessage()}
-        assert said[logging.WARNING] == "fields not used: remark (40 records)"
-        assert all(name in said[logging.INFO] for name in (*told, "batch"))
-
-
 @pytest.mark.parametrize("partitions", [1, 3])
 def test_fields_are_in_the_manifest(do_pack: Pack, partitions: int) -> None:
-    records = [{**r, "images": ["a.png"], "lang": "en"} for r in SCORED]
-    settings = {"partitions": partitions, "on": {"unread_field": "keep"}}
-    dataset = do_pack([*records, *PAIRS[:5]], **settings)
+    records = [{**r, "note": "n", "lang": "en"} for r in SCORED]
+    dataset = do_pack([*records, *PAIRS[:5]], partitions=partitions)
     found = dataset.manifest.records
     assert found.fields_used == {
         "chosen": 25, "prompt": 25, "rejected": 25, "score_chosen": 20, "score_rejected": 20,
     }  # fmt: skip
-    assert found.fields_not_used == {"images": 20, "lang": 20}
+    assert found.fields_not_used == {"note": 20, "lang": 20}
     assert found.noted == {"reward_default": 5}
     assert packstore.open(dataset.url).manifest.records == found
 
 
 def test_the_log_names_them_once(do_pack: Pack, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "packstore"):
-        records = [{**r, "system": "be kind", "lang": "en"} for r in SCORED]
-        do_pack(records, on={"unread_field": "keep"})
+        do_pack([{**r, "note": "be kind", "lang": "en"} for r in SCORED])
+    assert sum("note = be kind" in text for text in caplog.messages) == 1
+    assert sum("lang" in text for text in caplog.messages) == 1
+    with caplog.at_level(logging.INFO, "packstore"):
         do_pack([*PAIRS, {**PAIRS[0], "chosen_reward": 1, "rejected_reward": 2}])
     warned = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-    assert warned[0] == "fields not used: system (20 records)"
-    assert "reward_reversed" in str(warned[1:])
-    assert "reward_default" in str(warned[1:])
-    told = [r.getMessage() for r in caplog.records if r.levelno == logging.INFO]
-    assert "further fields not used: lang" in told
-    assert any("score_chosen" in text for text in told)
+    assert "reward_reversed" in str(warned)
+    assert "reward_default" in str(warned)
 
 
 HARMFUL = {
@@ -243,6 +180,7 @@ HARMFUL = {
     "reward_rounded": [{**PAIRS[0], "chosen_reward": 1e9 + 1, "rejected_reward": 1e9}],
     "reward_default": [SCORED[0], PAIRS[0]],
     "raw_text": PAIRS[:1],
+    "foreign_template": [{**PAIRS[0], "prompt": "[INST] Why? [/INST]"}],
     "mixed_forms": [PAIRS[0], {**PAIRS[0], "prompt": [{"role": "user", "content": "Why?"}]}],
 }
 """Note -> records that have it, with a chat template and a tokenizer that names no EOS."""

@@ -114,10 +114,10 @@ CODE = """
 import json, sys
 import packstore
 from packstore.errors import DropRateError, TokenizerError
-from packstore.tokenizer.dialogue import limits
+from packstore.tokenizer.dialogue import template
 import packstore.etl.pipeline, polars
 
-limits.SECONDS, limits.MEMORY = 0.5, 512 << 20  # less than it is, to be quick
+template.RENDER_SECONDS, template.RENDER_MEMORY = 0.5, 512 << 20  # less than it is, to be quick
 records = [{"messages": [{"role": r, "content": "hello"} for r in ("user", "assistant")]}]
 for n, (name, source) in enumerate(json.load(sys.stdin).items()):
     settings = {"chat_template": source, "rejects": "rejects.jsonl", "num_workers": 1}
@@ -154,11 +154,11 @@ def test_a_job_ends_where_a_template_needs_too_much(
 TEXT = """
 import json
 import packstore
-from packstore.tokenizer.dialogue import limits
+from packstore.tokenizer.dialogue import template
 import packstore.etl.pipeline, polars
 
-limits.SECONDS = 0.01
-pair = {"prompt": "a " * 500, "chosen": "b " * 500, "rejected": "c " * 500}
+template.RENDER_SECONDS = 0.01
+pair = {"prompt": "a " * 500, "chosen": "b " * 500, "rejected": "? " * 400}
 with open("pairs.jsonl", "w") as file:
     file.write((json.dumps(pair) + "\\n") * 600)
 made = packstore.pack("pairs.jsonl", "out", "tokenizer.json", num_workers=2)

@@ -69,7 +69,6 @@ def seed(number: int) -> tuple[str, Files]:
     kind, layout, labels, form, carried = COMBINATIONS[number]
     how: dict[str, Any] = {"layout": layout, "labels": labels, "format": form, "num_workers": 0}
     how |= {"pack_size": 32, "row_group_tokens": 64, "carry": CARRY if carried else ()}
-    how["on"] = {"unpaired_feedback": "keep"}  # `checked` judges nothing
     with tempfile.TemporaryDirectory() as folder:
         data = packstore.pack(records(kind, 9), f"{folder}/ds", **how)
         with SideWriter(f"{folder}/ds/side", data, SIDE) as side:

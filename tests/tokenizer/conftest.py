@@ -23,7 +23,7 @@ import transformers
 
 import packstore
 from packstore.errors import DropRateError
-from packstore.tokenizer.dialogue import limits
+from packstore.tokenizer.dialogue import template
 
 FILES = {
     "qwen3": ("qwen3/tokenizer.json", None),
@@ -33,6 +33,17 @@ FILES = {
     "t5": ("t5_unigram/tokenizer.json", "plain"),
     "small": ("small_bpe/tokenizer.json", "chatml"),
 }
+
+
+TEMPLATE = (
+    "{% for t in tools or [] %}{{ t.function.name }};{% endfor %}"
+    "{% for m in messages %}[{{ m.role[0] }}]"
+    "{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}{{ m.content or '' }}"
+    "{% for c in m.tool_calls or [] %}{% set a = c.function.arguments %}"
+    "!{{ c.function.name }}{{ a if a is string else a | tojson }}{% endfor %}"
+    "<e>{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
+)
+"""A chat template that shows roles by their first letter, reasoning, tools and calls."""
 
 
 class Source(NamedTuple):
@@ -104,9 +115,9 @@ class Packed:
 @pytest.fixture(autouse=True)
 def render_here() -> Iterator[None]:
     """Renders in this process: a worker for each job takes longer than the job."""
-    limits.allow_rendering(limits.SECONDS, limits.MEMORY)
+    template.allow_rendering(template.RENDER_SECONDS, template.RENDER_MEMORY)
     yield
-    limits.allow_rendering(0, 0)
+    template.allow_rendering(0, 0)
 
 
 @pytest.fixture(scope="session")

@@ -161,6 +161,7 @@ def test_class_labels_are_their_names(byte_level, tmp_path):
     for container in (*held.values(), str(tmp_path / "saved"), dataset):
         out = f"memory://{os.urandom(8).hex()}"
         how = {"on": {"missing_field": "drop"}, "max_drop_rate": 1, "num_workers": 0}
+        how["fields"] = {"score": "label"}  # else a record without a label is of another kind
         packed = packstore.pack(container, out, byte_level().file, pack_size=256, **how)
         rewards = packstore.scan(packed).collect().sort("example_id")["rewards"].to_list()
         assert rewards == [[1], [0]]

@@ -47,6 +47,11 @@ def system(text: str) -> dict[str, Any]:
     return {"role": "system", "content": text}
 
 
+def hh1(*turns: str) -> str:
+    """The same with single line breaks."""
+    return "\n".join(f"{('Human', 'Assistant')[i % 2]}: {t}" for i, t in enumerate(turns))
+
+
 def hh(*turns: str) -> str:
     return "".join(f"\n\n{('Human', 'Assistant')[i % 2]}: {t}" for i, t in enumerate(turns))
 
@@ -152,6 +157,26 @@ CASES = {
         {"chosen": "Human: a\n\nAssistant: b", "rejected": "Human: a\n\nAssistant: c"},
         [f"Human: a\n\nAssistant:« {x}</s>»" for x in "bc"],
     ),
+    "text of HH with single line breaks": case(
+        {"chosen": hh1("a", "b", "c", "d"), "rejected": hh1("a", "b", "c", "e\nf")},
+        [f"{hh1('a', 'b', 'c')}\nAssistant:« {x}</s>»" for x in ("d", "e\nf")],
+    ),
+    "text of HH with single line breaks, and blank lines between rounds": case(
+        {"chosen": hh1("a", "b\n", "c", "d"), "rejected": hh1("a", "b\n", "c", "e")},
+        [f"{hh1('a', 'b')}\n\nHuman: c\nAssistant:« {x}</s>»" for x in "de"],
+    ),
+    "text of HH, whose prompt has single line breaks": case(
+        {"prompt": hh1("a", ""), "chosen": hh1("a", "b"), "rejected": hh1("a", "c")},
+        [f"{hh1('a')}\nAssistant: «{x}</s>»" for x in "bc"],
+    ),
+    "text of HH, which quotes turns with single line breaks": case(
+        {"chosen": hh("a", "b\nHuman: x\nAssistant: y"), "rejected": hh("a", "c")},
+        [f"{hh('a')}\n\nAssistant:« {x}</s>»" for x in ("b\nHuman: x\nAssistant: y", "c")],
+    ),
+    "answers that quote turns with single line breaks": case(
+        {**P, "prompt": "quote: ", "chosen": hh1("a", "b"), "rejected": hh1("c", "d")},
+        [f"quote: «{hh1(*pair)}</s>»" for pair in ("ab", "cd")],
+    ),
     "a message as prompt": case({**P, "prompt": [user("p")]}, CHATTED, **TURNS),
     "messages as responses": case(
         {"prompt": "p", "chosen": [said("c")], "rejected": said("r")}, CHATTED, **TURNS
@@ -248,8 +273,8 @@ CASES = {
         PLAIN,
         *("reward_reversed", "reward_rounded"),
     ),
-    "a bad answer kept": case(BAD, ["p«b</s>»"], on={"unpaired_feedback": "keep"}),
-    "a label of a pair": case({**P, "label": 0}, PLAIN, on={"unread_field": "keep"}),
+    "a label ignored": case(BAD, ["p«b</s>»"], ignore=("label",)),
+    "a label beside a pair, which says itself which side is better": case({**P, "label": 0}, PLAIN),
     "scored": case(SCORED, ["p«a</s>»", "p«b</s>»", "p«a</s>»"]),
     "text under a chat template": case(P, PLAIN, "raw_text", **TURNS),
     "text that shall stay as it is": case(P, PLAIN, as_chat=False, **TURNS),
@@ -261,6 +286,18 @@ CASES = {
     "hh text as a chat": case(
         {"chosen": hh("q", "a", "r", "b"), "rejected": hh("q", "a", "r", "no", "?", "c")},
         ["[u]q<e>[a]a<e>[u]r<e>[a]«b<e>»", "[u]q<e>[a]a<e>[u]r<e>[a]«no<e>»[u]?<e>[a]«c<e>»"],
+        as_chat=True,
+        **TURNS,
+    ),
+    "hh text with single line breaks as a chat": case(
+        {"chosen": hh1("q", "a", "r", "b"), "rejected": hh1("q", "a", "r", "no", "?", "c")},
+        ["[u]q<e>[a]a<e>[u]r<e>[a]«b<e>»", "[u]q<e>[a]a<e>[u]r<e>[a]«no<e>»[u]?<e>[a]«c<e>»"],
+        as_chat=True,
+        **TURNS,
+    ),
+    "hh text after white space as a chat": case(
+        {"chosen": " " + hh1("q", "a"), "rejected": " " + hh1("q", "b")},
+        [f"[u]q<e>[a]«{x}<e>»" for x in "ab"],
         as_chat=True,
         **TURNS,
     ),
@@ -321,6 +358,7 @@ CASES = {
         for name, on, off in (
             *(("weight", 1, 0), ("weight", 1.0, 0.0), ("train", True, False)),
             *(("loss", None, False), ("training", True, False), ("mask", False, True)),
+            *(("loss_mask", 1, 0), ("loss_mask", True, False), ("trainable", True, False)),
         )
     },
     "a turn not to learn in a generation block": case(
@@ -328,8 +366,18 @@ CASES = {
         ["[u]u<e>[a]«a!»<e>[u]v<e>[a]b!<e>[u]w<e>[a]«c!»<e>"],
         tokenizer={"template": GENERATION},
     ),
+    "keys that say nothing of a turn's text": case(
+        {
+            "messages": [
+                {**user("u"), "id": 3, "timestamp": "2024-05-01", "country": "DE"},
+                said([{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}]),
+            ]
+        },
+        ["[u]u<e>[a]«a<e>»"],
+        **TURNS,
+    ),
     "an unknown key ignored": case(
-        {"messages": [{**user("u"), "id": 3, "images": []}, said("a")]},
+        {"messages": [{**user("u"), "mood": "calm", "images": []}, said("a")]},
         ["[u]u<e>[a]«a<e>»"],
         "unknown_key",
         on={"unknown_key": "keep"},
@@ -351,8 +399,8 @@ REFUSED: dict[str, list[Any]] = {
         {**P, "chosen": True},
         {**P, "prompt": 3},
         {**P, "chosen": ["c"]},
-        {**P, "chosen_reward": "1"},
-        {**P, "chosen_reward": float("nan")},
+        {**P, "chosen_reward": "high", "rejected_reward": 1},
+        {**P, "chosen_reward": float("nan"), "rejected_reward": 1},
         {**P, "chosen_reward": 1e39, "rejected_reward": 1},  # beyond float32
         {**P, "chosen_reward": 10**400, "rejected_reward": 1},
         {**P, "prompt": [user("p")], "tools": "{"},
@@ -386,6 +434,7 @@ REFUSED: dict[str, list[Any]] = {
     ],
     "unknown_key": [
         {"messages": [user("u"), said("a", prefix=True)]},
+        {"messages": [user("u"), said("a", score=0.1)]},
         {"messages": [user([{"type": "text", "text": "u", "file": "x"}]), said("a")]},
     ],
     "different_contexts": [
@@ -400,6 +449,10 @@ REFUSED: dict[str, list[Any]] = {
     ],
     "no_common_prompt": [
         {"chosen": hh("a", "b"), "rejected": hh("x", "b")},
+        {"chosen": hh1("a", "b"), "rejected": hh1("x", "b")},
+        {"chosen": hh("a", "b"), "rejected": hh1("a", "c")},
+        {**P, "chosen": hh1("p", "c")},
+        {"prompt": hh1("p", "")[:-1], "completion": hh1("p", "c")},
         {"prompt": "Be a pirate. p", **CHAT},
         {"prompt": [user("a"), said("b")], **CHAT},
         {"prompt": [system("S"), user("p")], **CHAT},
@@ -450,7 +503,7 @@ REFUSED: dict[str, list[Any]] = {
         | {"score_0": 0.0, "score_1": 0},
     ],
     "unread_field": [
-        {**P, "label": 0},
+        {**P, "weight": 0},
         ({**P, "system": "s"}, {"as_chat": False}),
         {**SCORED, "weight": 0.5},
         {**P, "margin": 2, "chosen_reward": 2, "rejected_reward": 1},
@@ -542,7 +595,8 @@ def test_text_takes_a_short_way_to_the_same(on, pack, byte_level):
 
 
 def test_every_reason_has_a_case():
-    assert REFUSED.keys() == REASONS.keys()
+    """Lines that are no JSON are tried in ``test_broken_lines.py``."""
+    assert REFUSED.keys() | {"not_json"} == REASONS.keys()
 
 
 def test_the_page_lists_every_reason():

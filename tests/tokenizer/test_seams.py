@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -140,8 +142,76 @@ def test_text_that_other_families_render(family, pack, byte_level):
     assert packed.texts == [prompt + side for side in sides.values()]
     expected = [source.library.encode(text).ids for text in packed.texts]
     assert [ids for ids, _ in packed.sequences] == expected
+    named = pack(source, {"question": prompt, **sides})  # a chat by default, without this
+    assert named.sequences == packed.sequences
     if prompt.startswith("<"):
-        named = pack(source, {"question": prompt, **sides})  # a chat by default, without this
-        assert named.sequences == packed.sequences
         whole = {name: prompt + side for name, side in sides.items()}
         assert pack(source, {"prompt": prompt, **whole}).dropped == {"no_common_prompt": 1}
+
+
+PAGE = (Path(__file__).parents[2] / "docs/tokenizing.md").read_text(encoding="utf-8")
+CONTROLS = re.findall(
+    r"`(.+?)`", PAGE.partition("## Control strings of")[2].partition("Sources:")[0]
+)
+"""Control strings of well-known templates, as the page lists them."""
+
+FOREIGN = "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nQ<|eot_id|>"
+RENDERED = {"instruction": FOREIGN, "output": "good<|eot_id|>"}
+"""A record of a form that makes chats by default, rendered for Llama 3."""
+
+
+@pytest.fixture(scope="session")
+def marked(byte_level):
+    """A tokenizer whose template writes `[u]`, which no well-known template does."""
+    template = (
+        "{% for m in messages %}[{{ m.role[0] }}]{{ m.content }}<e>{% endfor %}"
+        "{% if add_generation_prompt %}[a]{% endif %}"
+    )
+    return byte_level(template=template)
+
+
+FORMATS = ("{}user\nQ", "<bos>{} user", "What is {}?")
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_control_strings_of_another_template_are_noted(pack, marked, form):
+    prompts = [form.format(control) for control in CONTROLS]
+    records = [{"prompt": prompt, "response": "good"} for prompt in (*prompts, "What is <|>?")]
+    packed = pack(marked, *records, kind="sft")
+    assert packed.noted == {"foreign_template": len(CONTROLS), "raw_text": 1}
+    turns = [
+        {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "a"}]}
+        for text in (*prompts, "What is <|>?")
+    ]
+    assert pack(marked, *turns, kind="sft").noted["foreign_template"] == len(CONTROLS)
+
+
+def test_many_control_strings_are_on_the_page():
+    assert {"<|im_start|>", "[INST]", "<start_of_turn>", "<|user|>", "[gMASK]"} < set(CONTROLS)
+
+
+def test_text_of_another_template_is_not_rendered_by_default(pack, marked):
+    plain = pack(marked, {"instruction": "Q", "output": "good"}, kind="sft")
+    assert plain.texts == ["[u]Q<e>[a]good<e>"]
+    packed = pack(marked, RENDERED, kind="sft")
+    assert packed.texts == [f"{FOREIGN}good<|eot_id|></s>"]
+    assert packed.noted == {"foreign_template": 1}  # raw_text would advise a second template
+    asked = pack(marked, RENDERED, kind="sft", as_chat=True)
+    assert asked.texts == [f"[u]{FOREIGN}<e>[a]good<|eot_id|><e>"]
+    assert asked.noted == {"foreign_template": 1}
+
+
+@pytest.mark.parametrize("as_chat", [None, True])
+def test_text_of_another_template_may_be_dropped(pack, marked, as_chat):
+    dropped = pack(marked, RENDERED, kind="sft", as_chat=as_chat, on={"special_tokens": "drop"})
+    assert dropped.dropped == {"special_tokens": 1}
+
+
+def test_strings_of_a_tokenizer_are_not_foreign(pack, byte_level):
+    """Tokens, special or not, and letters that its own template writes."""
+    template = "{% for m in messages %}[INST]{{ m.content }}[/INST]{% endfor %}"
+    source = byte_level(special=("<s>", "</s>", "<|im_start|>"), template=template)
+    source.library.add_tokens(["<start_of_turn>"])
+    texts = ("say [INST]", "[INST]Q[/INST]", "say <|im_start|>", "<|im_start|>Q", "<start_of_turn>")
+    records = [{"prompt": text, "response": "good"} for text in texts]
+    assert "foreign_template" not in pack(source, *records, kind="sft").noted

@@ -28,7 +28,7 @@ from typing import IO, Any, TypeVar
 
 from packstore.errors import PackstoreError
 from packstore.etl.engines import in_order
-from packstore.tokenizer.dialogue import limits
+from packstore.tokenizer.dialogue import template
 
 log = logging.getLogger("packstore")
 
@@ -143,7 +143,7 @@ class _Processes:
         if not self._needed:
             try:
                 return self._work(item)
-            except limits.NeedsWorkerProcess:
+            except template.NeedsWorkerProcess:
                 self._needed = True
         with self._starting:
             if self._idle.empty():
@@ -188,7 +188,7 @@ class WorkerProcess:
     def __init__(self) -> None:
         code = (
             f"import sys; sys.path[:] = {sys.path!r}; from packstore.etl.engines import local; "
-            f"local.serve({limits.SECONDS}, {limits.MEMORY})"
+            f"local.serve({template.RENDER_SECONDS}, {template.RENDER_MEMORY})"
         )
         self._waits_from = time.monotonic()
         self.has_work = False
@@ -238,8 +238,8 @@ class WorkerProcess:
         with contextlib.suppress(ValueError):
             cause = f"killed by {signal.Signals(-code).name}"
             remedy = "Run again with a smaller --num-workers, in case memory ran out"
-        if limits.SIGNAL is not None and code == -limits.SIGNAL:
-            return limits.too_long()
+        if template.TIMEOUT_SIGNAL is not None and code == -template.TIMEOUT_SIGNAL:
+            return template.timeout_error()
         if hasattr(signal, "SIGPROF") and code == -signal.SIGPROF:
             cause = f"more than {ITEM_SECONDS} s of processor time for one block"
             remedy = "Look for a slow regular expression in the tokenizer"
@@ -265,7 +265,7 @@ def serve(seconds: float, memory: int) -> None:
     """
     questions, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # anything printed must not end up among the answers
-    limits.allow_rendering(seconds, memory)
+    template.allow_rendering(seconds, memory)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # removes its temporary files
     work: Any = None
     with contextlib.suppress(*_ENDED):

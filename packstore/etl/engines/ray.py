@@ -16,7 +16,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from packstore.errors import PackstoreError, sentence
 from packstore.etl.engines import in_order
-from packstore.tokenizer.dialogue import limits
+from packstore.tokenizer.dialogue import template
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -69,7 +69,7 @@ def _work_on(shared: Sequence[Any], item: Any) -> Any:
     # Tasks fill the cores: threads inside each would only contend.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     os.environ["RAYON_NUM_THREADS"] = "1"
-    limits.allow_rendering(limits.SECONDS, limits.MEMORY)
+    template.allow_rendering(template.RENDER_SECONDS, template.RENDER_MEMORY)
     (reference,) = shared
     if _loaded[0] != reference.hex():
         _loaded = "", None  # frees the memory of an earlier call first

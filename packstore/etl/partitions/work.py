@@ -36,8 +36,7 @@ from packstore.io.shards.shard import PackShape
 from packstore.io.versions.shard_writer import ShardWriter
 from packstore.pack.layout import sizes
 from packstore.pack.plan import plan
-from packstore.tokenizer.dialogue import limits
-from packstore.tokenizer.records.fields import VerdictWatch
+from packstore.tokenizer.dialogue import template
 
 T = TypeVar("T")
 
@@ -143,7 +142,7 @@ class PackPartitions:
         self, groups: Iterable[Group], counter: ProgressCounter
     ) -> Iterator[Partition]:
         """Writes the partitions of each group while those of the next one are read."""
-        stop, watch = threading.Event(), VerdictWatch(self.shape.kind, self.config)
+        stop = threading.Event()
 
         def read() -> Iterator[list[Spilled | Partition]]:
             for group, parts in groups:
@@ -151,7 +150,6 @@ class PackPartitions:
                     for partition, part, size in tokenized:
                         if stop.is_set():
                             return
-                        watch.add(part[1])
                         partition.add(part)
                         counter.add_records(part[1].read, size)
                 yield group
@@ -215,7 +213,7 @@ class PackPartitions:
 
 def run_as_task(work: Callable[[Any, Run], Iterator[Any]], item: Any) -> Any:
     """Returns the result of `work` on one item, in this process, which can be ended meanwhile."""
-    limits.require_worker()
+    template.require_worker()
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_PROF, 0)  # it may take longer than a block
     with contextlib.closing(iter(work([item], map))) as results:  # type: ignore[type-var]

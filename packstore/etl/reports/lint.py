@@ -20,10 +20,8 @@ from packstore.etl.totals import PROBLEMS, absent_fields
 from packstore.format.arrays import SOURCE_SHIFT, Bool, Examples, Tally
 from packstore.io.inputs.pieces import place_of
 from packstore.tokenizer import Tokenizer
-from packstore.tokenizer.dialogue.limits import limited
-from packstore.tokenizer.dialogue.template import Message
-from packstore.tokenizer.records.fields import unexplained, verdicts
-from packstore.tokenizer.records.parse import Parsed
+from packstore.tokenizer.dialogue.template import Message, limited
+from packstore.tokenizer.records.parsed import Parsed
 from packstore.tokenizer.refusals import Refused
 
 _REMARKS = {
@@ -80,10 +78,7 @@ def find(tally: Tally, kind: str, config: PackConfig) -> Iterator[Finding]:
     for check, count in noted:
         if check not in PROBLEMS:
             yield Finding(check, "remark", _meaning(check), count, tuple(examples[check]))
-    if kind == "sft" and config.on["unpaired_feedback"] != "keep":
-        for name in verdicts(tally):
-            yield Finding(f"unpaired_feedback: {name}", "problem", records=tally.unused[name])
-    for name in unexplained(tally):
+    for name in sorted(tally.unused):
         yield Finding(f"field_not_used: {name}", "remark", records=tally.unused[name])
 
 

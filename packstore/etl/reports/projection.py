@@ -83,9 +83,9 @@ class Report:
         return self.tally.read
 
     @property
-    def shapes(self) -> dict[str, int]:
-        """Named shape -> records that have it, the most frequent first."""
-        return dict(self.tally.shapes.most_common())
+    def forms(self) -> dict[str, int]:
+        """Form or adapter -> records that it read, the most frequent first; own names: ``none``."""
+        return {name or "none": count for name, count in self.tally.forms.most_common()}
 
     @property
     def recommended(self) -> Choice | None:

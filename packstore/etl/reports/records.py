@@ -7,7 +7,8 @@ come from the same pass.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby, product
 from typing import Any, Literal
@@ -15,12 +16,13 @@ from typing import Any, Literal
 from packstore.config import CHECK_RETRIES, BatchConfig, PackConfig
 from packstore.config.reading import large_steps_warning
 from packstore.errors import ConfigError, InputError, sentence
+from packstore.etl.pipeline import with_adapter
 from packstore.etl.reports.lint import find, linted
 from packstore.etl.reports.place import Finding, try_place
 from packstore.etl.reports.projection import Choice, Projection, Report
 from packstore.etl.sources import ExampleReader, RecordExampleReader, open_examples
 from packstore.etl.totals import count_unrequested_drops
-from packstore.format.arrays import Tally
+from packstore.format.arrays import Sample, Tally
 from packstore.format.schema import LAYOUTS
 from packstore.io.dataset.dataset import find_dataset
 from packstore.io.inputs.files import BLOCK_BYTES
@@ -45,6 +47,7 @@ def doctor(
     *,
     sample: int | None = None,
     config: PackConfig | None = None,
+    adapter: Callable[[dict[str, Any]], Any] | str | None = None,
     storage_options: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
     **settings: Any,
@@ -55,15 +58,17 @@ def doctor(
     Duplicates are the examples that `dedup` would drop.
 
     Args:
-        source, tokenizer, config, storage_options, progress, settings: see :func:`packstore.pack`.
+        source, tokenizer, config, adapter, storage_options, progress, settings: see
+            :func:`packstore.pack`.
         sample: most records to tokenize, from all over the input; None: all.
 
     Raises:
         PackstoreError: the input cannot be read, or the tokenizer does not load.
     """
-    config = _lenient(PackConfig.of(config, **settings))
+    config, loaded = with_adapter(PackConfig.of(config, **settings), adapter)
+    config = _with_keys(_lenient(config))
     block_bytes = BLOCK_BYTES if sample is None else SAMPLE_BLOCK_BYTES
-    reader = open_examples(source, tokenizer, config, storage_options or {}, block_bytes)
+    reader = open_examples(source, tokenizer, config, storage_options or {}, block_bytes, loaded)
     if sample is not None:
         _draw(reader, sample, config.seed, progress)
     return _read(reader, config, progress, lint=True)
@@ -83,6 +88,7 @@ def estimate(
     gradient_accumulation_steps: int = 1,
     examples_per_step: int | None = None,
     config: PackConfig | None = None,
+    adapter: Callable[[dict[str, Any]], Any] | str | None = None,
     storage_options: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
     **settings: Any,
@@ -92,7 +98,7 @@ def estimate(
     Reads the whole input; of an iterable of unknown length, only the first records.
 
     Args:
-        source, tokenizer, storage_options, progress: see :func:`packstore.pack`.
+        source, tokenizer, adapter, storage_options, progress: see :func:`packstore.pack`.
         pack_sizes, layouts, strategies: values to combine. None: the settings `pack_size`,
             `layout` and `strategy` if given, else `PACK_SIZES`, `LAYOUTS` and `STRATEGIES`.
         sample: maximum number of sampled records.
@@ -120,7 +126,7 @@ def estimate(
         _tried("layout", layouts, settings, LAYOUTS),
         _tried("strategy", strategies, settings, STRATEGIES),
     )
-    base = PackConfig.of(config, **settings)
+    base, loaded = with_adapter(PackConfig.of(config, **settings), adapter)
     if base.selects:
         rule = "must not be set, as an estimate counts all records"
         raise ConfigError(sentence("settings dedup and validation_fraction", rule))
@@ -132,7 +138,8 @@ def estimate(
     if not truncates:  # no record is too long for all combinations
         on = {**base.on, "overlong": "drop"}
         base = replace(base, pack_size=MAX_PACK_SIZE, max_length=None, on=on)
-    reader = open_examples(source, tokenizer, base, storage_options or {}, SAMPLE_BLOCK_BYTES)
+    options = storage_options or {}
+    reader = open_examples(source, tokenizer, base, options, SAMPLE_BLOCK_BYTES, loaded)
     drawn = _draw(reader, sample, base.seed, progress)
     total = max(drawn.total or drawn.records, records or 0)
     measured = projection = Projection(drawn, total, axes[1], base.pad_to_multiple)
@@ -159,6 +166,7 @@ def dry_run(
     *,
     sample: int = SAMPLE,
     config: PackConfig | None = None,
+    adapter: Callable[[dict[str, Any]], Any] | str | None = None,
     storage_options: Mapping[str, Any] | None = None,
     source_storage_options: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
@@ -166,17 +174,22 @@ def dry_run(
 ) -> tuple[Report, list[Finding]]:
     """Lints and plans a sample of the records, in one pass, and tries the destination of a job.
 
-    At most `sample` records are tokenized. All others: see :func:`packstore.pack`.
+    At most `sample` records are tokenized; all lines of them that are no JSON are listed. All other
+    arguments: see :func:`packstore.pack`.
 
     Returns:
         A report with the settings of the job as its only choice, and the findings at the
         destination. If these are all ok, the job can be expected to commit.
     """
-    config = PackConfig.of(config, **settings)
+    config, loaded = with_adapter(PackConfig.of(config, **settings), adapter)
     options = storage_options if source_storage_options is None else source_storage_options
     lint = tokenizer is not None  # else they are token ids, or a dataset
-    read_by = _lenient(config) if lint else config
-    reader = open_examples(source, tokenizer, read_by, options or {}, SAMPLE_BLOCK_BYTES)
+    read_by = _lenient(config)
+    if lint:
+        read_by = _with_keys(read_by)
+    # The name of a file of rejects makes tallies list every dropped record; nothing is written.
+    read_by = replace(read_by, rejects=os.devnull)
+    reader = open_examples(source, tokenizer, read_by, options or {}, SAMPLE_BLOCK_BYTES, loaded)
     drawn = _draw(reader, sample, config.seed, progress)
     total = drawn.total or drawn.records
     projection = Projection(drawn, total, [config.layout], config.pad_to_multiple)
@@ -187,9 +200,14 @@ def dry_run(
 
 
 def _lenient(config: PackConfig) -> PackConfig:
-    """Returns settings that count what would stop a job, with the keys of duplicates."""
+    """Return settings that count what would stop a job."""
     on = {reason: "drop" if answer == "error" else answer for reason, answer in config.on.items()}
-    return replace(config, dedup="pair", on=on)
+    return replace(config, on=on)
+
+
+def _with_keys(config: PackConfig) -> PackConfig:
+    """Return settings by which examples have the keys of duplicates."""
+    return replace(config, dedup="pair")
 
 
 def _draw(reader: ExampleReader, sample: int, seed: int, progress: Progress | None) -> Sampling:
@@ -207,13 +225,20 @@ def _read(
     lint: bool = False,
 ) -> Report:
     """Reads everything once; adds the lengths to a projection, if there is one."""
+    if isinstance(reader, RecordExampleReader):
+        reader.announce()
     tally = Tally()
+    broken_lines: list[Sample] = []
     for examples, part in linted(reader) if lint else reader:
         tally.add(part)
+        broken_lines += [s for s in part.rejected or () if s.reason == "not_json"]
         if projection is not None:
             projection.add(examples, part)
         if progress is not None:
             progress("read", tally.read, None, "records")
+    if broken_lines:  # all of them, so that they can be corrected at once
+        other_samples = [s for s in tally.samples if s.reason != "not_json"]
+        tally.samples = [*other_samples, *broken_lines]
     return Report(kind=reader.kind, tally=tally, findings=[*find(tally, reader.kind, config)])
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import pyarrow as pa
 
 from packstore.config import PackConfig
-from packstore.config.record_shapes import known
+from packstore.config.record_fields import JSON_COLUMNS, SPELLINGS
 from packstore.errors import InputError, PackstoreError, quote, refuse_pointer, sentence, spelled
 from packstore.format.arrays import Rows
 from packstore.io.inputs.hugging_face import (
@@ -123,8 +123,8 @@ class InputReader:
         carried = (entry.rpartition(":") for entry in config.carry)
         typed = (name for name, colon, type_ in carried if colon and type_ != "string")
         names = (
-            (config.fields[name],) if name in config.fields else known().spellings[name]
-            for name in known().not_text
+            (config.fields[name],) if name in config.fields else SPELLINGS[name]
+            for name in JSON_COLUMNS
         )
         self._options = ReadOptions(block_bytes, frozenset(itertools.chain(*names, typed)))
         self.sources: list[dict[str, Any]] = []

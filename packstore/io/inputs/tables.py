@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from packstore.config.record_shapes import known
+from packstore.config.record_fields import JUDGING_NUMBERS
 from packstore.errors import InputError, PackstoreError, quote, sentence
 from packstore.io.inputs.hugging_face import class_labels
 from packstore.io.inputs.pieces import Format, Piece, ReadOptions, cut, refuse_equal_names
@@ -111,7 +111,7 @@ def _without_nan(value: Any, is_record: bool = True) -> Any:
             name: _without_nan(member, is_record=False)
             for name, member in value.items()
             if not (isinstance(member, float) and member != member)
-            or (is_record and known().is_number(name))
+            or (is_record and name in JUDGING_NUMBERS)
         }
     return [_without_nan(item, is_record=False) for item in value] if type(value) is list else value
 

@@ -16,11 +16,12 @@ import numpy as np
 import orjson
 
 from packstore.errors import InputError, quote, sentence
+from packstore.format.arrays import BrokenLine
 from packstore.io.inputs import pieces
 from packstore.io.inputs.pieces import Format, Piece, ReadOptions
 
 _BOM = b"\xef\xbb\xbf"
-_LINE_REMEDY = "Correct the line; a file that is one JSON document must be named .json"
+_LINE_REMEDY = "Correct the line (a file that is one JSON document must be named .json)"
 _FILE_REMEDY = "Correct the file; records one a line belong into a .jsonl file"
 _INK = np.array([not bytes([byte]).isspace() for byte in range(256)])
 _SPACE = re.compile(r"[ \t\n\r]*")
@@ -65,9 +66,18 @@ def _count(payload: bytes) -> tuple[int, int]:
 def _parse_lines(payload: bytes, path: str, first: int) -> tuple[list[int], list[object]]:
     lines = payload.split(b"\n")
     numbers = [i for i, line in enumerate(lines, first) if line.strip()]
-    values = [parse_json(lines[i - first], f"{path}, line {i + 1}", _LINE_REMEDY) for i in numbers]
+    values = [_parse_line(lines[number - first]) for number in numbers]
     _refuse_table(values[: not first], path)
     return numbers, values
+
+
+def _parse_line(line: bytes) -> object:
+    """Return the value of a line; a line that is no JSON is left to the setting `on`."""
+    try:
+        return _load_json(line, _LINE_REMEDY)
+    except _NoJson as error:
+        detail = f"{error.place}: {error.found}" if error.place else error.found
+        return BrokenLine(detail, error.remedy)
 
 
 def _read_document(stream: BinaryIO, path: str, options: ReadOptions) -> Iterator[Piece]:
@@ -173,37 +183,53 @@ def _by(table: dict[str, Any]) -> bool:
     return columns and any(isinstance(table[n][0], str | list) for n in _ONE if table.get(n))
 
 
+class _NoJson(Exception):
+    """Text that is no JSON, or not in UTF-8; `place` inside of it may be empty."""
+
+    def __init__(self, rule: str, found: str, remedy: str, place: str = "") -> None:
+        super().__init__(rule, found, remedy, place)
+        self.rule = rule
+        self.found = found
+        self.remedy = remedy
+        self.place = place
+
+
 def parse_json(data: bytes, where: str, remedy: str = "Correct the text") -> object:
-    """Returns the value of JSON text; accepts lone surrogates, NaN and infinities: later rules
-    decide. Errors name the place `where`, and end in `remedy`."""
+    """Return the value of JSON text; accept lone surrogates, NaN and infinities: later rules
+    decide. Errors name the place `where`, and end in `remedy`.
+    """
+    try:
+        return _load_json(data, remedy)
+    except _NoJson as error:
+        if error.place:
+            where = f"{where}, {error.place}"
+        raise _refusal(where, error.rule, error.found, error.remedy) from None
+
+
+def _load_json(data: bytes, remedy: str) -> object:
     try:
         value = orjson.loads(data)
     except orjson.JSONDecodeError as refusal:
         if "depth limit" in str(refusal):
-            raise _too_deep(where) from None
-        return _parse_strictly(data, where, remedy)
+            raise _NoJson(*_TOO_DEEP) from None
+        return _parse_strictly(data, remedy)
     # Cheaper than to see each name, which orjson does not show; texts that quote JSON differ, too.
     if data.count(b'":') != _count_names(value):
-        _parse_strictly(data, where, remedy)
+        _parse_strictly(data, remedy)
     return value
 
 
-def _parse_strictly(data: bytes, where: str, remedy: str) -> object:
+def _parse_strictly(data: bytes, remedy: str) -> object:
     """Return the value of JSON text, as Python reads it; raise if a name has two values."""
     try:
-        hook = partial(_members, where=where, remedy=remedy)
-        return json.loads(data.decode(), object_pairs_hook=hook)
-    except InputError:
-        raise
+        return json.loads(data.decode(), object_pairs_hook=partial(_members, remedy=remedy))
     except UnicodeDecodeError as error:
-        raise _not_utf8(error, where) from None
+        raise _NoJson(*_not_utf8_parts(error)) from None
     except RecursionError:
-        raise _too_deep(where) from None
-    except ValueError as error:
-        # also an integer with more digits than Python converts
-        if isinstance(error, json.JSONDecodeError):
-            where = f"{where}, column {error.colno}"
-        raise _refusal(where, "must be valid JSON", _described(error), remedy) from None
+        raise _NoJson(*_TOO_DEEP) from None
+    except ValueError as error:  # also an integer with more digits than Python converts
+        place = f"column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
+        raise _NoJson("must be valid JSON", _described(error), remedy, place) from None
 
 
 def _count_names(value: object) -> int:
@@ -220,14 +246,14 @@ def _count_names(value: object) -> int:
     return count
 
 
-def _members(pairs: list[tuple[str, object]], where: str, remedy: str) -> dict[str, object]:
+def _members(pairs: list[tuple[str, object]], remedy: str) -> dict[str, object]:
     """Return the members of an object; raise if one name has two values: parsers take the last."""
     value: dict[str, object] = {}
     for name, member in pairs:
         # As texts: 1, 1.0 and true are equal in Python, and NaN is not equal to itself.
         if name in value and repr(value[name]) != repr(member):
             rule = "an object must name each member once"
-            raise _refusal(where, rule, f"{quote(name)} with two values", remedy)
+            raise _NoJson(rule, f"{quote(name)} with two values", remedy)
         value[name] = member
     return value
 
@@ -240,16 +266,24 @@ def _described(error: ValueError) -> str:
 
 
 def _not_utf8(error: UnicodeDecodeError, where: str) -> InputError:
+    return _refusal(where, *_not_utf8_parts(error))
+
+
+def _not_utf8_parts(error: UnicodeDecodeError) -> tuple[str, str, str]:
+    """Return the rule that is broken, what was found, and the remedy."""
     found = f"byte 0x{error.object[error.start]:02x} at byte {error.start + 1}"
     remedy = "Convert the file to UTF-8"
     if suffix := pieces.suffix_of(error.object):
         found, remedy = f"a compressed file, as {suffix} files are", f"End its name in {suffix}"
-    return _refusal(where, "must be UTF-8", found, remedy)
+    return "must be UTF-8", found, remedy
+
+
+_TOO_DEEP = ("JSON must not be nested deeply", "more than about 1000 levels", "Flatten it")
+"""Rule, finding and remedy."""
 
 
 def _too_deep(where: str) -> InputError:
-    levels = "more than about 1000 levels"
-    return _refusal(where, "JSON must not be nested deeply", levels, "Flatten it")
+    return _refusal(where, *_TOO_DEEP)
 
 
 def _refusal(where: str, rule: str, found: str, remedy: str = "") -> InputError:

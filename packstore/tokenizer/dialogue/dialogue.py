@@ -1,4 +1,4 @@
-"""A dialogue, rendered once: its text, the spans of the turns to learn, and what it leaves out."""
+"""A dialogue, rendered once: its text, the spans of the turns to learn, and omitted parts."""
 
 from __future__ import annotations
 
@@ -6,26 +6,51 @@ import itertools
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property, partial
+from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from packstore.config import TokenizeConfig
 from packstore.tokenizer.control import free_characters
 from packstore.tokenizer.dialogue.messages import SKIPPED, has_content, map_strings, text_arguments
-from packstore.tokenizer.dialogue.sandbox import as_json
-from packstore.tokenizer.dialogue.template import ChatTemplate, Message, Span, Tools
+from packstore.tokenizer.dialogue.template import ChatTemplate, Message, Span, Tools, as_json
 from packstore.tokenizer.refusals import Refused
 
 SHORT = 8
 """Texts up to this length may occur in a rendering by chance, as part of the template."""
 
 _NOTHING: tuple[Any, ...] = (None, "", "{}", "null", {}, [])
+"""Arguments of a call that need not be rendered."""
 
 _EMPTY_THINKING = re.compile(r"\n*(<think>)?\n*</think>\n{0,2}")
 _THOUGHT_ENDS = re.compile(r"</think(ing)?>|\[/think(ing)?\]", re.IGNORECASE)
 _OPEN_MARKER = re.compile("<[^<>]*$")
 """An incomplete marker at the end."""
+
+ValuePath = tuple[int | str, ...]
+"""Keys and indices of a value inside nested lists and objects."""
+
+
+class Content(NamedTuple):
+    """The place of a message's content in the rendered text."""
+
+    start: int | None  # None: the template writes something of the turn before the content
+    end: int
+
+
+class Part(NamedTuple):
+    """A part of the messages that must be rendered."""
+
+    path: ValuePath
+    name: str  # for messages
+
+
+class Stretch(NamedTuple):
+    """Words of a content between the tags that the template names."""
+
+    start: int
+    end: int
+    is_thought: bool
 
 
 class Dialogue:
@@ -35,9 +60,12 @@ class Dialogue:
     text. Both are found by rendering the messages before and through the turn; where a template
     rewrites earlier turns, by marks around their content.
 
+    Args:
+        first_side: the first side of the record, which has the same prompt and tools.
+
     Attributes:
         spans: the supervised characters of `text`, (start, end), in order.
-        events: what is to be noted of the dialogue.
+        events: the events to note.
 
     Raises:
         Refused: the template refuses the messages, hides a turn or leaves a part out; no turn is
@@ -51,28 +79,27 @@ class Dialogue:
         response: list[Message],
         tools: Tools,
         config: TokenizeConfig,
-        beside: Dialogue | None = None,  # the first side of the record, which checked the tools
+        first_side: Dialogue | None = None,
     ) -> None:
-        self._template, self._tools, self._config = template, tools, config
-        self._first = len(prompt)
-        self._shared: dict[int, str] = beside._shared if beside else {}  # the rendered prompt
+        self._template = template
+        self._tools = tools
+        self._config = config
+        self._first_side = first_side
+        self._prompt_length = len(prompt)
         self._messages = _messages_for(template, [*prompt, *response])
-        answers = range(len(prompt), len(self._messages))
-        self._turns = [i for i in answers if self._messages[i]["role"] == "assistant"]
+        self._answers = [
+            i
+            for i in range(len(prompt), len(self._messages))
+            if self._messages[i]["role"] == "assistant"
+        ]
         self._learned = self._learned_turns(response)
         self.events: list[str] = []
-        try:
-            spans = self._find_learned()
-        except Refused as refused:
-            raise self._with_cause(refused) from None
+        spans = self._find_spans()
         self.spans = [self._after_empty_thinking(span) for span in spans]
         if self.spans != spans:
             self.events.append("empty_thinking")
-        self._check_parts(None if beside else tools)
-        if template.written_prompt and self.text.endswith(template.written_prompt):
-            self.events.append("generation_prompt_always")
-            if config.append_eos:  # it follows the answer
-                self.text = self.text.removesuffix(template.written_prompt)
+        self._check_parts()
+        self._cut_written_prompt()
 
     @cached_property
     def text(self) -> str:
@@ -85,279 +112,19 @@ class Dialogue:
         return self._template.render_spans(self._messages, self._tools)
 
     def _learned_turns(self, response: list[Message]) -> list[int]:
-        learned = self._turns[-1:] if self._config.supervised_turns == "last" else self._turns
-        return [i for i in learned if SKIPPED not in response[i - self._first]]
+        answers = self._answers
+        if self._config.supervised_turns == "last":
+            answers = answers[-1:]
+        return [i for i in answers if SKIPPED not in response[i - self._prompt_length]]
 
-    @property
-    def _is_empty(self) -> bool:
-        return not any(has_content(self._messages[i]) for i in self._turns)
-
-    def _find_learned(self) -> list[Span]:
-        """Returns the span of each turn to learn; refuses or notes those that are empty."""
-        empty = [i for i in self._learned if not has_content(self._messages[i])]
-        if not empty or self._is_empty:
-            return self._learned_spans()
-        if self._config.on["empty_turn"] != "keep":
-            raise Refused("empty_turn", f"message {empty[0] + 1} is empty")
-        self.events.append("empty_turn")
-        try:
-            return self._learned_spans()
-        except Refused:  # a template may hide where a turn without words is: it is only read
-            self._learned = [i for i in self._learned if i not in empty]
-            return self._learned_spans()
-
-    def _learned_spans(self) -> list[Span]:
-        """Returns the spans of the learned turns, by the template's own blocks if it has some."""
-        if not self._learned:
-            raise Refused("unsupervised", "no turn of the assistant to learn")
-        _, spans = self._rendered
-        if not self._template.marks_generation:
-            return self._turn_spans(self._learned)
-        begin = self._start(self._first, 0) if self._first else 0
-        spans = [(max(a, begin), b) for a, b in spans if b > begin]
-        others = [i for i in self._turns if i not in self._learned]
-        if others == self._turns[:-1]:
-            spans = spans[-1:]
-        else:
-            for start, end in self._turn_spans(others):
-                spans = [(a, b) for a, b in spans if b <= start or a >= end]
-        if not spans:
-            raise Refused("unsupervised", "the template marks no words of the assistant")
-        return spans
-
-    def _with_cause(self, refused: Refused) -> Refused:
-        """Names the cause of a refusal: a turn that is not found may not have been rendered."""
-        if refused.reason != "template_refused":
-            return refused
-        try:
-            missing = self._missing_part()
-        except Refused:
-            if any(text_arguments(self._messages)):
-                detail = f"{refused.detail}; arguments that are JSON text may have to be objects"
-                return Refused(refused.reason, detail)
-            return refused
-        return _unrendered(missing) if missing and self._is_strict else refused
-
-    def _after_empty_thinking(self, span: Span) -> Span:
-        """Returns the span without an empty thinking block at its start.
-
-        Templates write it before answers without reasoning; its opening tag may be in the prompt.
-        """
-        start, end = span
-        block = _EMPTY_THINKING.match(self.text, start, end)
-        if block and (block[1] or self.text[:start].rstrip("\n").endswith("<think>")):
-            return block.end(), end
-        return span
-
-    def _turn_spans(self, turns: Sequence[int]) -> list[Span]:
-        """Returns the span of each turn."""
-        spans: list[Span] = []
-        for i in turns:
-            start = self._start(i, spans[-1][1] if spans else 0)
-            spans.append((start, max(start, self._end(i))))
-        return spans
-
-    def _start(self, i: int, low: int) -> int:
-        """Returns the start of message `i`: after the generation prompt, and at least `low`."""
-        header = before = ""
-        try:
-            prompt = self._prompt(i)
-            if self.text.startswith(prompt):
-                return len(prompt)
-            before = self._render(self._messages[:i])
-            header = prompt.removeprefix(before)
-        except Refused:
-            if i > 0:  # a dialogue that starts with the assistant has no prompt to render
-                raise
-        begin, end = self._content(i)
-        at = self.text.rfind(header, low, end if begin is None else begin) if header else -1
-        if at >= 0:
-            return at + len(header)
-        if begin is not None:
-            return begin
-        # A prompt may open a thinking block that a call lacks: the header is their common prefix.
-        shared = ""
-        if self.text.startswith(before):
-            shared = os.path.commonprefix([header, self.text[len(before) :]])  # noqa: RUF071
-            shared = _OPEN_MARKER.sub("", shared)
-        if not shared:
-            raise _turn_not_found(i)
-        return len(before) + len(shared)
-
-    def _prompt(self, i: int) -> str:
-        """Renders the first `i` messages, with the generation prompt."""
-        known = self._shared if i == self._first else {}
-        if i not in known:
-            known[i] = self._template.render(self._messages[:i], self._tools, prompt=True)
-        return known[i]
-
-    def _render(self, messages: list[Message]) -> str:
-        """Renders messages, without a generation prompt."""
-        text = self._template.render(messages, self._tools)
-        return text.removesuffix(self._template.written_prompt)
-
-    def _end(self, i: int) -> int:
-        """The end of message `i`, including its end-of-turn text."""
-        if i == len(self._messages) - 1:
-            return len(self.text.removesuffix(self._template.written_prompt))
-        alone = self._render(self._messages[: i + 1])
-        if self.text.startswith(alone):
-            return len(alone)
-        end = self._content(i)[1]
-        opens, closes = self._marks[i]
-        marked = [*self._messages[:i], _mark_content(self._messages[i], opens, closes)]
-        tail = self._render(marked).rpartition(closes)[2]
-        return end + len(os.path.commonprefix([tail, self.text[end:]]))  # noqa: RUF071
-
-    def _free(self, count: int) -> list[str]:
-        """Returns characters that occur neither in the dialogue nor in its rendering."""
-        known = as_json([self._messages, self._tools])
-        return free_characters(self._template.source + self.text + known, count)
-
-    @cached_property
-    def _marks(self) -> list[tuple[str, str]]:
-        """Two characters per message that do not occur in the dialogue."""
-        marks = self._free(2 * len(self._messages))
-        return list(zip(marks[::2], marks[1::2], strict=True))
-
-    @cached_property
-    def _contents(self) -> dict[int, tuple[int | None, int]]:
-        """Start and end of each assistant message's content, found by marks around it.
-
-        The start is None if the template drops the mark there, or writes something before it.
-        """
-        marked = [
-            _mark_content(message, *marks) if message["role"] == "assistant" else message
-            for message, marks in zip(self._messages, self._marks, strict=True)
-        ]
-        text = self._template.render(marked, self._tools)
-        bare, *parts = re.split("([" + "".join(itertools.chain(*self._marks)) + "])", text)
-        places = {}
-        for mark, after in zip(parts[::2], parts[1::2], strict=True):
-            places[mark] = len(bare)
-            bare += after
-        if bare != self.text or 2 * len(places) != len(parts):
-            raise Refused("template_refused", "the text of a turn depends on its content")
-        contents: dict[int, tuple[int | None, int]] = {}
-        for i, (opens, closes) in enumerate(self._marks):
-            if closes in places:
-                message = self._messages[i]
-                plain = (message["content"] or "").strip() and not message.get("reasoning_content")
-                contents[i] = (places.get(opens) if plain else None, places[closes])
-        return contents
-
-    def _content(self, i: int) -> tuple[int | None, int]:
-        if i not in self._contents:
-            raise _turn_not_found(i)
-        return self._contents[i]
-
-    @property
-    def _is_strict(self) -> bool:
-        return self._config.on["unrendered"] != "keep"
-
-    def _check_parts(self, tools: Tools) -> None:
-        """Refuses or notes what of the messages and `tools` is not in the text as it should be."""
-        if not tools and self._is_plain():
+    def _cut_written_prompt(self) -> None:
+        """Note a generation prompt behind the last turn; remove it if EOS follows the answer."""
+        prompt = self._template.written_prompt
+        if not prompt or not self.text.endswith(prompt):
             return
-        missing = self._missing_part()
-        if missing is None and tools and not self._shows_tools():
-            missing = "the tools"
-        if missing is not None:
-            if self._is_strict:
-                raise _unrendered(missing)
-            self.events.append("unrendered")
-        if any(as_json(arguments) in self.text for arguments in text_arguments(self._messages)):
-            self.events.append("arguments_quoted")
-        thoughts = [message.get("reasoning_content") or "" for message in self._messages]
-        if any(thought.strip() not in self.text for thought in thoughts):
-            self.events.append("reasoning_unrendered")
-        if missing is None:
-            self.events += self._missing_stretches()
-
-    def _is_plain(self) -> bool:
-        """Returns True if every turn is plain text, and all certainly are in the text, in order."""
-        if any(len(message) != 2 for message in self._messages):
-            return False
-        contents = [(message["content"] or "").strip() for message in self._messages]
-        return all(contents) and self._stand_in_order(contents)
-
-    def _stand_in_order(self, contents: list[str]) -> bool:
-        """Return True if the contents certainly are in the text, one after the other.
-
-        Short texts that may occur by chance, as part of the template, are not certain.
-        """
-        end = 0
-        for words in contents:
-            start = self.text.find(words, end)
-            if start < 0 or (len(words) <= SHORT and words in self._template.source):
-                return False
-            end = start + len(words)
-        return True
-
-    def _missing_part(self) -> str | None:
-        """Names the first turn or call that is not in the text; None if all are.
-
-        A part is in the text if changing it changes the text: templates may render it in another
-        form.
-        """
-        text, parts = self.text, [*_parts_to_render(self._messages)]
-        changes = [*zip(parts, self._free(len(parts)), strict=True)]
-        changed = self._messages
-        for (path, _), mark in changes:
-            changed = _change(changed, path, partial(_mark, mark=mark))
-        try:
-            shown = set(self._template.render(changed, self._tools))
-        except Refused:
-            shown = set()
-        for (path, name), mark in changes:
-            if mark in shown:
-                continue
-            alone = _change(self._messages, path, partial(_mark, mark=mark))
-            try:
-                if self._template.render(alone, self._tools) == text:
-                    return name
-            except Refused:  # the template reads what it refuses
-                continue
-        return None
-
-    def _missing_stretches(self) -> list[str]:
-        """Return an event for each kind of stretch that the template leaves out of a message.
-
-        Templates may drop the words before a tag that they know, such as ``</think>``, or an end of
-        the content. A stretch is in the text if the marks at both of its ends are.
-        """
-        tags = self._template.tags
-        stretches = [list(_stretches(m["content"] or "", tags)) for m in self._messages]
-        words = [
-            message["content"][stretch.start : stretch.end]
-            for message, parts in zip(self._messages, stretches, strict=True)
-            for stretch in parts
-        ]
-        if self._stand_in_order(words):
-            return []
-        marked = [
-            _mark_stretches(message, parts, marks)
-            for message, parts, marks in zip(self._messages, stretches, self._marks, strict=True)
-        ]
-        try:
-            shown = Counter(self._template.render(marked, self._tools))
-        except Refused:  # it refuses the marks: nothing shows that the words are there
-            shown = Counter()
-        missing = set()
-        for parts, (text_mark, thought_mark) in zip(stretches, self._marks, strict=True):
-            num_thoughts = sum(stretch.is_thought for stretch in parts)
-            if shown[text_mark] < 2 * (len(parts) - num_thoughts):
-                missing.add("text_unrendered")
-            if shown[thought_mark] < 2 * num_thoughts:
-                missing.add("reasoning_unrendered")
-        return sorted(missing)
-
-    def _shows_tools(self) -> bool:
-        """Returns True if the text would change without the tools."""
-        try:
-            return self._template.render(self._messages) != self.text
-        except Refused:
-            return True
+        self.events.append("generation_prompt_always")
+        if self._config.append_eos:
+            self.text = self.text.removesuffix(prompt)
 
     @property
     def system_end(self) -> int:
@@ -371,15 +138,338 @@ class Dialogue:
             return 0
         return len(system) if self.text.startswith(system) else 0
 
+    # Rendering.
+
+    def _render(self, messages: list[Message]) -> str:
+        """Render messages, without a generation prompt."""
+        text = self._template.render(messages, self._tools)
+        return text.removesuffix(self._template.written_prompt)
+
+    def _render_prompt(self, i: int) -> str:
+        """Render the first `i` messages, with the generation prompt."""
+        if i == self._prompt_length:
+            return self._rendered_prompt
+        return self._template.render(self._messages[:i], self._tools, prompt=True)
+
+    @cached_property
+    def _rendered_prompt(self) -> str:
+        """The rendered prompt of the record, which its sides share."""
+        if self._first_side is not None:
+            return self._first_side._rendered_prompt
+        prompt = self._messages[: self._prompt_length]
+        return self._template.render(prompt, self._tools, prompt=True)
+
+    def _free_characters(self, count: int) -> list[str]:
+        """Return characters that occur neither in the dialogue nor in its rendering."""
+        dialogue = as_json([self._messages, self._tools])
+        return free_characters(self._template.source + self.text + dialogue, count)
+
+    @cached_property
+    def _marks(self) -> list[tuple[str, str]]:
+        """Two characters per message that do not occur in the dialogue."""
+        marks = self._free_characters(2 * len(self._messages))
+        return list(zip(marks[::2], marks[1::2], strict=True))
+
+    # Spans of the learned turns.
+
+    def _find_spans(self) -> list[Span]:
+        """Return the span of each learned turn.
+
+        Raises:
+            Refused: with its cause, if a turn is not found because it was not rendered.
+        """
+        try:
+            return self._spans_without_empty_turns()
+        except Refused as error:
+            raise self._with_cause(error) from None
+
+    def _spans_without_empty_turns(self) -> list[Span]:
+        """Return the span of each learned turn; refuse empty turns, or note them."""
+        empty_turns = [i for i in self._learned if not has_content(self._messages[i])]
+        is_any_answer = any(has_content(self._messages[i]) for i in self._answers)
+        if not empty_turns or not is_any_answer:
+            return self._learned_spans()
+        if self._config.on["empty_turn"] != "keep":
+            raise Refused("empty_turn", f"message {empty_turns[0] + 1} is empty")
+        self.events.append("empty_turn")
+        try:
+            return self._learned_spans()
+        except Refused:  # a template may hide where a turn without words is: it is only read
+            self._learned = [i for i in self._learned if i not in empty_turns]
+            return self._learned_spans()
+
+    def _learned_spans(self) -> list[Span]:
+        """Return the spans of the learned turns, by the template's own blocks if it has some."""
+        if not self._learned:
+            raise Refused("unsupervised", "no turn of the assistant to learn")
+        blocks = self._rendered[1]
+        if self._template.marks_generation:
+            return self._learned_blocks(blocks)
+        return self._turn_spans(self._learned)
+
+    def _learned_blocks(self, blocks: list[Span]) -> list[Span]:
+        """Return the generation blocks that belong to the learned turns."""
+        first = self._start(self._prompt_length, low=0) if self._prompt_length else 0
+        blocks = [(max(start, first), end) for start, end in blocks if end > first]
+        skipped = [i for i in self._answers if i not in self._learned]
+        if skipped == self._answers[:-1]:
+            blocks = blocks[-1:]
+        else:
+            for turn in self._turn_spans(skipped):
+                blocks = [block for block in blocks if not _overlap(block, turn)]
+        if not blocks:
+            raise Refused("unsupervised", "the template marks no words of the assistant")
+        return blocks
+
+    def _turn_spans(self, turns: Sequence[int]) -> list[Span]:
+        """Return the span of each turn."""
+        spans: list[Span] = []
+        low = 0
+        for i in turns:
+            start = self._start(i, low)
+            end = max(start, self._end(i))
+            spans.append((start, end))
+            low = end
+        return spans
+
+    def _start(self, i: int, low: int) -> int:
+        """Return the start of message `i`: after the generation prompt, and at least `low`."""
+        before = ""
+        header = ""
+        try:
+            prompt = self._render_prompt(i)
+            if self.text.startswith(prompt):
+                return len(prompt)
+            before = self._render(self._messages[:i])
+            header = prompt.removeprefix(before)
+        except Refused:
+            if i > 0:  # a dialogue that starts with the assistant has no prompt to render
+                raise
+        content = self._content(i)
+        high = content.end if content.start is None else content.start
+        place = self.text.rfind(header, low, high) if header else -1
+        if place >= 0:
+            return place + len(header)
+        if content.start is not None:
+            return content.start
+        return self._start_after_shared_header(i, before, header)
+
+    def _start_after_shared_header(self, i: int, before: str, header: str) -> int:
+        """Return the end of the header that the prompt and message `i` have in common.
+
+        A prompt may open a thinking block that a call lacks.
+        """
+        if not self.text.startswith(before):
+            raise _turn_not_found(i)
+        shared = _common_prefix(header, self.text[len(before) :])
+        shared = _OPEN_MARKER.sub("", shared)
+        if not shared:
+            raise _turn_not_found(i)
+        return len(before) + len(shared)
+
+    def _end(self, i: int) -> int:
+        """Return the end of message `i`, including its end-of-turn text."""
+        if i == len(self._messages) - 1:
+            return len(self.text.removesuffix(self._template.written_prompt))
+        through_turn = self._render(self._messages[: i + 1])
+        if self.text.startswith(through_turn):
+            return len(through_turn)
+        end = self._content(i).end
+        opens, closes = self._marks[i]
+        marked = [*self._messages[:i], _mark_content(self._messages[i], opens, closes)]
+        after_content = self._render(marked).rpartition(closes)[2]
+        return end + len(_common_prefix(after_content, self.text[end:]))
+
+    def _content(self, i: int) -> Content:
+        if i not in self._contents:
+            raise _turn_not_found(i)
+        return self._contents[i]
+
+    @cached_property
+    def _contents(self) -> dict[int, Content]:
+        """The place of each assistant message's content, found by marks around it."""
+        marked = [
+            _mark_content(message, *marks) if message["role"] == "assistant" else message
+            for message, marks in zip(self._messages, self._marks, strict=True)
+        ]
+        text, places = _remove_marks(self._template.render(marked, self._tools), self._marks)
+        if text != self.text:
+            raise Refused("template_refused", "the text of a turn depends on its content")
+        contents = {}
+        for i, (opens, closes) in enumerate(self._marks):
+            if closes in places:
+                start = places.get(opens) if _begins_with_content(self._messages[i]) else None
+                contents[i] = Content(start, places[closes])
+        return contents
+
+    def _after_empty_thinking(self, span: Span) -> Span:
+        """Return the span without an empty thinking block at its start.
+
+        Templates write it before answers without reasoning; its opening tag may be in the prompt.
+        """
+        start, end = span
+        block = _EMPTY_THINKING.match(self.text, start, end)
+        if block is None:
+            return span
+        opening_tag = block[1]
+        if opening_tag or self.text[:start].rstrip("\n").endswith("<think>"):
+            return block.end(), end
+        return span
+
+    def _with_cause(self, error: Refused) -> Refused:
+        """Return a refusal that names its cause: a turn that was not rendered is not found."""
+        if error.reason != "template_refused":
+            return error
+        try:
+            part_name = self._unrendered_part()
+        except Refused:
+            if any(text_arguments(self._messages)):
+                detail = f"{error.detail}; arguments that are JSON text may have to be objects"
+                return Refused(error.reason, detail)
+            return error
+        if part_name and self._refuses_unrendered:
+            return _unrendered(part_name)
+        return error
+
+    # Parts that the rendering leaves out.
+
+    @property
+    def _refuses_unrendered(self) -> bool:
+        return self._config.on["unrendered"] != "keep"
+
+    def _check_parts(self) -> None:
+        """Note parts of the messages and tools that are not in the text as they should be.
+
+        Raises:
+            Refused: a part is not in the text, and the job does not keep such records.
+        """
+        tools = None if self._first_side else self._tools  # the first side has checked them
+        if not tools and self._is_plain():
+            return
+        part_name = self._unrendered_part()
+        if part_name is None and tools and not self._shows_tools():
+            part_name = "the tools"
+        if part_name is not None and self._refuses_unrendered:
+            raise _unrendered(part_name)
+        if part_name is not None:
+            self.events.append("unrendered")
+        if self._has_quoted_arguments():
+            self.events.append("arguments_quoted")
+        if self._has_unrendered_reasoning():
+            self.events.append("reasoning_unrendered")
+        if part_name is None:
+            self.events += self._unrendered_stretches()
+
+    def _has_quoted_arguments(self) -> bool:
+        """Return True if the template quotes arguments that are JSON text."""
+        return any(as_json(arguments) in self.text for arguments in text_arguments(self._messages))
+
+    def _has_unrendered_reasoning(self) -> bool:
+        for message in self._messages:
+            thought = message.get("reasoning_content") or ""
+            if thought.strip() not in self.text:
+                return True
+        return False
+
+    def _is_plain(self) -> bool:
+        """Return True if every turn is plain text, and all certainly are in the text, in order."""
+        if any(len(message) != 2 for message in self._messages):
+            return False
+        contents = [(message["content"] or "").strip() for message in self._messages]
+        return all(contents) and self._stand_in_order(contents)
+
+    def _stand_in_order(self, contents: list[str]) -> bool:
+        """Return True if the contents certainly are in the text, one after the other.
+
+        Short texts that may occur by chance, as part of the template, are not certain.
+        """
+        end = 0
+        for words in contents:
+            start = self.text.find(words, end)
+            if start < 0:
+                return False
+            if len(words) <= SHORT and words in self._template.source:
+                return False
+            end = start + len(words)
+        return True
+
+    def _unrendered_part(self) -> str | None:
+        """Return the name of the first turn or call that is not in the text; None if all are.
+
+        A part is in the text if changing it changes the text: templates may render it in another
+        form.
+        """
+        text = self.text
+        parts = list(_parts_to_render(self._messages))
+        marks = self._free_characters(len(parts))
+        marked_parts = list(zip(parts, marks, strict=True))
+        messages = self._messages
+        for part, mark in marked_parts:
+            messages = _mark_part(messages, part, mark)
+        marked_text = self._render_if_possible(messages) or ""
+        for part, mark in marked_parts:
+            if mark in marked_text:
+                continue
+            changed = self._render_if_possible(_mark_part(self._messages, part, mark))
+            if changed == text:
+                return part.name
+        return None
+
+    def _render_if_possible(self, messages: list[Message]) -> str | None:
+        """Render marked messages; None if the template refuses them: it reads the marks."""
+        try:
+            return self._template.render(messages, self._tools)
+        except Refused:
+            return None
+
+    def _unrendered_stretches(self) -> list[str]:
+        """Return an event for each kind of stretch that the template leaves out of a message.
+
+        Templates may drop the words before a tag that they know, such as ``</think>``, or an end of
+        the content. A stretch is in the text if the marks at both of its ends are.
+        """
+        tags = self._template.tags
+        stretches = [list(_stretches(m["content"] or "", tags)) for m in self._messages]
+        if self._stand_in_order(_words_of(self._messages, stretches)):
+            return []
+        marked = [
+            _mark_stretches(message, parts, *marks)
+            for message, parts, marks in zip(self._messages, stretches, self._marks, strict=True)
+        ]
+        # If the template refuses the marks, nothing shows that the words are there.
+        rendered_characters = Counter(self._render_if_possible(marked) or "")
+        events = set()
+        for parts, (text_mark, thought_mark) in zip(stretches, self._marks, strict=True):
+            num_thoughts = sum(stretch.is_thought for stretch in parts)
+            num_texts = len(parts) - num_thoughts
+            if rendered_characters[text_mark] < 2 * num_texts:
+                events.add("text_unrendered")
+            if rendered_characters[thought_mark] < 2 * num_thoughts:
+                events.add("reasoning_unrendered")
+        return sorted(events)
+
+    def _shows_tools(self) -> bool:
+        """Return True if the text would change without the tools."""
+        try:
+            return self._template.render(self._messages) != self.text
+        except Refused:
+            return True
+
 
 def _messages_for(template: ChatTemplate, messages: list[Message]) -> list[Message]:
-    """Removes packstore's own marks, and replaces null content if the template needs text."""
+    """Return messages without packstore's own marks, and without nulls if they must be text."""
     if all(len(message) == 2 for message in messages):
         return messages
-    messages = [{k: v for k, v in m.items() if k != SKIPPED} for m in messages]
-    if not any("tool_calls" in message for message in messages) or template.takes_null:
-        return messages
-    return [{**m, "content": ""} if m["content"] is None else m for m in messages]
+    messages = [_without_key(message, SKIPPED) for message in messages]
+    has_calls = any("tool_calls" in message for message in messages)
+    if has_calls and not template.takes_null:
+        for message in messages:
+            message["content"] = message["content"] or ""
+    return messages
+
+
+def _without_key(message: Message, removed_key: str) -> Message:
+    return {key: value for key, value in message.items() if key != removed_key}
 
 
 def _turn_not_found(i: int) -> Refused:
@@ -390,83 +480,136 @@ def _unrendered(name: str) -> Refused:
     return Refused("unrendered", f"{name} cannot be found in the rendered text")
 
 
+def _overlap(span: Span, other_span: Span) -> bool:
+    return span[1] > other_span[0] and span[0] < other_span[1]
+
+
+def _common_prefix(text: str, other_text: str) -> str:
+    return os.path.commonprefix([text, other_text])  # noqa: RUF071  (of characters)
+
+
+# Marks: characters put into messages, to be looked for in their rendering.
+
+
+def _begins_with_content(message: Message) -> bool:
+    """Return True if a turn should begin with the words of its content."""
+    return bool((message["content"] or "").strip()) and not message.get("reasoning_content")
+
+
 def _mark_content(message: Message, opens: str, closes: str) -> Message:
-    """Puts marks around a message's content, or around the name of its last function call."""
+    """Put marks around a message's content, or around the name of its last function call."""
     content = message["content"] or ""
-    core = content.strip()
-    if core:
-        lead, _, trail = content.partition(core)
-        return {**message, "content": lead + opens + core + closes + trail}
+    words = content.strip()
+    if words:
+        lead, _, trail = content.partition(words)
+        return {**message, "content": lead + opens + words + closes + trail}
     if not message.get("tool_calls"):
         return message
     path = ("tool_calls", -1, "function", "name")
-    marked: Message = _change(message, path, lambda name: opens + name + closes)
+    name = _value_at(message, path)
+    marked: Message = _replace_at(message, path, opens + name + closes)
     return marked
 
 
-class _Stretch(NamedTuple):
-    """Words of a content between the tags that the template names."""
+def _remove_marks(text: str, marks: list[tuple[str, str]]) -> tuple[str, dict[str, int]]:
+    """Return a text without its marks, and the place of each in the returned text.
 
-    start: int
-    end: int
-    is_thought: bool
+    Raises:
+        Refused: a mark occurs more than once.
+    """
+    characters = "".join(itertools.chain.from_iterable(marks))
+    parts = re.split(f"([{characters}])", text)
+    unmarked = parts[0]
+    places = {}
+    for mark, after in zip(parts[1::2], parts[2::2], strict=True):
+        if mark in places:
+            raise Refused("template_refused", "the text of a turn depends on its content")
+        places[mark] = len(unmarked)
+        unmarked += after
+    return unmarked, places
 
 
-def _stretches(content: str, tags: re.Pattern[str]) -> Iterator[_Stretch]:
+def _stretches(content: str, tags: re.Pattern[str]) -> Iterator[Stretch]:
     """Yield the stretches of a content that have words."""
-    places = itertools.chain.from_iterable(match.span() for match in tags.finditer(content))
-    edges = [0, *places, len(content)]
+    tag_edges = itertools.chain.from_iterable(match.span() for match in tags.finditer(content))
+    edges = [0, *tag_edges, len(content)]
     for start, end in zip(edges[::2], edges[1::2], strict=True):
         words = content[start:end].strip()
         if words:
             first = content.index(words, start)
             is_thought = _THOUGHT_ENDS.match(content, end) is not None
-            yield _Stretch(first, first + len(words), is_thought)
+            yield Stretch(first, first + len(words), is_thought)
 
 
-def _mark_stretches(message: Message, parts: list[_Stretch], marks: tuple[str, str]) -> Message:
-    """Put a mark at both ends of each stretch; `marks`: of text, and of thoughts."""
-    if not parts:
+def _words_of(messages: list[Message], stretches: list[list[Stretch]]) -> list[str]:
+    """Return the words of all stretches, in order; `stretches`: those of each message."""
+    words = []
+    for message, parts in zip(messages, stretches, strict=True):
+        for stretch in parts:
+            words.append(message["content"][stretch.start : stretch.end])
+    return words
+
+
+def _mark_stretches(
+    message: Message, stretches: list[Stretch], text_mark: str, thought_mark: str
+) -> Message:
+    """Put a mark at both ends of each stretch, another one for thoughts."""
+    if not stretches:
         return message
-    text_mark, thought_mark = marks
     content = message["content"]
     text = ""
     end = 0
-    for stretch in parts:
+    for stretch in stretches:
         mark = thought_mark if stretch.is_thought else text_mark
         text += content[end : stretch.start] + mark + content[stretch.start : stretch.end] + mark
         end = stretch.end
     return {**message, "content": text + content[end:]}
 
 
-def _parts_to_render(messages: list[Message]) -> Iterator[tuple[tuple[int | str, ...], str]]:
-    """Yields each part that must be rendered: its path in the messages, and a name."""
+def _parts_to_render(messages: list[Message]) -> Iterator[Part]:
+    """Yield each part that must be rendered."""
     for i, message in enumerate(messages):
         if (message["content"] or "").strip():
-            yield (i, "content"), f"message {i + 1}, of role {message['role']}"
+            yield Part((i, "content"), f"message {i + 1}, of role {message['role']}")
         for n, call in enumerate(message.get("tool_calls", ())):
             function = call["function"]
-            where = f"{function['name']} in message {i + 1}"
             path = (i, "tool_calls", n, "function")
-            yield (*path, "name"), f"the call of {where}"
+            label = f"{function['name']} in message {i + 1}"
+            yield Part((*path, "name"), f"the call of {label}")
             if function["arguments"] not in _NOTHING:
-                yield (*path, "arguments"), f"the arguments of {where}"
+                yield Part((*path, "arguments"), f"the arguments of {label}")
 
 
-def _change(value: Any, path: Sequence[int | str], change: Callable[[Any], Any]) -> Any:
-    """Returns a copy of nested lists and objects in which what is at `path` is changed."""
-    if not path:
-        return change(value)
-    first, *rest = path
-    copy = value.copy()
-    copy[first] = _change(value[first], rest, change)
-    return copy
-
-
-def _mark(value: Any, mark: str) -> Any:
-    """Returns a text with a mark after its words, any other value with one in each string."""
+def _mark_part(messages: list[Message], part: Part, mark: str) -> list[Message]:
+    """Return messages with a mark after the words of a part, or in each of its strings."""
+    value = _value_at(messages, part.path)
     if isinstance(value, str):
-        core = value.rstrip()
-        return core + mark + value[len(core) :]
-    changed = map_strings(value, lambda text: text + mark)
-    return mark if changed == value else changed  # neither text nor keys
+        words = value.rstrip()
+        marked: Any = words + mark + value[len(words) :]
+    else:
+
+        def add_mark(text: str) -> str:
+            return text + mark
+
+        marked = map_strings(value, add_mark)
+        if marked == value:  # neither text nor keys
+            marked = mark
+    changed: list[Message] = _replace_at(messages, part.path, marked)
+    return changed
+
+
+def _value_at(value: Any, path: ValuePath) -> Any:
+    """Return the value at a path in nested lists and objects."""
+    for key in path:
+        value = value[key]
+    return value
+
+
+def _replace_at(value: Any, path: ValuePath, new_value: Any) -> Any:
+    """Return a copy of nested lists and objects with another value at a path."""
+    if not path:
+        return new_value
+    key = path[0]
+    copy = value.copy()
+    copy[key] = _replace_at(value[key], path[1:], new_value)
+    return copy

@@ -3,41 +3,38 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
-import numpy as np
-
 from packstore.errors import PackstoreError, TokenizerError, sentence
-from packstore.format.arrays import Int32, Int64, to_offsets
+from packstore.format.arrays import Int32, Int64
 from packstore.registry import Registry
 
 
 class Engine(Protocol):
-    """A loaded tokenizer, which adds no tokens beyond those of the text."""
+    """A loaded tokenizer, which adds no tokens of its own to a text."""
 
     version: str  # of the library
     specials: Mapping[str, int]  # control strings and their ids
     vocabulary: tuple[int, str]  # highest id + 1, and hash of the token of each id
 
     def register(self, tokens: Sequence[str]) -> None:
-        """Makes those of `tokens` that are in the vocabulary control tokens."""
+        """Make control tokens of all `tokens` that are in the vocabulary."""
 
     def encode_batch(self, texts: Sequence[str], *, control: bool) -> tuple[Int32, Int64]:
-        """Encodes all texts; returns flat ids and their offsets."""
+        """Return flat ids of all texts, and their offsets."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Decodes `ids` to text, including control tokens."""
+        """Return the text of `ids`, including control tokens."""
 
     def id_to_token(self, token_id: int) -> str | None:
-        """Returns the vocabulary entry with this id."""
+        """Return the vocabulary entry with this id."""
 
     def token_to_id(self, token: str) -> int | None:
-        """Returns the id of a vocabulary entry."""
+        """Return the id of a vocabulary entry."""
 
     def wrapping(self) -> tuple[list[int], list[int]]:
-        """Returns the ids that the tokenizer file adds before and after a text by default."""
+        """Return the ids that the tokenizer file adds before and after a text by default."""
 
 
 ENGINES: Registry[Callable[[bytes, str], Engine]] = Registry(
@@ -54,7 +51,7 @@ ENGINES: Registry[Callable[[bytes, str], Engine]] = Registry(
 
 @contextlib.contextmanager
 def inside(where: str, rule: str, remedy: str = "") -> Iterator[None]:
-    """Converts any exception of a library to a :class:`TokenizerError`.
+    """Convert any exception of a library to a :class:`TokenizerError`.
 
     The libraries raise no narrower class, and a Rust panic is not even an ``Exception``.
     """
@@ -64,9 +61,3 @@ def inside(where: str, rule: str, remedy: str = "") -> Iterator[None]:
         raise
     except BaseException as error:
         raise TokenizerError(sentence(where, rule, str(error), remedy)) from error
-
-
-def flatten(rows: Sequence[Sequence[int]]) -> tuple[Int32, Int64]:
-    """Converts lists of ids to flat int32 ids and int64 offsets."""
-    offsets = to_offsets(np.fromiter(map(len, rows), np.int64, len(rows)))
-    return np.fromiter(itertools.chain.from_iterable(rows), np.int32, int(offsets[-1])), offsets

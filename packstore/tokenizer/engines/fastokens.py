@@ -19,7 +19,7 @@ from packstore.tokenizer.engines.tokenizers import Modes, TokenizersEngine
 
 
 class FastokensEngine(TokenizersEngine):
-    """Encodes with ``fastokens``; the reference library does the rest.
+    """Encode with ``fastokens``; the reference library does all else.
 
     Picklable: a worker loads each of the two libraries when it is first used.
     """
@@ -27,7 +27,7 @@ class FastokensEngine(TokenizersEngine):
     version = version("fastokens")
 
     def encode_batch(self, texts: Sequence[str], *, control: bool) -> tuple[Int32, Int64]:
-        """Encodes all texts; returns flat ids and their offsets."""
+        """Return flat ids of all texts, and their offsets."""
         with inside(self._where, "fastokens must encode every text"):
             ids, offsets = self._fast.encode_batch_flat(
                 list(texts), split_special_tokens=not control
@@ -36,11 +36,11 @@ class FastokensEngine(TokenizersEngine):
 
     @staticmethod
     def start_loading(payload: bytes) -> Future[fastokens.Tokenizer] | None:
-        """Begins to load a file, while the reference loads it; not one that may have huge ids."""
+        """Begin to load a file, while the reference loads it; not one that may have huge ids."""
         if re.search(rb":\s*\d{8}", payload):
             return None
         thread = ThreadPoolExecutor(1, "packstore-tokenizer")
-        loading = thread.submit(lambda: fastokens.Tokenizer.from_json_str(payload.decode()))
+        loading = thread.submit(_load_payload, payload)
         thread.shutdown(wait=False)
         return loading
 
@@ -52,22 +52,32 @@ class FastokensEngine(TokenizersEngine):
     def _fast(self) -> fastokens.Tokenizer:
         with inside(self._where, "fastokens must know this kind of tokenizer"):
             if self.loading is not None and self._is_file:
-                fast, added = self.loading.result(), self._tokenizer.get_added_tokens_decoder()
-                # The reference gives some added tokens other ids than their file.
-                if all(fast.token_to_id(token.content) == i for i, token in added.items()):
+                fast = self.loading.result()
+                if self._has_equal_added_tokens(fast):
                     return fast
             text = self.__dict__.get("_text") or self._tokenizer.to_str()
             return fastokens.Tokenizer.from_json_str(text)
+
+    def _has_equal_added_tokens(self, fast: fastokens.Tokenizer) -> bool:
+        """Return False if the reference gives added tokens other ids than their file."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        return all(fast.token_to_id(token.content) == i for i, token in added.items())
 
     @cached_property
     def _tokenizer(self) -> tokenizers.Tokenizer:  # type: ignore[override]
         return tokenizers.Tokenizer.from_str(self.__dict__["_text"])
 
     def __getstate__(self) -> dict[str, Any]:
-        loaded = {"_fast", "_tokenizer", "_modes", "loading"}
-        state = {name: value for name, value in self.__dict__.items() if name not in loaded}
-        return {**state, "_text": self._tokenizer.to_str()}
+        state = self.__dict__.copy()
+        for name in ("_fast", "_tokenizer", "_modes", "loading"):
+            state.pop(name, None)
+        state["_text"] = self._tokenizer.to_str()
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._modes = Modes()
+
+
+def _load_payload(payload: bytes) -> fastokens.Tokenizer:
+    return fastokens.Tokenizer.from_json_str(payload.decode())

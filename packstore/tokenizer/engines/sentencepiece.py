@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 
 import sentencepiece
 
 from packstore.errors import TokenizerError, sentence
-from packstore.format.arrays import Int32, Int64
+from packstore.format.arrays import Int32, Int64, flatten
 from packstore.format.tokenizer_identity import vocabulary_sha256
 from packstore.tokenizer.control import encode_around_controls
-from packstore.tokenizer.engines import flatten
 
 
 class SentencePieceEngine:
@@ -31,49 +30,56 @@ class SentencePieceEngine:
             rule = "it must be a SentencePiece model"
             raise TokenizerError(sentence(self._where, rule, str(error))) from error
         self._size = int(self._model.get_piece_size())
-        if not self._size:  # of some damaged files the library says nothing
+        if not self._size:  # the library accepts some damaged files
             raise TokenizerError(sentence(where, "it must be a SentencePiece model", "no pieces"))
         self.specials = {
             self._model.id_to_piece(i): i for i in range(self._size) if self._model.is_control(i)
         }
 
     def register(self, tokens: Sequence[str]) -> None:
-        """Makes those of `tokens` that are in the vocabulary control tokens."""
-        found = {token: self.token_to_id(token) for token in tokens}
-        self.specials |= {token: i for token, i in found.items() if i is not None}
+        """Make control tokens of all `tokens` that are in the vocabulary."""
+        for token in tokens:
+            token_id = self.token_to_id(token)
+            if token_id is not None:
+                self.specials[token] = token_id
 
     def encode_batch(self, texts: Sequence[str], *, control: bool) -> tuple[Int32, Int64]:
-        """Encodes all texts; returns flat ids and their offsets."""
+        """Return flat ids of all texts, and their offsets."""
         if not control or not self.specials:
             return flatten(self._model.encode(list(texts), out_type=int))
         return encode_around_controls(
-            texts, self.specials, lambda t: self.encode_batch(t, control=False)
+            texts, self.specials, partial(self.encode_batch, control=False)
         )
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Decodes `ids` to text, including control tokens."""
+        """Return the text of `ids`, including control tokens."""
         names = {i: token for token, i in self.specials.items()}
-        runs = itertools.groupby(ids, names.__contains__)
-        return "".join(
-            "".join(names[i] for i in run) if control else self._model.decode(list(run))
-            for control, run in runs
-        )
+        texts: list[str] = []
+        for is_control, run in itertools.groupby(ids, names.__contains__):
+            if is_control:
+                texts += [names[i] for i in run]
+            else:
+                texts.append(self._model.decode(list(run)))
+        return "".join(texts)
 
     @cached_property
     def vocabulary(self) -> tuple[int, str]:
         """The highest id + 1, and the hash of the token of each id."""
-        return self._size, vocabulary_sha256(map(self.id_to_token, range(self._size)))
+        return self._size, vocabulary_sha256([self.id_to_token(i) for i in range(self._size)])
 
     def id_to_token(self, token_id: int) -> str | None:
-        """Returns the vocabulary entry with this id."""
-        return str(self._model.id_to_piece(token_id)) if 0 <= token_id < self._size else None
+        """Return the vocabulary entry with this id."""
+        if token_id not in range(self._size):
+            return None
+        return str(self._model.id_to_piece(token_id))
 
     def token_to_id(self, token: str) -> int | None:
-        """Returns the id of a vocabulary entry."""
-        found = int(self._model.piece_to_id(token))
-        return found if self.id_to_token(found) == token else None
+        """Return the id of a vocabulary entry."""
+        token_id = int(self._model.piece_to_id(token))  # the id of UNK for any other text
+        return token_id if self.id_to_token(token_id) == token else None
 
     def wrapping(self) -> tuple[list[int], list[int]]:
-        """Returns BOS before a text if the model file has one, as users of such files add it."""
+        """Return BOS before a text if the model file has one, as users of such files add it."""
         bos = int(self._model.bos_id())
-        return ([bos] if bos >= 0 else []), []
+        before = [bos] if bos >= 0 else []
+        return before, []

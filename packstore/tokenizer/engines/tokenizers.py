@@ -12,20 +12,20 @@ from typing import Any, Self
 import tokenizers
 
 from packstore.errors import TokenizerError, sentence
-from packstore.format.arrays import Int32, Int64
+from packstore.format.arrays import Int32, Int64, flatten
 from packstore.format.tokenizer_identity import vocabulary_sha256
-from packstore.tokenizer.engines import flatten, inside
+from packstore.tokenizer.engines import inside
 
 MAX_IDS = 1 << 24
 """Upper bound of ids; the largest vocabularies have a tenth of it."""
 
 MAX_GROWTH = 1000
-"""Largest factor by which the replacements of a normalizer may lengthen a text, and the most ids
-that a post-processor may add to one."""
+"""Largest growth of a text by the replacements of a normalizer, as a factor, and the most ids that
+a post-processor may add to a text."""
 
 
 class Modes:
-    """Serialises encoding by mode: the library's object has one mode for all threads."""
+    """Serialise encoding by mode: the library's object has one mode for all threads."""
 
     def __init__(self) -> None:
         self._free = threading.Condition()
@@ -33,7 +33,7 @@ class Modes:
 
     @contextlib.contextmanager
     def using(self, tokenizer: tokenizers.Tokenizer, *, control: bool) -> Iterator[None]:
-        """A context in which control strings become their ids, or stay plain text."""
+        """Encode control strings as their ids, or as plain text, inside this context."""
         with self._free:
             while self._users and tokenizer.encode_special_tokens == control:
                 self._free.wait()
@@ -58,87 +58,103 @@ class TokenizersEngine:
         self._where = where
         self._modes = Modes()
         with inside(where, "it must be a tokenizer.json that the tokenizers library reads"):
-            self._tokenizer = loaded = tokenizers.Tokenizer.from_buffer(payload)
-            self.dropout = float(getattr(loaded.model, "dropout", None) or 0)  # of BPE
-            self._is_file = not (loaded.truncation or loaded.padding or self.dropout)
+            tokenizer = tokenizers.Tokenizer.from_buffer(payload)
+            self._tokenizer = tokenizer
+            self.dropout = float(getattr(tokenizer.model, "dropout", None) or 0)  # of BPE
+            self._is_file = not (tokenizer.truncation or tokenizer.padding or self.dropout)
             # Otherwise these would truncate, pad, and draw other ids at every call, silently.
-            loaded.no_truncation()
-            loaded.no_padding()
+            tokenizer.no_truncation()
+            tokenizer.no_padding()
             if self.dropout:
-                loaded.model.dropout = None
+                tokenizer.model.dropout = None
             self._find_specials()
             self._check_growth()
             self._check_added_ids()
         self._load()
 
     @classmethod
-    def beside(cls, other: TokenizersEngine) -> Self:
-        """Makes an engine of this class from the loaded file of `other`."""
-        # Also refuses huge ids, for which a faster library would make a table.
-        loaded = {"_tokenizer": other._tokenizer, "vocabulary": other.vocabulary}
+    def from_reference(cls, reference: TokenizersEngine) -> Self:
+        """Return an engine of this class with the file that the reference has loaded."""
         engine = cls.__new__(cls)
-        engine.__dict__ |= {**other.__dict__, **loaded}
+        engine.__dict__ |= reference.__dict__
+        # Both may be computed when first used. The vocabulary also refuses huge ids, for which a
+        # faster library would make a table.
+        engine.__dict__["_tokenizer"] = reference._tokenizer
+        engine.__dict__["vocabulary"] = reference.vocabulary
         engine._load()
         return engine
 
     def register(self, tokens: Sequence[str]) -> None:
-        """Makes those of `tokens` that are in the vocabulary control tokens."""
-        known = [t for t in tokens if self._tokenizer.token_to_id(t) is not None]
-        if new := [t for t in known if t not in self.specials]:
-            self._tokenizer.add_special_tokens(new)
-            self._is_file = False
-            self.__dict__.pop("vocabulary", None)
-            self._find_specials()
-            self._load()
+        """Make control tokens of all `tokens` that are in the vocabulary."""
+        new_tokens = []
+        for token in tokens:
+            if token not in self.specials and self._tokenizer.token_to_id(token) is not None:
+                new_tokens.append(token)
+        if not new_tokens:
+            return
+        self._tokenizer.add_special_tokens(new_tokens)
+        self._is_file = False
+        self.__dict__.pop("vocabulary", None)
+        self._find_specials()
+        self._load()
 
     def encode_batch(self, texts: Sequence[str], *, control: bool) -> tuple[Int32, Int64]:
-        """Encodes all texts; returns flat ids and their offsets."""
-        rule = "it must encode every text"
-        with inside(self._where, rule), self._modes.using(self._tokenizer, control=control):
-            found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-            return flatten([encoding.ids for encoding in found])
+        """Return flat ids of all texts, and their offsets."""
+        try:
+            with self._modes.using(self._tokenizer, control=control):
+                encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a Rust panic is not even an Exception
+            rule = "it must encode every text"
+            raise TokenizerError(sentence(self._where, rule, str(error))) from error
+        return flatten([encoding.ids for encoding in encodings])
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Decodes `ids` to text, including control tokens."""
+        """Return the text of `ids`, including control tokens."""
         with inside(self._where, "it must decode ids"):
             return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
     @cached_property
     def vocabulary(self) -> tuple[int, str]:
-        """The highest id + 1, and the hash of the token of each id: a call of the library each."""
+        """The highest id + 1, and the hash of the token of each id: slow, a call for each."""
         size = self._tokenizer.get_vocab_size(with_added_tokens=True)
-        tokens = list(map(self._tokenizer.id_to_token, range(size)))
-        if None in tokens:  # ids with gaps: the library has no other way to tell the highest
+        tokens = self._tokens_below(size)
+        if None in tokens:  # ids with gaps: the library gives the highest only with all tokens
             size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
             if size > MAX_IDS:
                 rule = f"its ids must be below {MAX_IDS}"
                 raise TokenizerError(sentence(self._where, rule, str(size - 1)))
-            tokens = list(map(self._tokenizer.id_to_token, range(size)))
+            tokens = self._tokens_below(size)
         return size, vocabulary_sha256(tokens)
 
+    def _tokens_below(self, size: int) -> list[str | None]:
+        return [self._tokenizer.id_to_token(i) for i in range(size)]
+
     def id_to_token(self, token_id: int) -> str | None:
-        """Returns the vocabulary entry with this id."""
+        """Return the vocabulary entry with this id."""
         return self._tokenizer.id_to_token(token_id)
 
     def token_to_id(self, token: str) -> int | None:
-        """Returns the id of a vocabulary entry."""
-        known = self.specials.get(token)
-        return self._tokenizer.token_to_id(token) if known is None else known
+        """Return the id of a vocabulary entry."""
+        special_id = self.specials.get(token)
+        return self._tokenizer.token_to_id(token) if special_id is None else special_id
 
     def wrapping(self) -> tuple[list[int], list[int]]:
-        """Returns the ids that the file adds before and after a text by default."""
+        """Return the ids that the file adds before and after a text by default."""
         with inside(self._where, "it must encode every text"):
-            whole = self._tokenizer.encode("a", add_special_tokens=True)
-        inner = [i for i, special in enumerate(whole.special_tokens_mask) if not special]
+            encoding = self._tokenizer.encode("a", add_special_tokens=True)
+        mask = encoding.special_tokens_mask
+        inner = [i for i, is_special in enumerate(mask) if not is_special]
         if not inner:
             return [], []
-        return whole.ids[: inner[0]], whole.ids[inner[-1] + 1 :]
+        return encoding.ids[: inner[0]], encoding.ids[inner[-1] + 1 :]
 
     def _load(self) -> None:
-        """Prepares a faster engine; called again after control tokens were added."""
+        """Prepare a faster engine; called again after control tokens were added."""
 
     def _check_growth(self) -> None:
-        """Refuses a normalizer that lengthens text excessively."""
+        """Raise if the normalizer lengthens text excessively."""
         normalizer = self._tokenizer.normalizer
         steps = [json.loads(normalizer.__getstate__())] if normalizer is not None else []
         growth = 1

@@ -1,7 +1,7 @@
 """Paths into nested records: names, ``.``, ``[]`` for each item of a list, and quoted names.
 
 Not JMESPath: its projections leave out null, so that the scores of a list would move to other
-answers, and it does not say which part was missing.
+answers, and it does not name the part that was missing.
 """
 
 from __future__ import annotations
@@ -9,13 +9,11 @@ from __future__ import annotations
 import functools
 import json
 import re
-from contextlib import suppress
 from typing import Any
 
-from packstore.config import TokenizeConfig
 from packstore.errors import ConfigError, quote, sentence
 
-_PART = re.compile(r'(\[\])|(?:^|(?<=.)\.)(?:("(?:[^"\\]|\\.)+")|([^."\[\]]+))')
+_PART = re.compile(r'(\[\])|(?:^|(?<=.)\.)(?:("(?:[^"\\]|\\.)*")|([^."\[\]]+))')
 
 EACH = None
 """The part ``[]``."""
@@ -25,77 +23,104 @@ Path = tuple[str | None, ...]
 
 @functools.cache
 def parse_path(text: str) -> Path:
-    """Returns the parts of a path, e.g. of ``completions[].response``."""
+    """Return the parts of a path, e.g. of ``completions[].response``.
+
+    Raises:
+        ConfigError: it is no path.
+    """
     parts: list[str | None] = []
-    at = 0
-    while match := _PART.match(text, at):
-        each, quoted, name = match.groups()
-        parts.append(EACH if each else json.loads(quoted) if quoted else name)
-        at = match.end()
-    if at < len(text) or not parts or parts[0] is EACH:
+    end = 0
+    match = _PART.match(text)
+    while match:
+        parts.append(_part_of(match))
+        end = match.end()
+        match = _PART.match(text, end)
+    if end < len(text) or not parts or parts[0] is EACH:
         rule = 'it must be names, with . between them, [] behind lists, and "" around odd names'
-        raise ConfigError(sentence(f"path {quote(text)}", rule, quote(text[at:])))
+        raise ConfigError(sentence(f"path {quote(text)}", rule, quote(text[end:])))
     return tuple(parts)
 
 
+def _part_of(match: re.Match[str]) -> str | None:
+    brackets, quoted_name, plain_name = match.groups()
+    if brackets:
+        return EACH
+    if quoted_name:
+        return str(json.loads(quoted_name))
+    return str(plain_name)
+
+
 def follow(value: Any, path: Path) -> Any:
-    """Returns what is at a path; None if a part is missing or null, in any item of a list."""
+    """Return the value at a path; None if a part is missing or null, in any item of a list."""
     for i, part in enumerate(path):
         if part is EACH:
-            if not isinstance(value, list):
-                return None
-            found = [follow(item, path[i + 1 :]) for item in value]
-            return None if any(item is None for item in found) else found
+            return _follow_each(value, path[i + 1 :])
         value = parse_json_text(value)
-        if not isinstance(value, dict) or (value := value.get(part)) is None:
+        if not isinstance(value, dict):
+            return None
+        value = value.get(part)
+        if value is None:
             return None
     return value
 
 
-def missing(value: Any, path: Path, at: str = "") -> str:
-    """Returns which part of a path is missing, and what is there; empty: none."""
+def _follow_each(items: Any, path: Path) -> list[Any] | None:
+    if not isinstance(items, list):
+        return None
+    values = [follow(item, path) for item in items]
+    return None if any(value is None for value in values) else values
+
+
+def describe_missing(value: Any, path: Path, before: str = "") -> str:
+    """Return a description of the first part of a path that is missing, and of its surroundings.
+
+    Args:
+        before: the path to `value`.
+
+    Returns:
+        An empty text if every part is there.
+    """
     for i, part in enumerate(path):
         if part is EACH:
-            if not isinstance(value, list):
-                return f"{at} is no list: {quote(value)}"
-            told = (missing(v, path[i + 1 :], f"{at}[{n}]") for n, v in enumerate(value))
-            return next(filter(None, told), "")
+            return _missing_in_items(value, path[i + 1 :], before)
         value = parse_json_text(value)
         if not isinstance(value, dict):
-            return f"no {part!r} in {at}: {quote(value)}"
+            return f"no {part!r} in {before}: {quote(value)}"
         if value.get(part) is None:
-            there = ", ".join(map(repr, value)) or "nothing"
-            what = f"{part!r} is null" if part in value else f"no {part!r} among {there}"
-            return what + (f" in {at}" if at else "")
-        value, at = value[part], f"{at}.{part}" if at else part
+            return _missing_name(value, part, before)
+        value = value[part]
+        before = f"{before}.{part}" if before else str(part)
     return ""
 
 
+def _missing_in_items(items: Any, path: Path, before: str) -> str:
+    if not isinstance(items, list):
+        return f"{before} is no list: {quote(items)}"
+    for number, item in enumerate(items):
+        description = describe_missing(item, path, f"{before}[{number}]")
+        if description:
+            return description
+    return ""
+
+
+def _missing_name(value: dict[str, Any], name: str, before: str) -> str:
+    inside = f" in {before}" if before else ""
+    if name in value:
+        return f"{name!r} is null{inside}"
+    names = ", ".join(repr(key) for key in value) or "nothing"
+    return f"no {name!r} among {names}{inside}"
+
+
 def parse_json_text(value: Any) -> Any:
-    """Returns JSON text of an object or a list as this, and any other value as it is."""
-    if type(value) is str and value[:1] in ("{", "["):
-        with suppress(ValueError, RecursionError):
-            return json.loads(value)
-    return value
+    """Return JSON text of an object or a list parsed, and any other value as it is."""
+    if type(value) is not str or value[:1] not in ("{", "["):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
 
 
 def is_path(name: str) -> bool:
-    """Returns True for what the setting `fields` maps to that is more than a name."""
+    """Return True if a name that `fields` maps to is more than the name of a column."""
     return any(mark in name for mark in '.["')
-
-
-def with_paths(record: Any, config: TokenizeConfig) -> Any:
-    """Returns a record with what is at each path of the setting `fields`, under the path as a name.
-
-    The field that a path begins with is then left out, unless it is mapped itself, a part of a path
-    is missing, or a shape is named, which may read it, too.
-    """
-    names = [name for name in config.fields.values() if is_path(name)]
-    if not names or type(record) is not dict:
-        return record
-    paths = {name: parse_path(name) for name in names if name not in record}
-    found = {name: value for name, p in paths.items() if (value := follow(record, p)) is not None}
-    whole = len(found) == len(paths) and not config.shape
-    gone = {path[0] for path in paths.values()} if whole else set()
-    gone -= {*config.fields.values()}
-    return {**{name: value for name, value in record.items() if name not in gone}, **found}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
@@ -52,54 +51,61 @@ class Sequences:
     offsets: Int64
     heads: Int64  # see `Tokens`
     events: dict[int, list[str]]  # by sequence
-    refused: dict[int, Refused]  # by sequence
+    refusals: dict[int, Refused]  # by sequence
 
     def row(self, i: int) -> Tokens:
-        """Returns sequence `i`."""
+        """Return sequence `i`."""
         start, end = self.offsets[i : i + 2]
-        events = self.events.get(i, [])
-        return Tokens(self.ids[start:end], self.supervised[start:end], int(self.heads[i]), events)
+        return Tokens(
+            ids=self.ids[start:end],
+            supervised=self.supervised[start:end],
+            head=int(self.heads[i]),
+            events=self.events.get(i, []),
+        )
 
     @classmethod
     def of(cls, rows: Sequence[Tokens]) -> Sequences:
-        """Joins single sequences."""
+        """Join single sequences."""
+        ids = [NO_IDS] + [tokens.ids for tokens in rows]
+        supervised = [NO_IDS.astype(np.bool_)] + [tokens.supervised for tokens in rows]
+        lengths = np.array([len(tokens.ids) for tokens in rows], np.int64)
         return cls(
-            ids=np.concatenate([NO_IDS, *(t.ids for t in rows)]),
-            supervised=np.concatenate([NO_IDS.astype(np.bool_), *(t.supervised for t in rows)]),
-            offsets=to_offsets(np.array([len(t.ids) for t in rows], np.int64)),
-            heads=np.array([t.head for t in rows], np.int64),
-            events={i: t.events for i, t in enumerate(rows) if t.events},
-            refused={},
+            ids=np.concatenate(ids),
+            supervised=np.concatenate(supervised),
+            offsets=to_offsets(lengths),
+            heads=np.array([tokens.head for tokens in rows], np.int64),
+            events={i: tokens.events for i, tokens in enumerate(rows) if tokens.events},
+            refusals={},
         )
 
     def with_rows(self, rows: Mapping[int, Tokens], *, insert: bool = False) -> Sequences:
-        """Returns the sequences with `rows` replaced, or inserted with `insert`."""
-        if not rows:
-            return self
-        number = len(self.heads) + insert * len(rows)
-        places = [i for i in range(number) if i not in rows or not insert]
-        every = {place: self.row(i) for i, place in enumerate(places)} | dict(rows)
-        refused = {places[i]: why for i, why in self.refused.items()}
-        return replace(Sequences.of([every[i] for i in range(number)]), refused=refused)
+        """Return the sequences with `rows` replaced, or inserted with `insert`."""
+        inserted = rows if insert else {}
+        number = len(self.heads) + len(inserted)
+        indices = [i for i in range(number) if i not in inserted]
+        tokens = {index: self.row(i) for i, index in enumerate(indices)}
+        tokens.update(rows)
+        refusals = {indices[i]: refusal for i, refusal in self.refusals.items()}
+        return replace(Sequences.of([tokens[i] for i in range(number)]), refusals=refusals)
 
-    def kept(self, keep: Bool) -> tuple[Int32, Bool, Int64]:
-        """Returns ids, supervision and lengths of the sequences where `keep`, `[S]`, is True."""
+    def select(self, is_selected: Bool) -> tuple[Int32, Bool, Int64]:
+        """Return ids, supervision and lengths of the sequences where `is_selected`, `[S]`."""
         lengths = np.diff(self.offsets)
-        if keep.all():
+        if is_selected.all():
             return self.ids, self.supervised, lengths
-        tokens = np.repeat(keep, lengths)
-        return self.ids[tokens], self.supervised[tokens], lengths[keep]
+        tokens = np.repeat(is_selected, lengths)
+        return self.ids[tokens], self.supervised[tokens], lengths[is_selected]
 
 
 def common_prefix(a: Int32, b: Int32) -> int:
-    """Returns the length of the common prefix."""
-    n = min(len(a), len(b))
-    differ = a[:n] != b[:n]
-    return int(np.argmax(differ)) if differ.any() else n
+    """Return the length of the common prefix."""
+    length = min(len(a), len(b))
+    differ = a[:length] != b[:length]
+    return int(np.argmax(differ)) if differ.any() else length
 
 
 def unwrapped(value: Any) -> Any:
-    """Returns a tensor as an array, a scalar of numpy or torch as a number, the rest as it is."""
+    """Return a tensor as an array, a scalar of numpy or torch as a number, others as they are."""
     if not hasattr(value, "__array__"):
         return value
     array = np.asarray(value)
@@ -107,71 +113,103 @@ def unwrapped(value: Any) -> Any:
 
 
 def holds_ids(value: object) -> bool:
-    """Returns True for an array, and for a list that is empty or starts with a whole number."""
-    if isinstance(value, np.ndarray):
-        return True
-    return isinstance(value, list) and (not value or type(value[0]) is int)
+    """Return True for an array, and for a list that is empty or starts with a whole number."""
+    if not isinstance(value, list):
+        return isinstance(value, np.ndarray)
+    return not value or type(value[0]) is int
 
 
 def as_ids(value: object, name: str) -> Int32:
-    """Converts a list or an array of ids to int32 `[N]`."""
+    """Convert a list or an array of ids to int32 `[N]`.
+
+    Raises:
+        Refused: they are no ids (``wrong_type``).
+    """
     array = _whole_numbers(value)
-    if array is None or (len(array) and (array.min() < 0 or array.max() > MAX_ID)):
+    if array is None or not _are_ids(array):
         raise wrong_type(f"{name} must be token ids, whole numbers in 0..{MAX_ID}", value)
     return np.asarray(array, np.int32)
 
 
+def _are_ids(array: Any) -> bool:
+    return len(array) == 0 or bool(array.min() >= 0 and array.max() <= MAX_ID)
+
+
 def _whole_numbers(value: object) -> Any:
-    """Returns an array of integers `[N]`; None if the value is something else."""
+    """Return an array of integers `[N]`; None if the value is something else."""
+    if not isinstance(value, list | np.ndarray):
+        return None
     try:
-        array = np.asarray(value if isinstance(value, list | np.ndarray) else None)
+        array = np.asarray(value)
     except ValueError:  # lists of different lengths
         return None
-    return array if array.ndim == 1 and (array.dtype.kind in "iu" or not len(array)) else None
+    if array.ndim != 1:
+        return None
+    is_whole = array.dtype.kind in "iu" or len(array) == 0
+    return array if is_whole else None
 
 
 def supervised_ids(ids: Int32, labels: object, name: str) -> Bool:
-    """Returns the supervision mask of ids, bool `[N]`, by their labels; without, all True."""
+    """Return the supervision mask of ids, bool `[N]`, by their labels; without, all True.
+
+    Raises:
+        Refused: a label is neither the id at its place nor -100 (``wrong_type``).
+    """
     if labels is None:
         return np.ones(len(ids), np.bool_)
+    rule = f"each label of {name} must be the id at its place, or {IGNORE_INDEX}"
     array = _whole_numbers(labels)
-    ignored = array == IGNORE_INDEX
-    if array is None or array.shape != ids.shape or ((array != ids) & ~ignored).any():
-        rule = f"each label of {name} must be the id at its place, or {IGNORE_INDEX}"
+    if array is None or array.shape != ids.shape:
         raise wrong_type(rule, labels)
-    return np.asarray(~ignored)
+    is_ignored = array == IGNORE_INDEX
+    if ((array != ids) & ~is_ignored).any():
+        raise wrong_type(rule, labels)
+    return np.asarray(~is_ignored)
 
 
 def masked_ids(ids: Int32, mask: object) -> Bool:
-    """Returns a mask of zeros and ones as bool `[N]`."""
-    on = np.asarray(mask)
-    if on.shape != ids.shape or not np.isin(on, (0, 1)).all():
+    """Return a mask of zeros and ones as bool `[N]`.
+
+    Raises:
+        Refused: it is no such mask (``wrong_type``).
+    """
+    array = np.asarray(mask)
+    if array.shape != ids.shape or not np.isin(array, (0, 1)).all():
         raise wrong_type("a mask must have a 0 or a 1 for each of input_ids", mask)
-    return on.astype(np.bool_)
+    return array.astype(np.bool_)
 
 
 def id_sequences(
-    prompt: Any,
-    responses: Sequence[Any],
-    supervised: Sequence[Bool] | None,
+    prompt: Int32,
+    responses: Sequence[Int32],
+    supervised: Sequence[Bool],
     tokenizer: Tokenizer | None,
 ) -> list[Tokens]:
-    """Returns the sequences of a record of ids, without adding BOS or EOS.
+    """Return the sequences of a record of ids, without adding BOS or EOS.
 
-    `supervised`: the mask of each response, None: all tokens; `tokenizer`: of these ids, if known.
+    Args:
+        prompt: int32 `[P]`.
+        responses: int32 `[R]` each.
+        supervised: the mask of each response, bool `[R]`.
+        tokenizer: of these ids, if known.
+
+    Raises:
+        Refused: an id is not in the vocabulary (``wrong_type``).
     """
     sequences = []
-    masks = supervised or itertools.repeat(np.True_)
-    for response, mask in zip(responses, masks, strict=False):
+    for response, response_mask in zip(responses, supervised, strict=True):
         ids = np.concatenate([prompt, response], dtype=np.int32)
-        on = np.zeros(len(ids), np.bool_)
-        on[len(prompt) :] = mask
-        on[:1] = False
-        head = 0
-        if tokenizer is not None:
-            if len(ids) and ids.max() >= tokenizer.vocab_size:
-                detail = f"id {ids.max()} in a vocabulary of {tokenizer.vocab_size}"
-                raise Refused("wrong_type", detail)
-            head = int(len(ids) > 0 and ids[0] == tokenizer.bos_id)
-        sequences.append(Tokens(ids, on, head))
+        mask = np.zeros(len(ids), np.bool_)
+        mask[len(prompt) :] = response_mask
+        mask[:1] = False  # nothing predicts the first token
+        sequences.append(Tokens(ids, mask, _head_of(ids, tokenizer)))
     return sequences
+
+
+def _head_of(ids: Int32, tokenizer: Tokenizer | None) -> int:
+    """Return 1 for ids that begin with BOS, else 0."""
+    if tokenizer is None or len(ids) == 0:
+        return 0
+    if ids.max() >= tokenizer.vocab_size:
+        raise Refused("wrong_type", f"id {ids.max()} in a vocabulary of {tokenizer.vocab_size}")
+    return int(ids[0] == tokenizer.bos_id)

@@ -179,8 +179,8 @@ def _examples(
         },
     )
     read = [{n: x for n, x in record.items() if n not in REF_LOGPS} for record in values]
-    kind = detect_kind(read[0], config)
     rows = Rows(0, "records", "item", range(len(values)), read)
+    kind = detect_kind(read[0], config, rows.where(0))
     try:
         examples, tally, _ = RecordTokenizer(None, config, kind)(rows)
     except TokenizerError as error:

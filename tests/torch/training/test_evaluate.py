@@ -165,8 +165,7 @@ def test_by_input_file(kit: SimpleNamespace, tmp_path: Path, expected: dict[str,
         text = "".join(json.dumps(row) + "\n" for row in parts[name])
         (tmp_path / path).write_text(text, encoding="utf-8")
     files = [str(tmp_path / path) for path in paths.values()]
-    on = {"unread_field": "keep"}  # weights
-    dataset = packstore.pack(files, str(tmp_path / "packed"), pack_size=60, on=on)
+    dataset = packstore.pack(files, str(tmp_path / "packed"), pack_size=60, ignore=["weight"])
     policy, reference = (use_packed_attention(m) for m in models(kit))
     loss = PreferenceLoss("dpo", beta=BETA)
     found = evaluate(policy, dataset, loss=loss, reference=reference, by="file")

@@ -10,48 +10,32 @@ import pytest
 
 import packstore
 from packstore.errors import ConfigError, RecordError, TokenizerError
+from tests.tokenizer.conftest import TEMPLATE
 
 USER = {"role": "user", "content": "u"}
 PAIR = {"prompt": "p", "chosen": "c", "rejected": "r"}
 
 
 @pytest.mark.parametrize(
-    ("record", "fields", "said"),
+    ("record", "settings", "mentioned"),
     [
-        (["x"], {}, "prompt and response, or responses and scores, or input_ids; found"),
-        ({"dialogue": [USER], "x": [{"rank": 1}]}, {}, "found fields 'dialogue', 'x'. Name"),
-        (
-            {**PAIR, "instruction": "p"},
-            {"prompt": "instrution"},
-            "no 'instrution' among 'prompt', ",
-        ),
-        (
-            {"chosen": "c", "rejected": "r", "q": "x", "n": 3, "l": "y"},
-            {},
-            "Name the field that holds text (--field prompt=NAME)",
-        ),
-        ({"chosen": [USER], "rejected": [USER]}, {"prompt": "q"}, "no 'q' among 'chosen'"),
-        (
-            {**PAIR, "rejected": None},
-            {},
-            "nearest shape: text pairs (prompt, chosen, rejected), but 'rejected' is null",
-        ),
-        (
-            {**PAIR, "chosen": [1.5]},
-            {},
-            "text pairs (prompt, chosen, rejected), but chosen must be text",
-        ),
-        (
-            {"prompt": [1], "chosen": "text", "rejected": [2]},
-            {},
-            "id pairs (prompt, chosen, rejected), but chosen must be token ids",
-        ),
+        (["x"], {}, "object"),
+        ({"dialogue": [USER], "x": [{"rank": 1}]}, {}, "'dialogue', 'x'"),
+        ({**PAIR, "instruction": "p"}, {"fields": {"prompt": "instrution"}}, "instrution"),
+        ({"chosen": "c", "rejected": "r", "q": "x"}, {}, '"prompt": "NAME"'),
+        ({"chosen": [USER], "rejected": [USER]}, {"fields": {"prompt": "q"}}, "'q'"),
+        ({**PAIR, "rejected": None}, {}, '"rejected": "NAME"'),
+        ({**PAIR, "chosen": [1.5]}, {}, "1.5"),
+        ({"prompt": [1], "chosen": "text", "rejected": [2]}, {}, "'text'"),
+        ({"prompt": "p", "responses": ["a", "b"]}, {}, '"scores": "NAME"'),
+        ({"prompt": "p", "chosen": "c"}, {"kind": "sft"}, "preference"),
+        ({"prompt": "p", "response": "r"}, {"kind": "scored"}, "sft"),
     ],
 )
-def test_a_refusal_names_the_field(pack, byte_level, record, fields, said):
+def test_a_refusal_names_the_field(pack, byte_level, record, settings, mentioned):
     with pytest.raises(RecordError) as caught:
-        pack(byte_level(), record, fields=fields, on={"wrong_type": "error"})
-    assert said in str(caught.value)
+        pack(byte_level(), record, on={"wrong_type": "error"}, **settings)
+    assert mentioned in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["{}_reward", "score_{}", "{}_score", "{}-rating"])
@@ -65,35 +49,153 @@ def test_rewards_under_common_names_are_used(pack, byte_level, name):
     assert packed.noted == {"reward_default": 1}
 
 
-def test_what_nobody_used_is_counted(pack, byte_level):
+def rewards_of(packed):
+    """Return the rewards of each example, in the order of the input."""
+    return packstore.scan(packed.dataset).collect().sort("example_id")["rewards"].to_list()
+
+
+@pytest.mark.parametrize(
+    ("record", "rewards"),
+    [
+        ({**PAIR, "chosen_reward": "4.5", "rejected_reward": " 2 "}, [4.5, 2]),
+        ({**PAIR, "chosen_reward": "1e1", "rejected_reward": 2}, [10, 2]),
+        ({**PAIR, "margin": "0.5"}, [0.5, 0]),
+        ({"prompt": "p", "responses": ["a", "b"], "scores": ["0.5", "-1"]}, [0.5, -1]),
+        ({"prompt": "p", "response": "a", "score": "0.9"}, [0.9]),
+        ({"prompt": "p", "response": "a", "label": "1"}, [1]),
+        ({"prompt": "p", "response": "a", "label": "Good"}, [1]),
+        ({"prompt": "p", "response": "a", "label": "false"}, [0]),
+    ],
+)
+def test_numbers_may_stand_as_text(pack, byte_level, record, rewards):
+    assert rewards_of(pack(byte_level(), record)) == [pytest.approx(rewards)]
+
+
+@pytest.mark.parametrize("value", ["high", "", "nan", "inf", "1e999", "0/60 points", [1], {"a": 1}])
+def test_a_score_that_is_no_number_is_of_a_wrong_type(pack, byte_level, value):
+    good = {"prompt": "p", "response": "a", "score": 1}
+    packed = pack(byte_level(), good, {**good, "score": value})
+    assert packed.dropped == {"wrong_type": 1}
+    group = {"prompt": "p", "responses": ["a", "b"], "scores": [1, value]}
+    assert pack(byte_level(), group).dropped == {"wrong_type": 1}
+
+
+@pytest.mark.parametrize("end", [[], [{"role": "user", "content": "and now?"}]])
+def test_a_judged_dialogue_may_end_with_the_user(pack, byte_level, end):
+    """Its last answer is what was judged."""
+    answer = {"role": "assistant", "content": "a"}
+    record = {"messages": [USER, answer, USER, {**answer, "content": "b"}, *end], "score": 0.5}
+    packed = pack(byte_level(template=TEMPLATE), record)
+    assert packed.marked == ["[u]u<e>[a]a<e>[u]u<e>[a]«b<e>»"]
+    assert packed.noted == ({"question_without_answer": 1} if end else {})
+    assert rewards_of(packed) == [[0.5]]
+
+
+def test_columns_that_nothing_reads_are_counted(pack, byte_level):
     def counts(*records, **settings):
         found = pack(byte_level(), *records, **settings).dataset.manifest.records
         return found.fields_used, found.fields_not_used
 
-    extra = {"system": "be kind", "images": ["a.png"], "weight": 0.0, "none": None, "empty": ""}
-    records = PAIR, {**PAIR, **extra}, {**PAIR, "images": [], "lang": "en"}
-    used, unused = counts(*records, on={"unread_field": "keep"})
+    extra = {"style": "brief", "votes": 3, "none": None, "empty": ""}
+    records = PAIR, {**PAIR, **extra}, {**PAIR, "style": [], "lang": "en"}
+    used, unused = counts(*records)
     assert used == {"prompt": 3, "chosen": 3, "rejected": 3}
-    assert unused == {"system": 1, "images": 1, "weight": 1, "lang": 1}
+    assert unused == {"style": 1, "votes": 1, "lang": 1}
     used, unused = counts({**PAIR, "lang": "en"}, carry=("lang",))
     assert (used["lang"], unused) == (1, {})
     scores = {"chosen_score": {"help": 3}, "rejected_score": "low"}  # no numbers, so no rewards
-    told = counts({**PAIR, **scores}, on={"unread_field": "keep"})[1]
-    assert told == dict.fromkeys(scores, 1)
-    endless = [{**PAIR, f"k{i}": i, "\ud800": 1, "weight": 1} for i in range(500)]
+    assert counts({**PAIR, **scores})[1] == dict.fromkeys(scores, 1)
+    endless = [{**PAIR, f"k{i}": i, "\ud800": 1, "votes": 1} for i in range(500)]
     unused = counts(*endless)[1]
     assert len(unused) <= 100
-    assert unused["weight"] == 500
+    assert unused["votes"] == 500
     assert all(name.encode() for name in unused)
 
 
-@pytest.mark.parametrize("label", [False, 0, "false", "False"])
-@pytest.mark.parametrize("name", ["label", "kto_tag"])
-def test_good_answers_among_bad_ones_are_packed(pack, byte_level, label, name):
-    bad = {"prompt": "p", "completion": " bad", name: label}
-    good = {**bad, name: "true" if isinstance(label, str) else type(label)(1)}
-    packed = pack(byte_level(), good, bad, kind="sft", on={"unpaired_feedback": "drop"})
-    assert (len(packed.examples), packed.dropped) == (1, {"unpaired_feedback": 1})
+CHAT = {"messages": [USER, {"role": "assistant", "content": "x"}]}
+ANSWER = {"prompt": "Q", "completion": "x", "note": "S", "meta": {"src": 3}}
+RATED = {**PAIR, "chosen_score": 2, "rejected_score": 1}
+
+
+@pytest.mark.parametrize(
+    ("record", "fields"),
+    [
+        (ANSWER, {"chosen_reward": "meta.src"}),
+        ({**ANSWER, "score": 1}, {"chosen_reward": "meta.src"}),
+        (ANSWER, {"system": "note"}),
+        ({"messages": [{"role": "system", "content": "T"}, *CHAT["messages"]], "note": "S"},
+         {"system": "note"}),
+        ({**RATED, "n": 3}, {"score": "n"}),
+        ({**RATED, "n": [1, 0]}, {"scores": "n"}),
+    ],
+)  # fmt: skip
+def test_a_mapped_column_is_read_or_its_record_refused(pack, byte_level, record, fields):
+    tokenizer = byte_level(template=TEMPLATE) if "messages" in record else byte_level()
+    with pytest.raises(RecordError):
+        pack(tokenizer, record, fields=fields)
+
+
+@pytest.mark.parametrize(
+    ("record", "fields", "kind"),
+    [
+        ({"prompt": "Q", "label": "good"}, {"response": "label"}, "sft"),
+        ({"prompt": "Q", "score": "5", "label": True}, {"response": "score"}, "scored"),
+        ({"q": "Q", "chosen": "x", "rejected": "y", "reward": "z"}, {"prompt": "q"}, "preference"),
+        ({"score": "Q", "completion": "x"}, {"prompt": "score"}, "sft"),
+    ],
+)
+def test_a_mapped_column_is_not_read_under_its_own_name_too(pack, byte_level, record, fields, kind):
+    packed = pack(byte_level(), record, fields=fields)
+    assert packed.dataset.manifest.kind == kind
+    assert rewards_of(packed) == [[1, 0] if kind == "preference" else [1]]
+
+
+def test_a_mapped_column_may_be_absent_or_empty(pack, byte_level):
+    tokenizer, fields = byte_level(template=TEMPLATE), {"system": "a"}
+    text, chat = {"prompt": "Q", "completion": "x"}, {**CHAT, "a": "S"}
+    empty = [text | {"a": value} for value in (None, "", [], float("nan"))]
+    packed = pack(tokenizer, chat, text, *empty, fields=fields, as_chat=False)
+    assert packed.dataset.manifest.records.packed == 6
+    with pytest.raises(RecordError, match="item 3"):
+        pack(tokenizer, chat, text | {"a": ""}, text | {"a": "S"}, fields=fields, as_chat=False)
+
+
+PATHS = [
+    (
+        {"in": {"q": "Q"}, "out": [{"a": "x", "s": 2}, {"a": "y", "s": 1}]},
+        {"prompt": "in.q", "responses": "out[].a", "scores": "out[].s"},
+    ),
+    (
+        {"in": {"q.1": "Q"}, "out": {"a b": ["x", "y"]}, "scores": [2, 1]},
+        {"prompt": 'in."q.1"', "responses": "out.a b"},
+    ),
+    ({"in.q": "Q", "responses": ["x", "y"], "scores": [2, 1]}, {"prompt": "in.q"}),
+    ({"in": '{"q": "Q"}', "responses": ["x", "y"], "scores": [2, 1]}, {"prompt": "in.q"}),
+]
+
+
+@pytest.mark.parametrize(("record", "fields"), PATHS)
+def test_paths(pack, byte_level, record, fields):
+    packed = pack(byte_level(), record, fields=fields)
+    assert packed.marked == ["Q«x</s>»", "Q«y</s>»"]
+    assert not packed.dataset.manifest.records.fields_not_used
+
+
+@pytest.mark.parametrize(
+    ("path", "mentioned"),
+    [("out[].b", "'b'"), ("in.x", "'x'"), ("in[].q", "in"), ("nothing.q", "'nothing'")],
+)
+def test_a_path_without_a_value_names_the_missing_part(pack, byte_level, path, mentioned):
+    record = {"in": {"q": "Q"}, "out": [{"a": "x", "b": "z"}, {"a": "y"}]}
+    with pytest.raises(RecordError) as caught:
+        pack(byte_level(), record, fields={"prompt": "in.q", "chosen": path, "rejected": "out"})
+    assert mentioned in str(caught.value)
+
+
+@pytest.mark.parametrize("path", ["a..b", "[].a", "a[0]", ".a", 'a."b'])
+def test_a_path_that_is_malformed(pack, byte_level, path):
+    with pytest.raises(ConfigError, match="path"):
+        pack(byte_level(), {"a": "Q", "c": "x"}, fields={"prompt": path, "response": "c"})
 
 
 def call(name, **arguments):
@@ -167,7 +269,7 @@ def test_token_ids_pass_through(pack, byte_level):
 
 def test_what_is_missing_is_named(pack, byte_level):
     for prompt in ("p", [USER]):
-        with pytest.raises(TokenizerError, match=r"must be given.* Give the tokenizer"):
+        with pytest.raises(TokenizerError, match="tokenizer="):
             pack(None, {**PAIR, "prompt": prompt})
     with pytest.raises(TokenizerError, match="chatml or plain"):
         pack(byte_level(), {**PAIR, "prompt": [USER]})

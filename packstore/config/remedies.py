@@ -1,0 +1,77 @@
+"""Settings as a user types them, in the shell or in Python, for the ways out of a refusal."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
+
+Door: TypeAlias = Literal["shell", "python"]
+"""Where a job was started: on the command line, or by a Python call."""
+
+_doors: list[Door] = ["python"]
+
+
+def current_door() -> Door:
+    """Return the door of the job that is being started: the shell inside :func:`from_shell`."""
+    return _doors[-1]
+
+
+@contextlib.contextmanager
+def from_shell() -> Iterator[None]:
+    """Remedies of jobs that start in this context are spelled as flags."""
+    _doors.append("shell")
+    try:
+        yield
+    finally:
+        _doors.pop()
+
+
+_FLAGS = {"fields": "field", "roles": "role", "template_variables": "template-variable"}
+"""Setting -> its flag, where the names differ."""
+
+
+def spell(door: Door, settings: Mapping[str, Any]) -> str:
+    """Return settings of :func:`packstore.pack` as they are typed: ``--kind scored``.
+
+    Args:
+        door: the syntax.
+        settings: name -> text, number, boolean, list of texts or mapping of texts.
+    """
+    if door == "python":
+        return ", ".join(f"{name}={_python(value)}" for name, value in settings.items())
+    return " ".join(_flags(name, value) for name, value in settings.items())
+
+
+def _python(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value)
+    if isinstance(value, Mapping):
+        items = (f"{_python(key)}: {_python(item)}" for key, item in value.items())
+        return "{" + ", ".join(items) + "}"
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return "[" + ", ".join(_python(item) for item in value) + "]"
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _flags(name: str, value: Any) -> str:
+    flag = "--" + _FLAGS.get(name, name).replace("_", "-")
+    if value is True:
+        return flag
+    if isinstance(value, Mapping):
+        entries = [f"{key}={item}" for key, item in value.items()]
+        if name == "verdict":
+            entries = [",".join(entries)]
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        entries = list(value)
+    else:
+        entries = [str(value)]
+    return " ".join(_flag(flag, entry) for entry in entries)
+
+
+def _flag(flag: str, entry: str) -> str:
+    """Return a flag with its value; one that begins with a dash would be taken for a flag."""
+    separator = "=" if entry.startswith("-") else " "
+    return flag + separator + shlex.quote(entry)

@@ -1,0 +1,204 @@
+"""Adapters: a user's own function from a record to a reading, in this process or in workers."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from packstore.errors import ConfigError, quote, sentence
+from packstore.tokenizer.records.reading import Answers, Chat, Drop, Pair
+
+Function = Callable[[dict[str, Any]], Pair | Answers | Chat | Drop]
+
+
+class Adapter:
+    """A user's function, by its name in a module or file, so that workers can load it.
+
+    Attributes:
+        name: ``module:function`` or ``file.py:function``; for a function that cannot be imported,
+            such as a lambda or one of a notebook, its own name.
+        is_importable: whether other processes can load it.
+    """
+
+    def __init__(self, function: Function, name: str, is_importable: bool, sha256: str) -> None:
+        self._function = function
+        self.name = name
+        self.is_importable = is_importable
+        self.sha256 = sha256
+
+    @property
+    def summary(self) -> str:
+        """The first line of the function's docstring."""
+        return (inspect.getdoc(self._function) or "").partition("\n")[0]
+
+    def apply(self, record: Mapping[str, Any]) -> AdaptedRecord:
+        """Return a record with the function's result, or the text of its error."""
+        tracked = _Tracked(record)
+        adapted = AdaptedRecord(record)
+        try:
+            adapted.result = self._function(tracked)
+        except Exception as error:  # a user's function may raise anything
+            adapted.error = f"{type(error).__name__}: {error}"
+        adapted.columns = tracked.columns
+        return adapted
+
+    def provenance(self) -> dict[str, Any]:
+        """Return the entries of the manifest: the name, and the hash of the function's file."""
+        return {"adapter": self.name, "adapter_sha256": self.sha256}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.is_importable:
+            return load_adapter, (self.name,)
+        # Other processes get records with the results of the function.
+        return Adapter, (_not_here, self.name, False, self.sha256)
+
+
+class AdaptedRecord(dict[str, Any]):
+    """A record, with the result of an adapter.
+
+    Attributes:
+        result: of the function; None if it raised an error.
+        columns: names that the function looked at.
+        error: the text of the function's error, or empty.
+    """
+
+    result: Any = None
+    columns: set[str] = set()  # noqa: RUF012  (replaced for each record)
+    error: str = ""
+
+
+def _not_here(record: dict[str, Any]) -> Pair:
+    raise RuntimeError("the adapter belongs to another process")
+
+
+class _Tracked(dict[str, Any]):
+    """A record that remembers the columns that are looked at."""
+
+    def __init__(self, record: Mapping[str, Any]) -> None:
+        super().__init__(record)
+        self.columns: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        self.columns.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.columns.add(name)
+        return super().get(name, default)
+
+    def pop(self, name: str, *default: Any) -> Any:
+        self.columns.add(name)
+        return super().pop(name, *default)
+
+    def items(self) -> Any:
+        self.columns.update(self)
+        return super().items()
+
+    def values(self) -> Any:
+        self.columns.update(self)
+        return super().values()
+
+
+@functools.lru_cache(maxsize=8)
+def load_adapter(name: str) -> Adapter:
+    """Return the adapter of ``module:function`` or ``file.py:function``.
+
+    Raises:
+        ConfigError: there is no such module, file or function.
+    """
+    where = f"setting adapter, {name}"
+    rule = "it must be module:function or file.py:function"
+    place, colon, function_name = name.rpartition(":")
+    if not (colon and place and function_name):
+        raise ConfigError(sentence(where, rule, quote(name)))
+    try:
+        module = (
+            _load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+        )
+    except Exception as error:
+        raise ConfigError(sentence(where, rule, f"{type(error).__name__}: {error}")) from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        functions = ", ".join(n for n, v in vars(module).items() if inspect.isfunction(v))
+        raise ConfigError(sentence(where, rule, f"no function {function_name!r} ({functions})"))
+    return Adapter(function, name, is_importable=True, sha256=_sha256(module))
+
+
+def adapter_of(function: Function) -> Adapter:
+    """Return the adapter of a function, by its import path if it has one.
+
+    Raises:
+        ConfigError: it is no function.
+    """
+    if not callable(function):
+        raise ConfigError(
+            sentence("setting adapter", "it must be a function, or its name", quote(function))
+        )
+    name = getattr(function, "__qualname__", type(function).__name__)
+    module = sys.modules.get(getattr(function, "__module__", "") or "")
+    file = getattr(module, "__file__", None)
+    if module is None or getattr(module, name, None) is not function:
+        return Adapter(function, name, is_importable=False, sha256=_source_sha256(function))
+    if module.__name__ == "__main__":  # to import a script or a notebook would run it again
+        return Adapter(function, name, is_importable=False, sha256=_source_sha256(function))
+    if _is_importable(module):
+        name = f"{module.__name__}:{name}"
+    elif file and file.endswith(".py"):
+        name = f"{file}:{name}"
+    else:
+        return Adapter(function, name, is_importable=False, sha256=_source_sha256(function))
+    return Adapter(function, name, is_importable=True, sha256=_sha256(module))
+
+
+def _is_importable(module: ModuleType) -> bool:
+    """Return True if another process finds the module by its name."""
+    try:
+        return importlib.util.find_spec(module.__name__) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _load_file(path: Path) -> ModuleType:
+    """Import a file under a name of its own, once a process."""
+    resolved = path.resolve()
+    name = "packstore_adapter_" + hashlib.sha256(str(resolved).encode()).hexdigest()[:16]
+    if name in sys.modules:
+        return sys.modules[name]
+    if not resolved.is_file():
+        raise FileNotFoundError(f"no file {path}")
+    spec = importlib.util.spec_from_file_location(name, resolved)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _sha256(module: ModuleType) -> str:
+    """Return the sha256 of a module's file; empty without one."""
+    file = getattr(module, "__file__", None)
+    if not file or not Path(file).is_file():
+        return ""
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest()
+
+
+def _source_sha256(function: Function) -> str:
+    """Return the sha256 of a function's source; empty if Python does not have it."""
+    try:
+        source = inspect.getsource(function)
+    except (OSError, TypeError):
+        return ""
+    return hashlib.sha256(source.encode()).hexdigest()
