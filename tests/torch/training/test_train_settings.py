@@ -212,8 +212,10 @@ def test_what_is_resumed_must_be_there_and_whole(made: dict[str, Any], tmp_path:
     (newest,) = checkpoints(output)
     whole = (newest / "optimizer.pt").read_bytes()
     (newest / "optimizer.pt").write_bytes(whole[::-1])
-    with pytest.raises(FormatError, match=r"checkpoint .*: it must hold the state of every weight"):
-        train(**settings, max_steps=2)
+    with pytest.raises(FormatError, match=r"it must be whole.*optimizer\.pt"):
+        train(**settings, max_steps=2, resume_from_checkpoint=str(newest))
+    with pytest.raises(ConfigError, match="must hold no model without checkpoints"):
+        train(**settings, max_steps=2)  # it is passed over, and no other one is there
     (newest / "optimizer.pt").write_bytes(whole)
     with small_files(20_000), pytest.raises(StorageError, match="must be possible to write it"):
         train(**settings, max_steps=2)
