@@ -1,4 +1,4 @@
-"""Where optimizer steps end that are to hold a number of examples: a pure function of packs' sizes.
+"""The ends of optimizer steps that hold a requested mean of examples: a function of packs' sizes.
 
 A pack is never split, so a step rarely holds the requested examples exactly. Each step ends at the
 boundary of packs that is nearest to its target: the requested examples, and those that the steps

@@ -180,7 +180,7 @@ def _is_ours(config: Any) -> bool:
 
 @dataclass
 class PackedForwardState:
-    """How a prepared model computes packed rows."""
+    """The attention of a prepared model, and why it runs once per sequence, if it does."""
 
     model: Any
     original: Implementations
@@ -200,7 +200,7 @@ class PackedForwardState:
 
     @property
     def is_packed(self) -> bool:
-        """Whether the model has packed attention now, not its original one again."""
+        """True if the model has packed attention now, not its original one again."""
         return _is_ours(self.model.config.get_text_config())
 
     def run_whole(self, reason: str) -> None:
